@@ -1,0 +1,68 @@
+# What a person does twice. `make demo` and `make test` work from a fresh clone with python3, make and a C library.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+PYTEST := $(BIN)/python -m pytest
+# The rooms whose results could depend on the number of threads: run a second time with one.
+THREADED := tests/kernels tests/backends tests/runners tests/engine
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-threads test-one-thread test-long lint mutants bench bench-kernels bench-block-pool \
+	bench-prefix-reuse clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '  make %-20s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP)  ## build .venv beside the project
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v < (3, 15); \
+		sys.exit(None if ok else "kvboost_edge needs Python 3.11 to 3.14, this one is %d.%d; try: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "This python3 cannot create virtual environments (venv or ensurepip is missing)." >&2; \
+		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	@touch $@
+
+demo: setup  ## one shared document, several questions, with the bundled model (no network)
+	$(BIN)/kvboost-edge demo
+
+test: test-threads test-one-thread  ## the whole suite with all threads, then the numeric rooms with one
+
+test-threads: setup
+	$(PYTEST) -q
+
+test-one-thread: setup test-threads
+	KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PYTEST) -q $(THREADED)
+
+test-long: setup  ## the large N of the promises; writes benchmarks/results/test-long.txt
+	KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) -rA --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
+		tail -n 1 benchmarks/results/test-long.txt; exit $$status
+
+lint: setup  ## ruff, mypy --strict for the package, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+mutants: setup  ## plant about 20 faults one at a time; each must turn the tests red
+	$(BIN)/python tests/mutants.py
+
+bench: bench-kernels bench-block-pool bench-prefix-reuse  ## all benchmarks, several minutes
+
+bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
+	$(BIN)/python benchmarks/bench_kernels.py
+
+bench-block-pool: setup  ## prefix lookup, allocate and free
+	$(BIN)/python benchmarks/bench_block_pool.py
+
+bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
+	$(BIN)/python benchmarks/bench_prefix_reuse.py
+
+clean:  ## remove build products and caches, keep .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find kvboost_edge tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

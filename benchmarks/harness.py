@@ -1,0 +1,145 @@
+"""What all benchmarks share: rounds, medians, the machine card, the table, the JSON line.
+
+A benchmark compares contenders. `alternate` runs them in turn, round after round, so that a slow minute of the machine
+hits all of them; the warm-up round is not counted. `report` prints the machine, a table and, as the last line, one
+JSON object with everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.host.cpu import default_num_threads, describe_cpu
+from kvboost_edge.host.memory import total_bytes
+
+__all__ = ["alternate", "in_own_process", "machine_card", "median_seconds", "parser", "report"]
+
+_PACKAGES = ("numpy", "numba", "torch", "transformers")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark has: --quick (a smoke run whose figures mean little) and --out FILE."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--quick", action="store_true", help="a short smoke run; its figures mean little")
+    options.add_argument("--out", type=Path, help="also write the JSON here, for benchmarks/results/")
+    return options
+
+
+def median_seconds(work: Callable[[], object], *, rounds: int, warmups: int = 1) -> float:
+    """Median wall seconds of `work` over `rounds` calls after `warmups` that are not counted."""
+    for _ in range(warmups):
+        work()
+    return statistics.median(_timed(work) for _ in range(rounds))
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmups: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each contender in each counted round; within a round they run in the order given."""
+    for _ in range(warmups):
+        for work in contenders.values():
+            work()
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, work in contenders.items():
+            seconds[name].append(_timed(work))
+    return seconds
+
+
+def in_own_process(script: str | Path, arguments: Sequence[str], *, timeout: float = 3600) -> dict[str, Any]:
+    """Run a Python script in a fresh process and return the JSON object of its last line. Its stderr passes through."""
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures
+
+
+def machine_card() -> dict[str, Any]:
+    """What the figures depend on: processor, threads, memory, load at the start, versions, commit."""
+    cpu = describe_cpu()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu.model,
+        "isa": cpu.isa,
+        "threads": default_num_threads(),
+        "memory_gb": round(total_bytes() / 1e9, 1),
+        "load_at_start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def report(name: str, rows: Sequence[Mapping[str, Any]], *, options: argparse.Namespace, **extra: Any) -> None:
+    """Print the machine card, a table of `rows` (same keys in each) and the JSON line; write it to --out as well."""
+    card = machine_card()
+    print(f"\n{name}{' (quick: figures mean little)' if options.quick else ''}")
+    print(f"{card['date']} · {card['cpu']} · {card['isa']} · {card['threads']} threads · {card['memory_gb']} GB")
+    print("\n".join(_table(rows)))
+    line = json.dumps({"benchmark": name, "quick": options.quick, "machine": card, "rows": list(rows), **extra})
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Columns as wide as their widest cell, numbers to the right."""
+    if not rows:
+        return ["(no rows)"]
+    names = list(rows[0])
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    numeric = [all(isinstance(row[name], (int, float, type(None))) for row in rows) for name in names]
+    lines = []
+    for line in cells:
+        padded = (
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        )
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    return str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

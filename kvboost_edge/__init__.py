@@ -1,0 +1,115 @@
+"""CPU-first inference for decoder-only language models on one paged, prefix-shared pool of keys and values.
+
+Everything public is importable from here and loaded on first use: importing the package loads neither torch nor
+transformers, numba or numpy-heavy rooms.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvboost_edge.config import EngineConfig, GenerationMode
+    from kvboost_edge.engine.batch import (
+        batched_decode,
+        broadcast_kv,
+        find_common_chunk_prefix,
+        group_by_prefix,
+        pad_and_mask,
+    )
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+    from kvboost_edge.engine.request import SamplingParams
+    from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
+    from kvboost_edge.errors import (
+        BackendUnavailable,
+        CacheCorruption,
+        CapacityError,
+        ConfigError,
+        KVBoostError,
+        ModelFormatError,
+        RequestError,
+    )
+    from kvboost_edge.kvcache.llmds import KVCache
+    from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES, check_model_compatibility
+
+    KVBoost = CPUPagedEngine
+    InferenceEngine = CPUPagedEngine
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it. The aliases name the attribute after a colon.
+_EXPORTS = {
+    "BackendUnavailable": "kvboost_edge.errors",
+    "CPUPagedEngine": "kvboost_edge.engine.engine",
+    "CacheCorruption": "kvboost_edge.errors",
+    "CapacityError": "kvboost_edge.errors",
+    "ConfigError": "kvboost_edge.errors",
+    "CorrectnessReport": "kvboost_edge.engine.results",
+    "EngineConfig": "kvboost_edge.config",
+    "GenerationMode": "kvboost_edge.config",
+    "GenerationResult": "kvboost_edge.engine.results",
+    "InferenceEngine": "kvboost_edge.engine.engine:CPUPagedEngine",
+    "KVBoost": "kvboost_edge.engine.engine:CPUPagedEngine",
+    "KVBoostError": "kvboost_edge.errors",
+    "KVCache": "kvboost_edge.kvcache.llmds",
+    "ModelFormatError": "kvboost_edge.errors",
+    "RequestError": "kvboost_edge.errors",
+    "RequestHandle": "kvboost_edge.engine.handle",
+    "SUPPORTED_ARCHITECTURES": "kvboost_edge.models.architectures",
+    "SamplingParams": "kvboost_edge.engine.request",
+    "TokenEvent": "kvboost_edge.engine.handle",
+    "WarmResult": "kvboost_edge.engine.results",
+    "batched_decode": "kvboost_edge.engine.batch",
+    "broadcast_kv": "kvboost_edge.engine.batch",
+    "check_model_compatibility": "kvboost_edge.models.architectures",
+    "find_common_chunk_prefix": "kvboost_edge.engine.batch",
+    "group_by_prefix": "kvboost_edge.engine.batch",
+    "pad_and_mask": "kvboost_edge.engine.batch",
+}
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "BackendUnavailable",
+    "CPUPagedEngine",
+    "CacheCorruption",
+    "CapacityError",
+    "ConfigError",
+    "CorrectnessReport",
+    "EngineConfig",
+    "GenerationMode",
+    "GenerationResult",
+    "InferenceEngine",
+    "KVBoost",
+    "KVBoostError",
+    "KVCache",
+    "ModelFormatError",
+    "RequestError",
+    "RequestHandle",
+    "SamplingParams",
+    "TokenEvent",
+    "WarmResult",
+    "__version__",
+    "batched_decode",
+    "broadcast_kv",
+    "check_model_compatibility",
+    "find_common_chunk_prefix",
+    "group_by_prefix",
+    "pad_and_mask",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562) and keep it."""
+    target = _EXPORTS.get(name)
+    if target is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = target.partition(":")
+    value = getattr(importlib.import_module(module), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,127 @@
+"""What a KV backend is: storage of keys and values in blocks, and attention that reads them in place.
+
+A backend knows nothing of requests or models. It owns one pool of `num_blocks` blocks for all layers and is driven by
+a runner: `prepare` once per forward pass, then per layer `write_kv` and `attention`; `copy_blocks` before the pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kvcache.block_table import CopyOp
+
+__all__ = ["AttentionParams", "Backend", "BatchLayout", "KVSpec", "LayerKVSpec"]
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerKVSpec:
+    """Shape of one layer's KV: heads, and the dims of a key and of a value (equal in most models)."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Storage of all layers. `dtype` is "float32", "float16" or "bfloat16"; layers may differ in shape."""
+
+    layers: tuple[LayerKVSpec, ...]
+    block_size: int
+    dtype: str
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes one block takes over all layers, keys and values together."""
+        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.layers)
+        return per_token * self.block_size * _BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Where the tokens of one forward pass live. A flat batch: the tokens of all sequences one after another.
+
+    Example, block_size 16: sequence 0 has 20 tokens of which the last 4 are computed now (positions 16..19), sequence
+    1 decodes its 33rd token. Then num_tokens = 5, cu_seqlens_q = [0, 4, 5], seq_lens = [20, 33], block_tables =
+    [[7, 2, -1], [7, 9, 4]], slot_mapping = [2*16+0 .. 2*16+3, 4*16+0].
+
+    cu_seqlens_q  int32 [num_seqs + 1]            first query row of each sequence
+    seq_lens      int32 [num_seqs]                KV length of each sequence including the tokens of this pass
+    block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
+    slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
+
+    The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i.
+    """
+
+    cu_seqlens_q: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    slot_mapping: npt.NDArray[np.int64]
+
+
+class AttentionParams(NamedTuple):
+    """Per-layer constants. A query at position p sees keys at positions (p - window, p]; window 0 means no window.
+
+    softcap 0 means none, else scores become softcap * tanh(scores / softcap) after scaling. `sinks`, if given, is one
+    extra logit per query head (float32 [num_q_heads]) that joins the softmax denominator and has no value.
+    """
+
+    softmax_scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: npt.NDArray[np.float32] | None = None
+
+
+class Backend(Protocol):
+    """KV storage plus paged attention. Arrays are NumPy arrays where `array_kind` is "numpy", else torch tensors.
+
+    Queries, keys and values are [num_tokens, heads, head_dim]; numpy backends take and return float32 and convert to
+    the storage dtype on write, torch backends take and return the model's dtype. `lse` is float32
+    [num_tokens, num_q_heads], the natural log of the sum of exp(scores), sinks included.
+    """
+
+    name: str
+    array_kind: str  # "numpy" | "torch"
+    device: str
+    spec: KVSpec
+    num_blocks: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the preallocated pool, as allocated."""
+        ...
+
+    def prepare(self, layout: BatchLayout) -> Any:
+        """Check the layout's shapes and turn it into what `write_kv` and `attention` take; valid for one pass."""
+        ...
+
+    def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
+        """Copy whole blocks (all layers, K and V) src -> dst, in order."""
+        ...
+
+    def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:
+        """Store the new tokens' keys and values at their slots."""
+        ...
+
+    def attention(self, layer: int, queries: Any, batch: Any, params: AttentionParams) -> tuple[Any, Any]:
+        """Causal attention of the new tokens over their sequences' blocks: (out like queries, lse). Never reads past
+        a sequence's seq_len nor before its window, so poisoned memory does not matter."""
+        ...
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Debug: fill blocks with NaN, so that a read of memory that was never written shows."""
+        ...
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
+        """Debug: a checksum of each block's content over all layers."""
+        ...
+
+    def close(self) -> None:
+        """Release the pool."""
+        ...

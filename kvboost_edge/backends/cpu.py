@@ -1,0 +1,97 @@
+"""The backend of compiled CPU kernels: blocks in NumPy arrays, paged attention by Numba with explicit vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.kernels import storage
+from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kvcache.block_table import CopyOp
+
+__all__ = ["CPUBackend", "PreparedBatch"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class PreparedBatch:
+    """A checked layout and the work plans of the layer kinds met so far (head counts and window); for one pass."""
+
+    __slots__ = ("_num_threads", "_plans", "paged", "slot_mapping")
+
+    def __init__(self, layout: BatchLayout, num_threads: int) -> None:
+        self.paged = PagedBatch(
+            np.ascontiguousarray(layout.cu_seqlens_q, dtype=np.int32),
+            np.ascontiguousarray(layout.seq_lens, dtype=np.int32),
+            np.ascontiguousarray(layout.block_tables, dtype=np.int32),
+        )
+        self.slot_mapping = layout.slot_mapping
+        self._num_threads = num_threads
+        self._plans: dict[tuple[int, int, int], WorkPlan] = {}
+
+    def plan(self, heads_per_group: int, num_kv_heads: int, window: int) -> WorkPlan:
+        """The work plan of one kind of layer."""
+        key = (heads_per_group, num_kv_heads, window)
+        if key not in self._plans:
+            self._plans[key] = plan_work(self.paged, *key, self._num_threads)
+        return self._plans[key]
+
+
+class CPUBackend(NumpyBlocks):
+    """Implements `Backend`. Results of a row depend on its own sequence and position only, to the bit.
+
+    `num_threads` threads, the calling one included (None: all cores this process may use, at most NUMBA_NUM_THREADS).
+    One thread at a time may call it. `close` ends the threads and releases the pool.
+    """
+
+    name = "cpu"
+
+    def __init__(self, spec: KVSpec, num_blocks: int, *, num_threads: int | None = None) -> None:
+        super().__init__(spec, num_blocks)
+        if num_threads is None:
+            num_threads = min(default_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+        self._workspace = AttentionWorkspace(num_threads)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that attention uses."""
+        return self._workspace.num_threads
+
+    def prepare(self, layout: BatchLayout) -> PreparedBatch:
+        """Check the layout; ConfigError says what is wrong."""
+        check_layout(layout, self.spec.block_size, self.num_blocks)
+        return PreparedBatch(layout, self.num_threads)
+
+    def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
+        """Copy whole blocks src -> dst over all layers, in order."""
+        self._check_pairs(ops)
+        for pool in self._pools:
+            storage.copy_blocks(pool, ops)
+
+    def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
+        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+        storage.write_kv(keys, values, self._pools[layer], batch.slot_mapping)
+
+    def attention(
+        self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
+    ) -> tuple[Floats, Floats]:
+        """Causal attention: (out like queries, lse), float32."""
+        pool = self._pools[layer]
+        num_tokens, num_kv_heads = int(batch.paged.cu_seqlens_q[-1]), pool.keys.shape[1]
+        if len(queries) != num_tokens:
+            raise ConfigError(f"{len(queries)} query rows do not fit a batch of {num_tokens} tokens")
+        plan = batch.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
+        return paged_attention(queries, pool, batch.paged, AttentionOptions(*params), self._workspace, plan)
+
+    def close(self) -> None:
+        """End the helper threads and release the pool."""
+        self._workspace.close()
+        super().close()

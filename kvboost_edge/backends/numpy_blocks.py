@@ -1,0 +1,119 @@
+"""What the NumPy backends share: the pool of blocks, the checks of a layout, and the debug helpers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import BatchLayout, KVSpec
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.kernels.paged import KVPool, aligned_empty
+from kvboost_edge.kernels.storage import STORAGE_DTYPES, to_storage
+
+__all__ = ["NumpyBlocks", "check_layout"]
+
+
+class NumpyBlocks:
+    """The pools of all layers. ConfigError for a spec that cannot be stored, CapacityError when memory is refused."""
+
+    array_kind = "numpy"
+    device = "cpu"
+
+    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
+        if spec.block_size < 16 or spec.block_size % 16:
+            raise ConfigError(f"block_size={spec.block_size} must be a multiple of 16")
+        if spec.dtype not in STORAGE_DTYPES:
+            raise ConfigError(f"KV dtype {spec.dtype!r} is not one of {tuple(STORAGE_DTYPES)}")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        dtype = STORAGE_DTYPES[spec.dtype]
+        try:
+            self._pools = [
+                KVPool(
+                    aligned_empty((num_blocks, layer.num_kv_heads, layer.head_dim, spec.block_size), dtype),
+                    aligned_empty((num_blocks, layer.num_kv_heads, spec.block_size, layer.head_dim), dtype),
+                )
+                for layer in spec.layers
+            ]
+        except MemoryError as error:
+            raise CapacityError(
+                f"the block pool does not fit into memory: num_blocks={num_blocks} x {spec.bytes_per_block} bytes = "
+                f"{num_blocks * spec.bytes_per_block} bytes; lower num_blocks or max_cache_bytes"
+            ) from error
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool, as allocated."""
+        return sum(array.nbytes for pool in self._pools for array in pool)
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN in all layers."""
+        ids = list(block_ids)
+        for pool in self._pools:
+            for array in pool:
+                array[ids] = to_storage(np.full(1, np.nan, dtype=np.float32), array.dtype)[0]
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
+        """CRC-32 of each block's bytes over all layers."""
+        return [self._checksum(block_id) for block_id in block_ids]
+
+    def close(self) -> None:
+        """Release the pool."""
+        self._pools = []
+
+    def _checksum(self, block_id: int) -> int:
+        crc = 0
+        for pool in self._pools:
+            for array in pool:
+                crc = zlib.crc32(array[block_id].reshape(-1).view(np.uint8), crc)
+        return crc
+
+    def _check_pairs(self, ops: Sequence[tuple[int, int]]) -> None:
+        for pair in ops:
+            for block_id in pair:
+                _check_block(block_id, self.num_blocks)
+
+
+def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
+    """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot lies in the pool."""
+    num_seqs = len(layout.seq_lens)
+    cu_seqlens, tables, slots = layout.cu_seqlens_q, layout.block_tables, layout.slot_mapping
+    if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
+        raise ConfigError(
+            f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and as many block tables; "
+            f"got {cu_seqlens.shape} and {tables.shape}"
+        )
+    lengths = np.diff(cu_seqlens)
+    if cu_seqlens[0] != 0 or (lengths < 0).any() or (lengths > layout.seq_lens).any():
+        raise ConfigError(
+            f"cu_seqlens_q {cu_seqlens.tolist()} must start at 0, not fall, and give no sequence more query rows than "
+            f"its seq_len in {layout.seq_lens.tolist()}"
+        )
+    if slots.shape != (int(cu_seqlens[-1]),):
+        raise ConfigError(f"slot_mapping of shape {slots.shape} must have one slot for each of {cu_seqlens[-1]} tokens")
+    if slots.size and not (slots.min() >= 0 and slots.max() < num_blocks * block_size):
+        raise ConfigError(f"slots {slots.min()}..{slots.max()} must lie in the pool's 0..{num_blocks * block_size - 1}")
+    _check_tables(layout, block_size, num_blocks)
+
+
+def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
+    needed: npt.NDArray[np.int64] = -(-layout.seq_lens.astype(np.int64) // block_size)
+    width = layout.block_tables.shape[1]
+    if needed.size and needed.max() > width:
+        raise ConfigError(
+            f"block tables of {width} blocks of {block_size} do not hold seq_len {int(layout.seq_lens.max())}"
+        )
+    used = layout.block_tables[np.arange(width) < needed[:, None]]
+    if used.size:
+        _check_block(int(used.min()), num_blocks)
+        _check_block(int(used.max()), num_blocks)
+
+
+def _check_block(block_id: int, num_blocks: int) -> None:
+    if not 0 <= block_id < num_blocks:
+        raise ConfigError(f"block id {block_id} must lie in the pool's 0..{num_blocks - 1}")

@@ -1,0 +1,255 @@
+"""KV storage and paged attention in plain torch: one implementation for the devices cpu, mps and cuda.
+
+Sequences with equally many new tokens are computed together: their blocks are gathered through the block tables into
+one padded tensor, and a masked softmax follows. Gather indices and masks are built once per pass and window and shared
+by all layers. There is no Python loop over tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
+from kvboost_edge.kvcache.block_table import CopyOp
+
+__all__ = ["TorchBackend", "TorchBatch"]
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_MAX_SCORES = 1 << 24  # scores held at once (float32, 64 MB); more query rows are computed in turns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences with the same number of new tokens, padded to the longest KV among them.
+
+    rows        int64 [num_seqs * q_len]              rows of the flat batch
+    blocks      int64 [num_seqs, max_blocks]          block ids to gather; 0 where masked
+    q_positions int64 [num_seqs, q_len]
+    k_positions int64 [num_seqs, max_blocks * block]  absolute positions of the gathered slots
+    k_valid     bool, like k_positions                slots that some query of the sequence sees
+    """
+
+    q_len: int
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    q_positions: torch.Tensor
+    k_positions: torch.Tensor
+    k_valid: torch.Tensor
+
+
+class TorchBatch:
+    """A prepared pass: device tensors of the layout, and the groups per window, built on first use."""
+
+    def __init__(self, layout: BatchLayout, block_size: int, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self.slots = torch.from_numpy(np.ascontiguousarray(layout.slot_mapping)).to(device)
+        self._block_size = block_size
+        self._groups: dict[int, list[_Group]] = {}
+
+    def groups(self, window: int) -> list[_Group]:
+        """The groups for a window (0: none); the window bounds the blocks that are gathered."""
+        if window not in self._groups:
+            q_lens = np.diff(self.layout.cu_seqlens_q)
+            self._groups[window] = [
+                self._build(np.flatnonzero(q_lens == q_len), int(q_len), window)
+                for q_len in np.unique(q_lens[q_lens > 0])
+            ]
+        return self._groups[window]
+
+    def _build(self, seqs: np.ndarray, q_len: int, window: int) -> _Group:
+        layout, size = self.layout, self._block_size
+        seq_lens = layout.seq_lens[seqs].astype(np.int64)
+        q_first = seq_lens - q_len
+        k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
+        first_block = k_first // size
+        num_blocks = -(-seq_lens // size) - first_block
+        columns = first_block[:, None] + np.arange(num_blocks.max())
+        present = columns < (first_block + num_blocks)[:, None]
+        blocks = np.where(
+            present, np.take_along_axis(layout.block_tables[seqs], np.where(present, columns, 0), axis=1), 0
+        )
+        k_positions = (columns[:, :, None] * size + np.arange(size)).reshape(len(seqs), -1)
+        k_valid = (k_positions >= k_first[:, None]) & (k_positions < seq_lens[:, None])
+        rows = layout.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
+        return _Group(
+            q_len,
+            self._tensor(rows.ravel()),
+            self._tensor(blocks.astype(np.int64)),
+            self._tensor(q_first[:, None] + np.arange(q_len)),
+            self._tensor(k_positions),
+            self._tensor(k_valid),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+class TorchBackend:
+    """Implements `Backend` with torch tensors in and out. Storage per layer, K and V each: [num_blocks, block_size,
+    num_kv_heads, head_dim] in the spec's dtype. Scores and softmax are float32 whatever the storage.
+
+    Raises BackendUnavailable for a device torch does not offer here and CapacityError when the pool cannot be
+    allocated.
+    """
+
+    name = "torch"
+    array_kind = "torch"
+
+    def __init__(self, spec: KVSpec, num_blocks: int, *, device: str = "cpu") -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.device = device
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
+        dtype = _DTYPES[spec.dtype]
+        try:
+            self._device = torch.device(device)
+            self._pool = [
+                torch.zeros(
+                    (2, num_blocks, spec.block_size, layer.num_kv_heads, layer.head_dim),
+                    dtype=dtype,
+                    device=self._device,
+                )
+                for layer in spec.layers
+            ]
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(self._no_room()) from error
+        except (RuntimeError, AssertionError) as error:
+            if "memory" in str(error):
+                raise CapacityError(self._no_room()) from error
+            raise BackendUnavailable(f"device={device!r} is not usable by torch here: {error}") from error
+
+    def _no_room(self) -> str:
+        return (
+            f"the block pool does not fit on {self.device}: num_blocks={self.num_blocks} x "
+            f"{self.spec.bytes_per_block} bytes; lower num_blocks or max_cache_bytes"
+        )
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the preallocated pool."""
+        return sum(pool.numel() * pool.element_size() for pool in self._pool)
+
+    def prepare(self, layout: BatchLayout) -> TorchBatch:
+        """Check the layout and bind it to the device; valid for one pass."""
+        num_seqs = len(layout.seq_lens)
+        num_tokens = int(layout.cu_seqlens_q[-1])
+        if len(layout.cu_seqlens_q) != num_seqs + 1 or len(layout.block_tables) != num_seqs:
+            raise ConfigError(
+                f"layout of {num_seqs} sequences has {len(layout.cu_seqlens_q)} cu_seqlens_q and "
+                f"{len(layout.block_tables)} block tables"
+            )
+        if len(layout.slot_mapping) != num_tokens:
+            raise ConfigError(f"slot_mapping has {len(layout.slot_mapping)} slots for {num_tokens} tokens")
+        return TorchBatch(layout, self.spec.block_size, self._device)
+
+    def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
+        """Copy whole blocks src -> dst over all layers, in order."""
+        for src, dst in ops:
+            for pool in self._pool:
+                pool[:, dst].copy_(pool[:, src])
+
+    def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+        pool = self._pool[layer]
+        for half, tokens in zip(pool, (keys, values), strict=True):
+            half.flatten(0, 1).index_copy_(0, batch.slots, tokens.to(pool.dtype))
+
+    def attention(
+        self, layer: int, queries: torch.Tensor, batch: TorchBatch, params: AttentionParams
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads])."""
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        sinks = None if params.sinks is None else torch.as_tensor(params.sinks, device=self._device).float()
+        for group in batch.groups(params.window):
+            keys, values = self._gather(layer, group)
+            for span in _query_spans(group, queries.shape[1]):
+                rows = group.rows.view(-1, group.q_len)[:, span]
+                part, part_lse = _attend(
+                    queries[rows], keys, values, _visible(group, span, params.window), params, sinks
+                )
+                out[rows] = part.to(out.dtype)
+                lse[rows] = part_lse
+        return out, lse
+
+    def _gather(self, layer: int, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]. Values of slots that
+        no query sees become 0: their weight is 0, but 0 x NaN of unwritten memory is NaN."""
+        num_seqs = len(group.blocks)
+        keys, values = (
+            half[group.blocks].flatten(1, 2).transpose(1, 2).float().reshape(num_seqs, half.shape[2], -1, half.shape[3])
+            for half in self._pool[layer]
+        )
+        return keys, torch.where(group.k_valid[:, None, :, None], values, 0.0)
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        for pool in self._pool:
+            pool[:, list(block_ids)] = float("nan")
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
+        """CRC-32 of each block's bytes over all layers."""
+        return [self._checksum(block_id) for block_id in block_ids]
+
+    def _checksum(self, block_id: int) -> int:
+        crc = 0
+        for pool in self._pool:
+            crc = zlib.crc32(pool[:, block_id].cpu().view(torch.uint8).numpy().tobytes(), crc)
+        return crc
+
+    def close(self) -> None:
+        """Release the pool."""
+        self._pool = []
+
+
+def _query_spans(group: _Group, num_q_heads: int) -> Iterator[slice]:
+    """Cut the query rows of a group so that no more than _MAX_SCORES scores exist at once."""
+    per_query = group.k_positions.numel() * num_q_heads
+    step = max(1, _MAX_SCORES // per_query)
+    for start in range(0, group.q_len, step):
+        yield slice(start, start + step)
+
+
+def _visible(group: _Group, span: slice, window: int) -> torch.Tensor:
+    """bool [num_seqs, q, num_slots]: which slots each query of the span sees."""
+    queries, keys = group.q_positions[:, span, None], group.k_positions[:, None, :]
+    visible = group.k_valid[:, None, :] & (keys <= queries)
+    return visible & (keys > queries - window) if window else visible
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked attention of padded sequences in float32.
+
+    queries [s, q, num_q_heads, d]; keys, values float32 [s, num_kv_heads, k, d]; visible bool [s, q, k]; sinks [heads].
+    Returns out float32 like queries and lse float32 [s, q, num_q_heads]. Every query sees at least itself.
+    """
+    num_seqs, q_len, num_q_heads, _ = queries.shape
+    num_kv_heads, per_kv = keys.shape[1], num_q_heads // keys.shape[1]
+    grouped = queries.float().view(num_seqs, q_len, num_kv_heads, per_kv, -1).permute(0, 2, 3, 1, 4)
+    scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * params.softmax_scale
+    if params.softcap:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.view(num_seqs, num_kv_heads, per_kv, q_len, -1)
+    scores = torch.where(visible[:, None, None], scores, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.view(num_kv_heads, per_kv, 1))
+    weights = torch.exp(scores - lse[..., None]).flatten(2, 3)
+    out = (weights @ values).view(num_seqs, num_kv_heads, per_kv, q_len, -1)
+    shape = (num_seqs, q_len, num_q_heads)
+    return out.permute(0, 3, 1, 2, 4).reshape(*shape, -1), lse.permute(0, 3, 1, 2).reshape(shape)

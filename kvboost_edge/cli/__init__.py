@@ -1,0 +1,1 @@
+"""What a person touches: the `kvboost-edge` command."""

@@ -1,0 +1,121 @@
+"""`kvboost-edge demo`: one shared document, several questions, and what sharing its KV saves."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvboost_edge.cli.render import pool_panel
+from kvboost_edge.cli.session import loaded_engine
+from kvboost_edge.config import GenerationMode
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.results import GenerationResult
+
+__all__ = ["run_demo"]
+
+# A question about the document and the word that a right answer contains.
+QUESTIONS = (
+    ("What is the metal of Worr camera?", "bronze"),
+    ("What is the festival of Mount Hanol?", "August"),
+    ("What is the hobby of Brot Gorbel?", "running"),
+    ("What is the bird of South Bamon?", "snake"),
+    ("What is the festival of Fort Lealo?", "February"),
+    ("What is the home of Jaina Faisa?", "Darbel"),
+    ("What is the code of North Rend?", "9125"),
+    ("What is the mine of Lake Brilo?", "lead"),
+)
+ONE_BY_ONE = 4
+SETTINGS = {"max_new_tokens": 24, "temperature": 0.0}
+
+
+def run_demo(model: str, options: dict[str, Any]) -> None:
+    """Print the whole demonstration; needs the bundled model and no network."""
+    console = Console()
+    document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
+    with loaded_engine(model, options, console) as engine:
+        with console.status("compiling and warming up the kernels (not counted below) …"):
+            _warm_up(engine)
+        console.print(f"\n[bold]One shared document[/bold], {len(document.split())} words, put before every question:")
+        console.print(f"[dim]{document[:200]} …[/dim]\n")
+        _one_by_one(engine, console, document)
+        stats, states = _all_at_once(engine, console, document)
+        console.print(pool_panel(states, stats, width=console.width, title="Block pool while the batch ran"))
+
+
+def _prompt(document: str, question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": document}, {"role": "user", "content": question}]
+
+
+def _warm_up(engine: CPUPagedEngine) -> None:
+    """Run prompts that share nothing with the document, cold and warm and batched, then forget them."""
+    filler = "".join(f"Note {number}. " for number in range(100))
+    for _ in range(2):
+        engine.generate_batch([_prompt(filler, "Hello!"), _prompt(filler, "Hi")], **SETTINGS)
+    engine.reset_cache()
+
+
+def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None:
+    """The first question computes the document, the others find it; the last runs again with the cache not read."""
+    table = Table(title="Questions one after another", title_justify="left")
+    for name in ("", "question", "answer"):
+        table.add_column(name)
+    for name in ("prompt tokens", "from cache", "first token"):
+        table.add_column(name, justify="right")
+    results = []
+    for index, (question, expected) in enumerate(QUESTIONS[:ONE_BY_ONE]):
+        result = _ask(engine, document, question)
+        results.append(result)
+        _add_row(table, "warm" if index else "cold", question, expected, result)
+    question, expected = QUESTIONS[ONE_BY_ONE - 1]
+    baseline = _ask(engine, document, question, GenerationMode.BASELINE)
+    _add_row(table, "cache off", question, expected, baseline)
+    console.print(table)
+    cold = statistics.median([results[0].ttft_ms, baseline.ttft_ms])
+    warm = statistics.median(result.ttft_ms for result in results[1:])
+    same = "the same tokens" if baseline.output_token_ids == results[-1].output_token_ids else "OTHER TOKENS"
+    console.print(
+        f"First token: cold {cold:.0f} ms, warm {warm:.0f} ms, [bold]{cold / warm:.1f} times sooner[/bold]; "
+        f"with and without the cache the last answer has {same}.\n"
+    )
+
+
+def _ask(
+    engine: CPUPagedEngine, document: str, question: str, mode: GenerationMode = GenerationMode.PREFIX_CACHE
+) -> GenerationResult:
+    return engine.generate(_prompt(document, question), mode=mode, **SETTINGS)
+
+
+def _add_row(table: Table, kind: str, question: str, expected: str, result: GenerationResult) -> None:
+    right = expected in result.output_text
+    shown = result.output_text.strip() + ("" if right else f" [red](expected {expected})[/red]")
+    cells = (f"{result.prompt_tokens}", f"{result.cached_tokens}", f"{result.ttft_ms:.0f} ms")
+    table.add_row(kind, question, shown, *cells, style="bold" if kind == "warm" else "")
+
+
+def _all_at_once(engine: CPUPagedEngine, console: Console, document: str) -> tuple[dict[str, Any], list[int]]:
+    """All questions in one batch; returns paged_stats() and the block map from the moment of most sharing."""
+    started = time.perf_counter()
+    handles = [engine.submit(_prompt(document, question), **SETTINGS) for question, _ in QUESTIONS]
+    stats, states = engine.paged_stats(), engine.block_map()
+    for _ in handles[0]:
+        now = engine.paged_stats()
+        if (now["shared_blocks"], now["used_blocks"]) >= (stats["shared_blocks"], stats["used_blocks"]):
+            stats, states = now, engine.block_map()
+    results = [handle.result() for handle in handles]
+    seconds = time.perf_counter() - started
+    right = sum(expected in result.output_text for (_, expected), result in zip(QUESTIONS, results, strict=True))
+    tokens = sum(result.generated_tokens for result in results)
+    private = sum(-(-result.prompt_tokens // stats["block_size"]) for result in results)
+    console.print(
+        f"[bold]{len(QUESTIONS)} questions in one batch[/bold]: {seconds * 1000:.0f} ms, {tokens / seconds:.0f} tokens "
+        f"per second, {right} of {len(QUESTIONS)} answers right.\n{stats['shared_blocks']} blocks are shared: "
+        f"{stats['used_blocks']} blocks in use, {private} would be needed for the prompts without sharing.\n"
+    )
+    return stats, states

@@ -1,0 +1,105 @@
+"""`kvboost-edge doctor`: what this machine offers and which path a model would take on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvboost_edge.cli.inspect import route, shown
+from kvboost_edge.cli.session import found_model
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.host.cgroup import memory_limit
+from kvboost_edge.host.cpu import default_num_threads, describe_cpu
+from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
+from kvboost_edge.host.threads import threading_layer
+
+__all__ = ["doctor_report", "run_doctor"]
+
+_PACKAGES = (
+    "kvboost-edge", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "torch",
+    "transformers",
+)  # fmt: skip
+# What each of numba's threading layers means for the kernels.
+_LAYERS = {
+    "omp": "OpenMP: parallel regions start in about a microsecond",
+    "tbb": "Intel TBB",
+    "workqueue": "Numba's own pool: needs no library, parallel regions cost some 20 microseconds each; "
+    "installing libgomp (Debian: apt install libgomp1) makes the faster one available",
+}
+
+
+def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
+    """Print the sections; a model that cannot be found or read is reported in its section, not raised."""
+    config = EngineConfig.from_options(**options)
+    report = doctor_report(model, options, config)
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, default=str))
+        return
+    console = Console()
+    for section, figures in report.items():
+        table = Table(title=section, title_justify="left", show_header=False)
+        for name, value in figures.items():
+            table.add_row(name.replace("_", " "), shown(name, value))
+        console.print(table)
+
+
+def doctor_report(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """All sections: processor, memory, versions, and the path of `model`."""
+    return {
+        "Processor": _processor(),
+        "Memory": _memory(),
+        "Versions": _versions(),
+        f"Model {model}": _model(model, options, config),
+    }
+
+
+def _processor() -> dict[str, Any]:
+    cpu = describe_cpu()
+    layer = threading_layer()
+    return {
+        "model": cpu.model,
+        "architecture": cpu.arch,
+        "instruction_set": cpu.isa,
+        "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
+        "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
+        "default_threads": default_num_threads(),
+        "threading_layer": f"{layer} ({_LAYERS.get(layer, 'unknown to this program')})",
+    }
+
+
+def _memory() -> dict[str, Any]:
+    group = memory_limit()
+    return {
+        "total_bytes": total_bytes(),
+        "available_bytes": available_bytes(),
+        "this_process_bytes": process_rss(),
+        "cgroup": "no limit" if group is None else f"{group.limit / 1e6:,.0f} MB, {group.used / 1e6:,.0f} MB used",
+    }
+
+
+def _versions() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    try:
+        with found_model(model, options, Console(stderr=True)) as path:
+            report = route(path, config)
+    except KVBoostError as error:
+        return {"problem": str(error)}
+    if report["supported"] and importlib.util.find_spec("transformers") is None:
+        report |= {"runner": "none", "runner_reason": "torch and transformers are not installed: install [torch]"}
+    return report

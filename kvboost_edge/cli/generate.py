@@ -1,0 +1,39 @@
+"""`kvboost-edge generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from kvboost_edge.cli.session import answer, loaded_engine, timing_line
+
+__all__ = ["run_generate"]
+
+
+def run_generate(
+    prompt: str, model: str, options: dict[str, Any], settings: dict[str, Any], *, chat: bool, as_json: bool
+) -> None:
+    """Stream the text to standard output and a summary to standard error, or print the whole result as JSON."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    notes = Console(stderr=True, quiet=as_json)
+    request: Any = [{"role": "user", "content": text}] if chat else text
+    with loaded_engine(model, options, notes) as engine:
+        result = answer(engine, request, settings, _ignore if as_json else _write)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False, default=str))
+    else:
+        _write("\n")
+        notes.print(f"[dim]{timing_line(result)}[/dim]")
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _ignore(piece: str) -> None:
+    """JSON output prints the text once, at the end."""

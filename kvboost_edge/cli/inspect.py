@@ -1,0 +1,116 @@
+"""`kvboost-edge inspect`: what a model directory holds, checked file by file, without loading the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvboost_edge.backends.select import choose_backend
+from kvboost_edge.cli.session import found_model
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.models.architectures import check_model_compatibility
+from kvboost_edge.models.config_file import read_config
+from kvboost_edge.models.fingerprint import model_fingerprint
+from kvboost_edge.models.safetensors_check import check_weights
+
+__all__ = ["model_report", "print_report", "route", "run_inspect"]
+
+
+def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
+    """Print the report of `model`; a damaged or missing file is an error that names it."""
+    notes = Console(stderr=True, quiet=as_json)
+    with found_model(model, options, notes) as path, notes.status(f"checking {model} …"):
+        report = {"model": model, **model_report(path, EngineConfig.from_options(**options))}
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False, default=str))
+    else:
+        print_report(report, title=f"Model {model}")
+
+
+def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
+    """Figures of a model directory by name. Raises ModelFormatError for what the engine would refuse to read."""
+    fields = read_config(path)
+    weights = check_weights(path, fields)
+    shape = fields.get("text_config", fields)
+    per_token = kv_bytes_per_token(shape, stored_dtype(shape, fields, config))
+    return {
+        "path": str(path),
+        **route(path, config),
+        "layers": shape.get("num_hidden_layers"),
+        "hidden_size": shape.get("hidden_size"),
+        "vocab_size": shape.get("vocab_size"),
+        "context": shape.get("max_position_embeddings"),
+        "parameters": weights.num_params,
+        "weight_bytes": weights.nbytes,
+        "weight_dtypes": ", ".join(sorted(weights.dtypes)),
+        "weight_files": ", ".join(Path(name).name for name in weights.files),
+        "kv_dtype": stored_dtype(shape, fields, config),
+        "kv_bytes_per_token": per_token,
+        "kv_bytes_per_block": per_token * config.block_size,
+        "fingerprint": model_fingerprint(path),
+    }
+
+
+def route(path: Path, config: EngineConfig) -> dict[str, Any]:
+    """Which runner and backend `path` would use on this machine, and why; a refusal is part of the answer."""
+    compatibility = check_model_compatibility(path, strict=False)
+    report: dict[str, Any] = {
+        "architecture": compatibility.model_type,
+        "supported": compatibility.supported,
+        "tested": compatibility.tested,
+        "compatibility": compatibility.reason,
+        "runner": "torch" if compatibility.supported else "none",
+        "runner_reason": "the only runner so far: any causal language model of transformers, its modules untouched",
+    }
+    if not compatibility.supported:
+        report["runner_reason"] = f"refused: {compatibility.reason}"
+    try:
+        choice = choose_backend(config.backend, config.device)
+    except KVBoostError as error:
+        return {**report, "backend": "none", "backend_reason": str(error)}
+    return {**report, "backend": f"{choice.name} ({choice.device})", "backend_reason": choice.reason}
+
+
+def stored_dtype(shape: dict[str, Any], fields: dict[str, Any], config: EngineConfig) -> str:
+    """The dtype of KV in the pool: that of the compute, which is the option's or else the checkpoint's."""
+    if config.dtype != "auto":
+        return config.dtype
+    for source in (fields, shape):
+        named = source.get("dtype") or source.get("torch_dtype")
+        if named:
+            return str(named)
+    return "float32"
+
+
+def kv_bytes_per_token(shape: dict[str, Any], dtype: str) -> int:
+    """Bytes of keys and values of one token over all layers, from the config's text part."""
+    heads = int(shape["num_attention_heads"])
+    kv_heads = int(shape.get("num_key_value_heads") or heads)
+    head_dim = int(shape.get("head_dim") or int(shape["hidden_size"]) // heads)
+    return 2 * int(shape["num_hidden_layers"]) * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+
+
+def print_report(report: dict[str, Any], *, title: str) -> None:
+    """A two-column table of a report; large numbers of bytes are also given in MB."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in report.items():
+        table.add_row(name.replace("_", " "), shown(name, value))
+    Console().print(table)
+
+
+def shown(name: str, value: Any) -> str:
+    """A value as a person reads it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        megabytes = f" ({value / 1e6:,.1f} MB)" if "bytes" in name and value >= 1e6 else ""
+        return f"{value:,}{megabytes}"
+    if dataclasses.is_dataclass(value) or isinstance(value, (list, tuple)):
+        return json.dumps(value, default=str)
+    return str(value)

@@ -1,0 +1,54 @@
+"""`NAME=VALUE` options of the command line turned into keyword arguments. Unknown names are the engine's to refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvboost_edge.errors import ConfigError, RequestError
+
+__all__ = ["engine_options", "parse_value", "sampling_options"]
+
+_WORDS = {"true": True, "false": False, "none": None}
+# These stay text whatever they look like.
+_ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device"})
+
+
+def parse_value(text: str) -> Any:
+    """'true', 'false', 'none', an integer, a float, else the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def engine_options(pairs: Iterable[str] | None) -> dict[str, Any]:
+    """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a malformed pair."""
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"option {pair!r} must have the form NAME=VALUE, for example num_threads=2")
+        options[name] = text if name in _ENGINE_TEXT else parse_value(text)
+    return options
+
+
+def sampling_options(pairs: Iterable[str] | None) -> dict[str, Any]:
+    """Sampling keywords from `NAME=VALUE` texts; `stop` may be given several times. Raises RequestError."""
+    options: dict[str, Any] = {}
+    stops: list[str] = []
+    for pair in pairs or ():
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise RequestError(f"sampling parameter {pair!r} must have the form NAME=VALUE, for example top_p=0.9")
+        if name == "stop":
+            stops.append(text)
+        else:
+            options[name] = parse_value(text)
+    if stops:
+        options["stop"] = stops
+    return options

@@ -1,0 +1,70 @@
+"""What the commands share: consoles, loading a model with progress, streaming one answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvboost_edge.models.locate import locate_model
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.results import GenerationResult
+
+__all__ = ["answer", "found_model", "loaded_engine", "timing_line"]
+
+
+@contextmanager
+def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator[Path]:
+    """The model's local directory, downloaded first if it is a hub id; a spinner on `notes` says what goes on."""
+    wanted = {name: options[name] for name in ("revision", "token", "local_files_only") if name in options}
+    with notes.status(f"finding {model} …"):
+        path = locate_model(model, **wanted)
+    yield path
+
+
+@contextmanager
+def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterator[CPUPagedEngine]:
+    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`."""
+    started = time.perf_counter()
+    with found_model(model, options, notes) as path, notes.status(f"loading {model} …"):
+        from kvboost_edge.engine.engine import CPUPagedEngine
+
+        engine = CPUPagedEngine.from_pretrained(str(path), **options)
+    with engine:
+        stats = engine.paged_stats()
+        notes.print(
+            f"[dim]{model}: runner {stats['runner']}, backend {stats['backend']}, {stats['num_threads']} threads, "
+            f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
+            f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
+        )
+        yield engine
+
+
+def answer(
+    engine: CPUPagedEngine, prompt: Any, settings: dict[str, Any], write: Callable[[str], None]
+) -> GenerationResult:
+    """Generate, passing each piece of text to `write` as it comes. Ctrl-C cancels the request and raises on."""
+    handle = engine.submit(prompt, **settings)
+    try:
+        for piece in handle:
+            if piece:
+                write(piece)
+    except BaseException:
+        handle.cancel()
+        raise
+    return handle.result()
+
+
+def timing_line(result: GenerationResult) -> str:
+    """One line under an answer: what was reused and how long it took."""
+    return (
+        f"{result.prompt_tokens} prompt tokens, {result.cached_tokens} from the cache · "
+        f"first token {result.ttft_ms:.0f} ms · {result.generated_tokens} tokens, "
+        f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
+    )

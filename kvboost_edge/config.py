@@ -1,0 +1,119 @@
+"""Frozen engine options and the public enums. Pure data: importing this loads no heavy dependency."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Any
+
+from kvboost_edge.errors import ConfigError
+
+__all__ = ["EngineConfig", "GenerationMode"]
+
+
+class GenerationMode(enum.StrEnum):
+    """How a request may use cached keys and values.
+
+    BASELINE reads nothing from the cache, PREFIX_CACHE reuses exact prefixes, CHUNK_KV_REUSE (reuse at another
+    position) is refused by name until it is built.
+    """
+
+    BASELINE = "baseline"
+    PREFIX_CACHE = "prefix_cache"
+    CHUNK_KV_REUSE = "chunk_kv_reuse"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "runner": ("auto", "torch"),
+    "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+_LATER: dict[str, dict[str, str]] = {
+    "runner": {"native": "the native runner is not built yet", "onnx": "the ONNX runner is not built yet"},
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All options of `CPUPagedEngine`; unknown names are refused by `EngineConfig.from_options`.
+
+    Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
+    pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs).
+    `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
+    models, else float16.
+    """
+
+    runner: str = "auto"
+    backend: str = "auto"
+    device: str | None = None
+    dtype: str = "auto"
+    max_cache_bytes: int | None = None
+    num_blocks: int | None = None
+    max_chunks: int | None = None
+    block_size: int = 16
+    kv_cache_bits: int | None = 16
+    max_num_seqs: int = 16
+    max_batch_tokens: int = 512
+    num_threads: int | None = None
+    strict: bool = True
+    revision: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
+    local_files_only: bool = False
+    tenant: str = ""
+    seed: int = 0
+    debug_checks: bool = False
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Build a config from keyword options; an unknown name raises ConfigError that lists the known ones."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; known options: {', '.join(known)}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value in _LATER.get(name, {}):
+                raise ConfigError(f"{name}={value!r} is refused: {_LATER[name][value]}; use one of {choices}")
+            if value not in choices:
+                raise ConfigError(f"{name}={value!r} is not one of {choices}")
+        self._check_sizes()
+        if self.device is not None and not isinstance(self.device, str):
+            raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
+        for name in ("strict", "local_files_only", "debug_checks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.tenant, str):
+            raise ConfigError(f"tenant={self.tenant!r} must be a string")
+
+    def _check_sizes(self) -> None:
+        if isinstance(self.max_cache_bytes, float):
+            if not math.isfinite(self.max_cache_bytes):
+                raise ConfigError(f"max_cache_bytes={self.max_cache_bytes!r} must be a finite number of bytes")
+            object.__setattr__(self, "max_cache_bytes", int(self.max_cache_bytes))
+        for name in ("max_cache_bytes", "num_blocks", "max_chunks", "num_threads"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, low=1)
+        for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
+            _check_int(name, getattr(self, name), low=1)
+        _check_int("seed", self.seed, low=0)
+        given = [n for n in ("max_cache_bytes", "num_blocks", "max_chunks") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")
+        if self.block_size % 16 or self.block_size > 256:
+            raise ConfigError(f"block_size={self.block_size} must be a multiple of 16, at most 256")
+        if self.kv_cache_bits in (8, 4):
+            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits} is refused: quantized KV is not built yet; use 16")
+        if self.kv_cache_bits not in (16, None):
+            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r} must be 16 or None")
+
+
+def _check_int(name: str, value: object, *, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} must be an integer")
+    if value < low:
+        raise ConfigError(f"{name}={value} must be at least {low}")

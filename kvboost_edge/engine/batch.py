@@ -1,0 +1,148 @@
+"""Batches over a plain transformers model, outside the engine: shared prefixes, left padding, batched decoding.
+
+The names and signatures are those users know; masks and positions are right for every row. torch and transformers
+are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+    LegacyKV = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+__all__ = ["batched_decode", "broadcast_kv", "find_common_chunk_prefix", "group_by_prefix", "pad_and_mask"]
+
+
+def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size: int) -> int:
+    """Length in tokens of the longest prefix all prompts share, cut down to whole chunks. One prompt: its length."""
+    _check_chunk_size(chunk_size)
+    if len(all_token_ids) < 2:
+        return len(all_token_ids[0]) if all_token_ids else 0
+    first, rest = all_token_ids[0], all_token_ids[1:]
+    common = 0
+    for token_ids in zip(first, *rest, strict=False):
+        if any(token_id != token_ids[0] for token_id in token_ids):
+            break
+        common += 1
+    return common - common % chunk_size
+
+
+def group_by_prefix(
+    prompts: Sequence[Any],
+    token_ids_list: Sequence[Sequence[int]],
+    chunk_size: int,
+    n_prefix_chunks: int = 3,
+) -> dict[str, list[int]]:
+    """Group prompts that share their first `n_prefix_chunks` whole chunks: {key: indices in order of appearance}.
+
+    A prompt with fewer whole chunks is grouped by those it has; with none, with others that have none and are equal.
+    """
+    _check_chunk_size(chunk_size)
+    if len(prompts) != len(token_ids_list):
+        raise RequestError(f"{len(prompts)} prompts and {len(token_ids_list)} lists of token ids; give one for each")
+    groups: dict[str, list[int]] = {}
+    for index, token_ids in enumerate(token_ids_list):
+        num_chunks = min(n_prefix_chunks, len(token_ids) // chunk_size)
+        prefix = token_ids[: num_chunks * chunk_size] if num_chunks else token_ids
+        key = hashlib.sha256(array("q", [num_chunks, *prefix]).tobytes()).hexdigest()
+        groups.setdefault(key, []).append(index)
+    return groups
+
+
+def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
+    """Keys and values [1, heads, tokens, dim] of each layer as [batch_size, heads, tokens, dim]: views, no copy."""
+    return tuple((k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv)
+
+
+def pad_and_mask(suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-pad: (ids, masks), both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on padding.
+
+    Left, so that the last column holds each row's last token. Behind a shared prefix of P tokens the attention mask
+    is P ones followed by the row's mask, and the positions are P + cumsum(mask) - 1.
+    """
+    import torch
+
+    if not suffix_ids_list or not all(len(ids) for ids in suffix_ids_list):
+        raise RequestError("pad_and_mask needs at least one row and at least one token in each")
+    longest = max(map(len, suffix_ids_list))
+    rows = [[pad_token_id] * (longest - len(ids)) + list(ids) for ids in suffix_ids_list]
+    masks = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in suffix_ids_list]
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(masks, dtype=torch.int64)
+
+
+def batched_decode(
+    model: Any,
+    past_kv: LegacyKV,
+    first_tokens: torch.Tensor | Sequence[int],
+    start_pos: int | Sequence[int],
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None,
+    temperature: float = 1.0,
+    do_sample: bool = False,
+    device: str = "cpu",
+    *,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[list[list[int]], LegacyKV]:
+    """Decode a batch whose prompts are already in `past_kv`; returns (token ids of each row, grown KV).
+
+    past_kv          per layer (keys, values) [batch, kv_heads, slots, dim]
+    first_tokens     [batch] the first new token of each row, counted in max_new_tokens and part of the output
+    start_pos        the position of the first new token; per row if their lengths differ
+    attention_mask   int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos slots hold tokens,
+                     as left padding leaves them
+    A row ends with its EOS token, which is part of its output. Sampling draws from torch's global generator.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    tokens = torch.as_tensor(first_tokens, dtype=torch.int64, device=device).reshape(-1, 1)
+    batch, slots = len(tokens), past_kv[0][0].shape[2]
+    positions = torch.as_tensor(start_pos, dtype=torch.int64, device=device).expand(batch).reshape(-1, 1)
+    if attention_mask is None:
+        attention_mask = torch.arange(slots, device=device) >= slots - positions
+    mask = attention_mask.to(device=device, dtype=torch.int64)
+    if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), positions):
+        raise RequestError(
+            f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over {slots} slots of {batch} rows "
+            "do not agree: each row must see exactly start_pos slots"
+        )
+    cache = DynamicCache([(k, v) for k, v in past_kv])
+    outputs: list[list[int]] = [[int(token)] for token in tokens[:, 0]]
+    done = [row[0] in eos for row in outputs]
+    for _ in range(max_new_tokens - 1):
+        if all(done):
+            break
+        mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+        with torch.inference_mode():
+            logits = model(
+                tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits
+        tokens = _next_tokens(logits[:, -1].float(), temperature, do_sample)
+        positions = positions + 1
+        for row, token in enumerate(tokens[:, 0].tolist()):
+            if not done[row]:
+                outputs[row].append(token)
+                done[row] = token in eos
+    return outputs, tuple((layer.keys, layer.values) for layer in cache.layers)
+
+
+def _next_tokens(logits: torch.Tensor, temperature: float, do_sample: bool) -> torch.Tensor:
+    import torch
+
+    if not do_sample or temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
+
+
+def _check_chunk_size(chunk_size: int) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise RequestError(f"chunk_size={chunk_size!r} must be an integer of at least 1")

@@ -1,0 +1,144 @@
+"""From a model to the parts of an engine: files checked, memory planned, runner, backend and block pool made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, plan_num_blocks
+from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.memory import available_bytes
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.models.architectures import check_model_compatibility
+from kvboost_edge.models.config_file import generation_defaults, read_config, read_generation_config
+from kvboost_edge.models.fingerprint import fingerprint_of_module, model_fingerprint
+from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.safetensors_check import check_weights
+from kvboost_edge.runners.base import Runner
+from kvboost_edge.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvboost_edge.runners.torch_runner import TorchRunner
+
+__all__ = ["EngineParts", "build_from_model", "build_from_path"]
+
+_LOG = logging.getLogger(__name__)
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine runs on. `root` starts every prefix hash; `backend_reason` says why this backend was taken."""
+
+    runner: Runner
+    backend: Backend
+    manager: KVCacheManager
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    root: bytes
+    ledger: MemoryLedger
+    backend_reason: str
+
+
+def build_from_path(path_or_id: str | Path, config: EngineConfig) -> EngineParts:
+    """Load a local model directory, a hub id or the bundled model; everything is checked before it is loaded."""
+    model_dir = locate_model(
+        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+    )
+    model_config = read_config(model_dir)
+    check_model_compatibility(model_config, strict=config.strict)
+    summary = check_weights(model_dir, model_config)
+    choice = choose_backend(config.backend, config.device)
+    if choice.device == "cpu":
+        per_param = _DTYPE_BYTES.get(config.dtype)
+        needed = summary.nbytes if per_param is None else summary.num_params * per_param
+        check_weights_fit(needed, available_bytes())
+    tokenizer = Tokenizer.from_dir(model_dir)
+    defaults = read_generation_config(model_dir, model_config, tokenizer_eos=tokenizer.eos_token_id)
+    fingerprint = model_fingerprint(model_dir)
+    _require_torch()
+    from kvboost_edge.runners.torch_runner import TorchRunner
+
+    runner = TorchRunner.from_dir(
+        model_dir,
+        dtype=config.dtype,
+        device=choice.device,
+        num_threads=config.num_threads or default_num_threads(),
+        block_size=config.block_size,
+    )
+    return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
+
+
+def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
+    """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are used."""
+    _require_torch()
+    from kvboost_edge.runners.torch_runner import TorchRunner
+
+    check_model_compatibility(model.config.to_dict(), strict=config.strict)
+    own = str(model.device)
+    choice = choose_backend(config.backend, config.device or own)
+    text = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
+    generation = model.generation_config.to_dict() if getattr(model, "generation_config", None) is not None else {}
+    defaults = generation_defaults(model.config.to_dict(), generation, tokenizer_eos=text.eos_token_id)
+    runner = TorchRunner(model, block_size=config.block_size)
+    fingerprint = fingerprint_of_module(model, tokenizer)
+    return _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
+
+
+def _assemble(
+    config: EngineConfig,
+    choice: BackendChoice,
+    runner: TorchRunner,
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    fingerprint: str,
+) -> EngineParts:
+    info = runner.info
+    with _closed_on_error(runner):
+        num_blocks = plan_num_blocks(config, info.kv_spec, info.max_context, info.weight_bytes, available_bytes())
+        backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads)
+        with _closed_on_error(backend):
+            runner.bind(backend)
+    _LOG.info(
+        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB",
+        *(info.name, info.dtype, backend.name, choice.device, choice.reason, num_blocks, backend.pool_bytes / 1e6),
+    )
+    kv_format = f"{info.kv_spec.dtype}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
+    return EngineParts(
+        runner=runner,
+        backend=backend,
+        manager=KVCacheManager(num_blocks, config.block_size),
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        # The rope settings are part of the model's config and so of its fingerprint.
+        root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
+        ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes),
+        backend_reason=choice.reason,
+    )
+
+
+def _require_torch() -> None:
+    for module in ("torch", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            raise BackendUnavailable(
+                f"runner 'torch' needs {module}, which is not installed; install the extra [torch]"
+            )
+
+
+@contextlib.contextmanager
+def _closed_on_error(part: Runner | Backend) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        part.close()
+        raise

@@ -1,0 +1,320 @@
+"""The engine thread: takes requests from an inbox and runs steps. It alone touches scheduler, blocks and runner.
+
+Callers put messages into the inbox and wait on handles. The lock guards the bookkeeping for readers in other threads
+(statistics, reset); it is free while the model computes, so nobody waits for a forward pass but who wants its tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.request import Request
+from kvboost_edge.engine.scheduler import Chunk, Scheduler, StepPlan
+from kvboost_edge.engine.sequence import Floats, Sequence
+from kvboost_edge.errors import CacheCorruption, KVBoostError
+from kvboost_edge.runners.base import ForwardBatch, Runner
+
+if TYPE_CHECKING:
+    from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["EngineCore"]
+
+
+class _Submit(NamedTuple):
+    sequence: Sequence
+
+
+class _Cancel(NamedTuple):
+    request_index: int
+
+
+class _Close(NamedTuple):
+    pass
+
+
+_Message = _Submit | _Cancel | _Close
+
+
+class EngineCore:
+    """Runs requests. `start` begins the thread; without it `step` may be driven by hand, as the tests do.
+
+    A request that fails (NaN logits, an error while sampling or reading its text) ends alone and its last tokens are
+    not published. A forward pass that fails ends the requests that were in it. A contradiction in the bookkeeping
+    ends the engine: every request gets the error and so does every later call.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        backend: Backend,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        *,
+        debug_checks: bool = False,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.scheduler = scheduler
+        self._runner = runner
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._debug_checks = debug_checks
+        # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._live: dict[int, Sequence] = {}
+        self._closing = False
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
+
+    # The callers' side.
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread.start()
+
+    def check_open(self) -> None:
+        """Raise KVBoostError if the engine was closed or stopped by an error."""
+        if self._failure is not None:
+            raise KVBoostError(f"the engine stopped after an error: {self._failure!r}") from self._failure
+        if self._stopped:
+            raise KVBoostError("the engine is closed; make a new one")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The bookkeeping stands still inside; a forward pass may go on."""
+        with self.lock:
+            self.check_open()
+            yield
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Queue a request; CapacityError if it could not run even alone."""
+        self.scheduler.check_fits(request)
+        handle = RequestHandle(request.index, self.cancel)
+        self._submit(Sequence(request, handle, self._tokenizer))
+        return handle
+
+    def submit_logits(self, request: Request) -> tuple[RequestHandle, list[Floats]]:
+        """Queue a request for logits; the list holds them, in order, once the handle is done."""
+        self.scheduler.check_fits(request)
+        sequence = Sequence(request, RequestHandle(request.index, self.cancel), self._tokenizer)
+        self._submit(sequence)
+        return sequence.handle, sequence.logits
+
+    def _submit(self, sequence: Sequence) -> None:
+        with self.lock:
+            self.check_open()
+            self._inbox.put(_Submit(sequence))
+
+    def cancel(self, index: int) -> None:
+        """Ask for the end of a request; unknown or finished ones are ignored."""
+        self._inbox.put(_Cancel(index))
+
+    def request_close(self) -> None:
+        """Ask the thread to end; callable from a finalizer."""
+        self._inbox.put(_Close())
+
+    def close(self) -> None:
+        """End the thread and release runner and backend; running requests fail. Waits for the step in progress."""
+        if self._stopped and not self._thread.is_alive():
+            return
+        self.request_close()
+        if self._thread is threading.current_thread():
+            return
+        if self._thread.ident is None:
+            self._run()
+        else:
+            self._thread.join()
+
+    # The engine thread's side.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if not self.step():
+                    self._idle()
+        except BaseException as error:
+            # Nothing is known to hold after this; callers must learn it rather than wait for ever.
+            self._failure = error
+        reason = self._failure or KVBoostError("the engine was closed before the request was done")
+        with self.lock:
+            self._stopped = True
+            self._drain_inbox()
+            for sequence in list(self._live.values()):
+                if self._failure is None:
+                    self._end(sequence, error=reason)
+                else:
+                    sequence.handle._finish(None, reason)
+            self._live.clear()
+        self._runner.close()
+        self._backend.close()
+
+    def _idle(self) -> None:
+        """Sleep until a message comes."""
+        if self._closing:
+            return
+        if self._debug_checks:
+            with self.lock:
+                self.scheduler.manager.check_invariants([])
+        message = self._inbox.get()
+        with self.lock:
+            self._handle(message)
+
+    def step(self) -> bool:
+        """Run one step; False if there was nothing to do."""
+        with self.lock:
+            self._drain_inbox()
+            if self._closing or not self.scheduler.has_work:
+                return False
+            plan = self.scheduler.schedule()
+            for sequence, error in plan.failed:
+                self._end(sequence, error=error)
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.table is not None]
+            new_blocks = self.scheduler.manager.drain_new_blocks()
+            if self._debug_checks:
+                # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
+                sources = {copy.src for copy in plan.copies}
+                self._backend.poison_blocks([block for block in new_blocks if block not in sources])
+            checksums = self._checksums() if self._debug_checks else {}
+            batch = self._build_batch(plan)
+        try:
+            if batch is None:
+                self._backend.copy_blocks(plan.copies)
+                return True
+            logits = self._runner.forward(batch)
+        except Exception as error:
+            with self.lock:
+                for sequence in plan.members:
+                    self._end(sequence, error=error)
+            return True
+        with self.lock:
+            self._take(plan.chunks, logits)
+            if self._debug_checks:
+                self._compare(checksums)
+        return True
+
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._handle(message)
+
+    def _handle(self, message: _Message) -> None:
+        if isinstance(message, _Submit):
+            sequence = message.sequence
+            self._live[sequence.index] = sequence
+            self.scheduler.add(sequence)
+        elif isinstance(message, _Cancel):
+            if message.request_index in self._live:
+                self._end(self._live[message.request_index], reason="cancelled")
+        else:
+            self._closing = True
+
+    def _build_batch(self, plan: StepPlan) -> ForwardBatch | None:
+        """The flat batch of a plan's chunks; None if there are none."""
+        chunks = plan.chunks
+        if not chunks:
+            return None
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens_q[1:])
+        tables = [table.block_ids for chunk in chunks if (table := chunk.sequence.table) is not None]
+        block_tables = np.full((len(chunks), max(map(len, tables))), -1, np.int32)
+        slots: list[int] = []
+        rows: list[int] = []
+        for i, chunk in enumerate(chunks):
+            table = chunk.sequence.table
+            assert table is not None
+            block_tables[i, : len(table.block_ids)] = table.block_ids
+            slots += self.scheduler.manager.slots(table, chunk.start, chunk.stop)
+            rows += range(int(cu_seqlens_q[i + 1]) - _num_logits(chunk), int(cu_seqlens_q[i + 1]))
+        layout = BatchLayout(
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=np.array([chunk.stop for chunk in chunks], np.int32),
+            block_tables=block_tables,
+            slot_mapping=np.array(slots, np.int64),
+        )
+        return ForwardBatch(
+            token_ids=np.concatenate([np.array(c.sequence.token_ids[c.start : c.stop], np.int64) for c in chunks]),
+            positions=np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks]),
+            layout=layout,
+            logit_rows=np.array(rows, np.int64),
+            copies=plan.copies,
+        )
+
+    def _take(self, chunks: list[Chunk], logits: Floats) -> None:
+        """Give each sequence the logits of its chunk, publish its new full blocks, end those that are done."""
+        first = 0
+        for chunk in chunks:
+            rows = logits[first : first + _num_logits(chunk)]
+            first += len(rows)
+            sequence = chunk.sequence
+            try:
+                reason = self._advance(sequence, chunk, rows)
+            except CacheCorruption:
+                raise
+            except Exception as error:
+                self._end(sequence, error=error)
+                continue
+            if reason is not None:
+                self._end(sequence, reason=reason)
+
+    def _advance(self, sequence: Sequence, chunk: Chunk, rows: Floats) -> str | None:
+        """Take one chunk's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
+        # The last row attends to everything before it, so NaN in the chunk's KV shows here.
+        if not np.isfinite(rows.max()):
+            raise KVBoostError(
+                f"the model returned NaN or infinite logits near token {chunk.stop - 1}; the request ends and its "
+                "blocks are not published; try dtype='float32'"
+            )
+        reason = None
+        request = sequence.request
+        if request.logits_start is not None:
+            wanted = chunk.stop - max(chunk.start, request.logits_start)
+            if wanted > 0:
+                sequence.logits.append(rows[-wanted:].copy())
+        if chunk.stop == sequence.num_tokens:
+            if request.prefill_only or request.logits_start is not None:
+                reason = "length"
+            else:
+                reason = sequence.accept(rows[-1])
+        sequence.num_computed_tokens = chunk.stop
+        assert sequence.table is not None
+        self.scheduler.manager.commit(sequence.table, sequence.token_ids, chunk.stop)
+        return reason
+
+    def _end(self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None) -> None:
+        """Give the blocks back, then tell the caller."""
+        if self._live.pop(sequence.index, None) is None:
+            return
+        self.scheduler.finish(sequence)
+        sequence.handle._finish(None if error is not None else sequence.result(reason), error)
+
+    # Debug checks.
+
+    def _checksums(self) -> dict[int, int]:
+        """Checksums of the blocks nobody may write now: the shared ones and the idle cached ones."""
+        states = self.scheduler.manager.block_states()
+        blocks = [block for block, state in enumerate(states) if state in (1, 3)]
+        return dict(zip(blocks, self._backend.checksum_blocks(blocks), strict=True))
+
+    def _compare(self, before: dict[int, int]) -> None:
+        after = self._backend.checksum_blocks(list(before))
+        for (block, old), new in zip(before.items(), after, strict=True):
+            if old != new:
+                raise CacheCorruption(f"block {block} was written while it was shared or cached")
+
+
+def _num_logits(chunk: Chunk) -> int:
+    """How many of a chunk's last rows need logits: one, which samples or at least shows NaN, or those asked for."""
+    start = chunk.sequence.request.logits_start
+    return 1 if start is None else max(1, chunk.stop - max(chunk.start, start))

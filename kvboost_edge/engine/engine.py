@@ -1,0 +1,392 @@
+"""`CPUPagedEngine`: the public face. Every call is a `submit`; one engine thread computes them all together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine import stats
+from kvboost_edge.engine.batch import group_by_prefix
+from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
+from kvboost_edge.engine.core import EngineCore
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
+from kvboost_edge.engine.request import Request, SamplingParams, as_int, check_mode, resolve_sampling
+from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
+from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.verify import verify_engine
+from kvboost_edge.errors import RequestError
+from kvboost_edge.runners.base import RunnerInfo
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["CPUPagedEngine"]
+
+_MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text is not worth a warning
+
+
+class CPUPagedEngine:
+    """A language model on a paged, prefix-shared pool of keys and values.
+
+    Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options are the fields of
+    `EngineConfig`. All methods may be called from several threads at once; their requests are computed in one batch.
+    Close it (`close()` or `with`) to give the memory back; a later call raises KVBoostError.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
+        config = EngineConfig.from_options(**options)
+        self._start(build_from_model(model, tokenizer, config), config)
+
+    @classmethod
+    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> Self:
+        """Load a model directory, a hub id, or "kvboost-edge/demo" (bundled, no network).
+
+        Raises ConfigError for options, ModelFormatError for what is wrong with the files, CapacityError when weights
+        and pool do not fit, BackendUnavailable for a backend that is not on this machine.
+        """
+        config = EngineConfig.from_options(**options)
+        return cls._from_parts(build_from_path(path_or_id, config), config)
+
+    @classmethod
+    def _from_parts(cls, parts: EngineParts, config: EngineConfig) -> Self:
+        engine = cls.__new__(cls)
+        engine._start(parts, config)
+        return engine
+
+    def _start(self, parts: EngineParts, config: EngineConfig) -> None:
+        self._config = config
+        self._parts = parts
+        self._scheduler = Scheduler(
+            parts.manager, parts.root, max_num_seqs=config.max_num_seqs, max_batch_tokens=config.max_batch_tokens
+        )
+        self._core = EngineCore(
+            parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
+        )
+        self._next_index = itertools.count()
+        # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
+        self._finalizer = weakref.finalize(self, self._core.request_close)
+        self._core.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._parts.tokenizer
+
+    @property
+    def runner_info(self) -> RunnerInfo:
+        """Constants of the loaded model: architecture, dtype, vocabulary, context."""
+        return self._parts.runner.info
+
+    # Generation.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        sampling: SamplingParams | None = None,
+        **options: Any,
+    ) -> RequestHandle:
+        """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`.
+
+        Raises RequestError for anything wrong with prompt or options and CapacityError for a request larger than the
+        pool; nothing is held then.
+        """
+        return self._submit(self._make_request(prompt, mode, resolve_sampling(sampling, options)))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = 64,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        *,
+        sampling: SamplingParams | None = None,
+        **options: Any,
+    ) -> GenerationResult:
+        """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts.
+
+        An exception while waiting, Ctrl-C too, cancels the request within one step.
+        """
+        if sampling is None:
+            options["max_new_tokens"] = max_new_tokens
+        return _wait([self.submit(prompt, mode=mode, sampling=sampling, **options)])[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Generate for all prompts together, results in their order; `sampling` may be a list, one for each prompt.
+
+        All prompts are checked before the first is queued. If a request fails its error is raised when all are done.
+        """
+        requests = self._make_requests(prompts, mode, sampling, options)
+        return _wait(self._submit_all(requests))
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """`generate_batch` for many prompts: those that share a prefix run next to each other, so that it is still in
+        the pool. Results in the order of the prompts."""
+        requests = self._make_requests(prompts, mode, sampling, options)
+        groups = group_by_prefix(requests, [r.prompt_ids for r in requests], self._config.block_size)
+        order = [index for indices in groups.values() for index in indices]
+        # The arrival number decides who runs first.
+        ordered = [dataclasses.replace(requests[index], index=next(self._next_index)) for index in order]
+        handles = self._submit_all(ordered)
+        by_index = dict(zip(order, handles, strict=True))
+        return _wait([by_index[index] for index in range(len(requests))])
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """Pieces of the output text as they become certain; takes what `submit` takes.
+
+        The request is checked at once and queued by the first `next`; closing the iterator cancels it.
+        """
+        mode = options.pop("mode", GenerationMode.PREFIX_CACHE)
+        request = self._make_request(prompt, mode, resolve_sampling(options.pop("sampling", None), options))
+        self._scheduler.check_fits(request)
+        return self._stream(request)
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
+        """`generate` for asyncio; cancelling the task cancels the request."""
+        handle = await self._asubmit(prompt, options)
+        try:
+            return await handle.aresult()
+        finally:
+            handle.cancel()
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:
+        """`stream` for asyncio; closing the iterator cancels the request."""
+        handle = await self._asubmit(prompt, options)
+        try:
+            async for text in handle:
+                yield text
+        finally:
+            handle.cancel()
+
+    # Cache.
+
+    def warm(self, text: Prompt, position_offset: int = 0) -> WarmResult:
+        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache."""
+        if as_int("position_offset", position_offset) != 0:
+            raise RequestError(
+                f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
+            )
+        request = self._make_request(text, GenerationMode.PREFIX_CACHE, SamplingParams(), prefill_only=True)
+        _wait([self._submit(request)])
+        chunk_size = self._config.block_size
+        with self._core.lock:
+            # One more token, because the last one of a prompt is never served.
+            stored = self._parts.manager.peek((*request.prompt_ids, 0), self._parts.root) // chunk_size
+        tail = request.num_prompt_tokens % chunk_size
+        aligned = tail < _MIN_CHUNK_TOKENS
+        return WarmResult(
+            chunks_stored=stored,
+            token_count=request.num_prompt_tokens,
+            chunk_size=chunk_size,
+            chunk_boundary_aligned=aligned,
+            partial_tail_tokens=tail,
+            alignment_warning=None
+            if aligned
+            else f"the last {tail} tokens do not fill a chunk of {chunk_size} and are not cached",
+        )
+
+    warm_chunks = warm
+
+    def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
+        """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal paged path.
+
+        Row i belongs to token start + i and predicts the one after it. Tokens before `start` may come from the cache.
+        """
+        return self._logits(token_ids, start, GenerationMode.PREFIX_CACHE)
+
+    def verify_correctness(
+        self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32, **options: Any
+    ) -> CorrectnessReport:
+        """Run each prompt without and with the cache and compare tokens, logits and distributions; see
+        `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may be given."""
+        return verify_engine(self, prompts, max_new_tokens, options)
+
+    def cache_stats(self) -> dict[str, float]:
+        """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
+        with self._core.reading():
+            return stats.cache_stats(self._parts)
+
+    def paged_stats(self) -> dict[str, Any]:
+        """State of pool, memory and engine; keys in `stats.paged_stats`."""
+        with self._core.reading():
+            return stats.paged_stats(self._parts, self._scheduler, self._config)
+
+    def block_map(self) -> list[int]:
+        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared."""
+        with self._core.reading():
+            return self._parts.manager.block_states()
+
+    def reset_cache(self) -> int:
+        """Forget every cached block that is not in use; returns how many."""
+        with self._core.reading():
+            return self._parts.manager.reset()
+
+    def close(self) -> None:
+        """End the engine thread and release pool and model; running requests fail. May be called again."""
+        self._finalizer.detach()
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Inside.
+
+    def _make_request(
+        self,
+        prompt: Prompt,
+        mode: GenerationMode | str,
+        params: SamplingParams,
+        *,
+        entered_at: float | None = None,
+        prefill_only: bool = False,
+        logits_start: int | None = None,
+    ) -> Request:
+        """Check everything; nothing is held when this raises. `entered_at`: when the caller's call began, None: now."""
+        if entered_at is None:
+            entered_at = time.perf_counter()
+        self._core.check_open()
+        info = self._parts.runner.info
+        mode = check_mode(mode)
+        params.check_vocabulary(info.vocab_size)
+        text, ids = encode_prompt(prompt, self.tokenizer, info.vocab_size)
+        if prefill_only or logits_start is not None:
+            max_tokens = len(ids)
+            if max_tokens > info.max_context:
+                raise RequestError(f"{max_tokens} tokens are more than the model's context of {info.max_context}")
+        else:
+            max_tokens = resolve_max_tokens(len(ids), params, info.max_context)
+        index = next(self._next_index)
+        eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
+        return Request(
+            index=index,
+            prompt=text or self.tokenizer.decode(ids, skip_special_tokens=False),
+            prompt_ids=tuple(ids),
+            params=params,
+            mode=mode,
+            max_tokens=max_tokens,
+            seed=self._derived_seed(index) if params.seed is None else params.seed,
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            entered_at=entered_at,
+            tokenized_at=time.perf_counter(),
+            logits_start=logits_start,
+            prefill_only=prefill_only,
+        )
+
+    def _make_requests(
+        self,
+        prompts: Sequence[Prompt],
+        mode: GenerationMode | str,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        entered_at = time.perf_counter()
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+        if isinstance(sampling, Sequence):
+            if len(sampling) != len(prompts):
+                raise RequestError(
+                    f"sampling has {len(sampling)} entries for {len(prompts)} prompts; give one for each"
+                )
+            params = [resolve_sampling(item, options) for item in sampling]
+        else:
+            params = [resolve_sampling(sampling, options)] * len(prompts)
+        requests = [self._make_request(p, mode, s, entered_at=entered_at) for p, s in zip(prompts, params, strict=True)]
+        for request in requests:
+            self._scheduler.check_fits(request)
+        return requests
+
+    def _derived_seed(self, index: int) -> int:
+        """A seed for the request of this number, recorded in its result."""
+        return int(np.random.SeedSequence([self._config.seed, index]).generate_state(1, np.uint64)[0])
+
+    def _submit(self, request: Request) -> RequestHandle:
+        handle = self._core.submit(request)
+        handle.keep_alive(self)
+        return handle
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        handle = self._submit(request)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    def _submit_all(self, requests: Sequence[Request]) -> list[RequestHandle]:
+        handles: list[RequestHandle] = []
+        try:
+            for request in requests:
+                handles.append(self._submit(request))
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return handles
+
+    async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
+        """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels the request."""
+        task = asyncio.ensure_future(asyncio.to_thread(self.submit, prompt, **options))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: None if done.exception() else done.result().cancel())
+            raise
+
+    def _logits(self, token_ids: Prompt, start: int, mode: GenerationMode) -> npt.NDArray[np.float32]:
+        if isinstance(token_ids, str):
+            raise RequestError("logits takes token ids, not text; encode it with engine.tokenizer.encode")
+        first = as_int("start", start)
+        params = SamplingParams()
+        request = self._make_request(token_ids, mode, params, logits_start=first)
+        if not 0 <= first < request.num_prompt_tokens:
+            raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
+        handle, rows = self._core.submit_logits(request)
+        _wait([handle])
+        return np.concatenate(rows)
+
+
+def _wait(handles: Sequence[RequestHandle]) -> list[GenerationResult]:
+    """All results in order. A request's error is raised when all are done; an interruption cancels them all."""
+    results: list[GenerationResult] = []
+    failure: Exception | None = None
+    try:
+        for handle in handles:
+            try:
+                results.append(handle.result())
+            except Exception as error:
+                failure = failure or error
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+    if failure is not None:
+        raise failure
+    return results

@@ -1,0 +1,150 @@
+"""The caller's end of a request: token events as they come, the result, and cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+
+__all__ = ["RequestHandle", "TokenEvent"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One output token. `text` is what became certain with it: empty while a character or a possible stop string is
+    still open, and for the EOS token. Joined over all events the texts are the result's `output_text`."""
+
+    token_id: int
+    text: str
+    time_ms: float
+    logprobs: TokenLogprobs | None = None
+
+
+class RequestHandle:
+    """Returned by `submit`. Safe to use from any thread; each event is handed out once.
+
+    Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()` waits for the end;
+    `cancel()` ends the request within one step. An error that ended the request is raised by the iteration and by
+    `result()`.
+    """
+
+    def __init__(self, index: int, cancel: Callable[[int], None]) -> None:
+        self.index = index
+        self._request_cancel = cancel
+        self._condition = threading.Condition()
+        self._events: deque[TokenEvent] = deque()
+        self._result: GenerationResult | None = None
+        self._error: BaseException | None = None
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._owner: object = None
+
+    def keep_alive(self, owner: object) -> None:
+        """Hold the engine for as long as somebody may wait here: one that nobody holds is closed."""
+        self._owner = owner
+
+    @property
+    def done(self) -> bool:
+        """True once the result or the error is there."""
+        return self._result is not None or self._error is not None
+
+    def cancel(self) -> None:
+        """Ask for the end of the request; it takes effect within one step. Harmless once done."""
+        if not self.done:
+            self._request_cancel(self.index)
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for the end. Raises the request's error, or TimeoutError after `timeout` seconds (it runs on)."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"request {self.index} is not done after timeout={timeout} seconds")
+        return self._outcome()
+
+    def __iter__(self) -> Iterator[str]:
+        """The output text in pieces, none of them empty."""
+        return (event.text for event in self.events() if event.text)
+
+    def events(self) -> Iterator[TokenEvent]:
+        """One event per output token, as they come."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._events or self.done)
+                if not self._events:
+                    self._outcome()
+                    return
+                event = self._events.popleft()
+            yield event
+
+    async def aresult(self) -> GenerationResult:
+        """`result()` for asyncio; cancelling the task does not cancel the request by itself."""
+        changed = self._listen()
+        try:
+            while not self.done:
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._unlisten(changed)
+        return self._outcome()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async for event in self.aevents():
+            if event.text:
+                yield event.text
+
+    async def aevents(self) -> AsyncIterator[TokenEvent]:
+        """`events()` for asyncio."""
+        changed = self._listen()
+        try:
+            while True:
+                changed.clear()
+                while self._events:
+                    yield self._events.popleft()
+                if self.done and not self._events:
+                    break
+                await changed.wait()
+        finally:
+            self._unlisten(changed)
+        self._outcome()
+
+    def _outcome(self) -> GenerationResult:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _listen(self) -> asyncio.Event:
+        changed = asyncio.Event()
+        with self._condition:
+            self._listeners.append((asyncio.get_running_loop(), changed))
+            if self._events or self.done:
+                changed.set()
+        return changed
+
+    def _unlisten(self, changed: asyncio.Event) -> None:
+        with self._condition:
+            self._listeners = [item for item in self._listeners if item[1] is not changed]
+
+    # The engine thread's side.
+
+    def _push(self, event: TokenEvent) -> None:
+        with self._condition:
+            self._events.append(event)
+            self._wake()
+
+    def _finish(self, result: GenerationResult | None, error: BaseException | None) -> None:
+        with self._condition:
+            if self.done:
+                return
+            self._result, self._error = result, error
+            self._wake()
+
+    def _wake(self) -> None:
+        self._condition.notify_all()
+        for loop, changed in self._listeners:
+            try:
+                loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:  # the loop was closed under its reader: nobody listens any more
+                self._request_cancel(self.index)

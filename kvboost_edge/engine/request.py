@@ -1,0 +1,229 @@
+"""What a caller asks for: sampling parameters and the frozen request."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.errors import RequestError
+
+__all__ = ["Request", "SamplingParams", "check_mode", "resolve_sampling"]
+
+_SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
+_MAX_LOGPROBS = 100
+_MAX_STOPS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Every range is checked on construction (RequestError).
+
+    `temperature`, `top_p`, `top_k`, `min_p` and `seed` are "not given" when None and then mean 1.0, 1.0, 0 (off),
+    0.0 (off) and a seed derived from the engine's. `do_sample=None` samples if any of the five is given and the
+    temperature is above 0; temperature 0 is greedy. `max_new_tokens=None` fills the context.
+
+    repetition_penalty   > 0; over prompt and output; logits above 0 are divided by it, others multiplied
+    presence_penalty, frequency_penalty   [-2, 2]; over the output only, subtracted once / per occurrence
+    logit_bias           token id -> value added to its logit
+    logprobs             None, or how many of the most likely tokens to report beside the chosen one (0-100), from the
+                         model's own logits before penalties and temperature
+    stop                 strings that end the output; they are not part of it
+    stop_token_ids       tokens that end the output like EOS; they end even when `ignore_eos` is set
+    """
+
+    temperature: float | None = None
+    do_sample: bool | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_new_tokens: int | None = 64
+
+    @classmethod
+    def from_options(cls, **options: Any) -> SamplingParams:
+        """Build from keyword options; an unknown name raises RequestError that lists the known ones."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise RequestError(f"unknown sampling option {unknown[0]!r}; known options: {', '.join(known)}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        _real(self, "temperature", low=0.0)
+        _real(self, "top_p", low=0.0, high=1.0, open_low=True)
+        _real(self, "min_p", low=0.0, high=1.0)
+        _real(self, "repetition_penalty", low=0.0, open_low=True)
+        _real(self, "presence_penalty", low=-2.0, high=2.0)
+        _real(self, "frequency_penalty", low=-2.0, high=2.0)
+        _integer(self, "top_k", low=0)
+        _integer(self, "seed", low=0, high=2**64 - 1)
+        _integer(self, "logprobs", low=0, high=_MAX_LOGPROBS)
+        _integer(self, "max_new_tokens", low=1)
+        if self.do_sample is not None and not isinstance(self.do_sample, bool):
+            raise RequestError(f"do_sample={self.do_sample!r} must be True, False or None")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+
+    @property
+    def samples(self) -> bool:
+        """True if tokens are drawn at random, False if the most likely one is taken."""
+        if self.temperature == 0.0:
+            return False
+        if self.do_sample is not None:
+            return self.do_sample
+        return any(getattr(self, name) is not None for name in _SAMPLING_KEYWORDS)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids outside the model's vocabulary (RequestError)."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias or ()))):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{name} holds token id {token_id}; the vocabulary is 0..{vocab_size - 1}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request as it was asked, checked and resolved. Times are seconds of `time.perf_counter`.
+
+    index            arrival number in this engine; earlier requests are served first
+    prompt_ids       the prompt's token ids
+    max_tokens       longest the sequence may become, prompt included
+    seed             the seed in use: the caller's or one derived from (engine seed, index)
+    stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
+    logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
+    """
+
+    index: int
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    mode: GenerationMode
+    max_tokens: int
+    seed: int
+    stop_ids: frozenset[int]
+    entered_at: float
+    tokenized_at: float
+    logits_start: int | None = None
+    prefill_only: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def max_slots(self) -> int:
+        """Most slots the request can ever need: the KV of the last sampled token is never computed."""
+        grows = self.logits_start is None and not self.prefill_only
+        return self.max_tokens - 1 if grows else len(self.prompt_ids)
+
+
+def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """`sampling=` or keyword options, never both (RequestError)."""
+    if sampling is None:
+        return SamplingParams.from_options(**options)
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling={sampling!r} must be a SamplingParams")
+    if options:
+        raise RequestError(f"sampling= and {sorted(options)[0]}= are both given; put all options into one of them")
+    return sampling
+
+
+def check_mode(mode: GenerationMode | str) -> GenerationMode:
+    """The mode as an enum; RequestError for an unknown one and, by name, for the one that is not built."""
+    try:
+        resolved = GenerationMode(mode)
+    except ValueError:
+        names = ", ".join(repr(m.value) for m in GenerationMode)
+        raise RequestError(f"mode={mode!r} is not one of {names}") from None
+    if resolved is GenerationMode.CHUNK_KV_REUSE:
+        raise RequestError("mode='chunk_kv_reuse' is refused: reuse at other positions is not built yet")
+    return resolved
+
+
+def _real(params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    value = getattr(params, name)
+    if value is None and name in _SAMPLING_KEYWORDS:
+        return
+    # NumPy's scalars pass through float(); strings and booleans must not.
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise RequestError(f"{name}={value!r} must be a number")
+    number = float(value)
+    interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
+    inside = math.isfinite(number) and (number > low if open_low else number >= low) and number <= high
+    if not inside:
+        raise RequestError(f"{name}={value!r} must be in {interval}")
+    object.__setattr__(params, name, number)
+
+
+def _integer(params: SamplingParams, name: str, *, low: int, high: int | None = None) -> None:
+    value = getattr(params, name)
+    if value is None:
+        return
+    number = as_int(name, value)
+    if number < low or (high is not None and number > high):
+        bounds = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise RequestError(f"{name}={value!r} must be {bounds}")
+    object.__setattr__(params, name, number)
+
+
+def as_int(name: str, value: object) -> int:
+    """`value` as int; NumPy integers pass, booleans, floats and strings raise RequestError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(f"{name}={value!r} must be an integer")
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of one element has __index__ but is no integer
+        raise RequestError(f"{name}={value!r} must be an integer") from None
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        stop = (stop,)
+    if not isinstance(stop, Iterable):
+        raise RequestError(f"stop={stop!r} must be a string or a list of strings")
+    stops = tuple(stop)
+    for item in stops:
+        if not isinstance(item, str) or not item:
+            raise RequestError(f"stop holds {item!r}; each stop string must be a string with at least one character")
+    if len(stops) > _MAX_STOPS:
+        raise RequestError(f"stop holds {len(stops)} strings; at most {_MAX_STOPS} are allowed")
+    return stops
+
+
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise RequestError(f"{name}={ids!r} must be a list of token ids")
+    return tuple(as_int(f"an entry of {name}", token_id) for token_id in ids)
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias={bias!r} must map token ids to numbers")
+    checked: dict[int, float] = {}
+    for token_id, value in bias.items():
+        number = math.nan if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") else float(value)
+        if not math.isfinite(number):
+            raise RequestError(f"logit_bias[{token_id!r}]={value!r} must be a finite number")
+        checked[as_int("a key of logit_bias", token_id)] = number
+    return checked

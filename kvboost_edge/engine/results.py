@@ -1,0 +1,146 @@
+"""What a caller gets back. Times are milliseconds on one clock that starts where the call was entered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kvboost_edge.config import GenerationMode
+
+__all__ = [
+    "CorrectnessReport",
+    "GenerationResult",
+    "PromptCheck",
+    "TokenLogprobs",
+    "WarmResult",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probability of one output token and of the most likely ones, (token id, logprob) best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """The outcome of one request.
+
+    mode                 what ran
+    output_text          without the EOS or stop token and without the stop string that ended it
+    output_token_ids     with the EOS or stop token that ended it
+    generated_tokens     number of output tokens
+    finish_reason        "stop", "length" or "cancelled"
+    cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens_by_tier` splits them
+    kv_reuse_ratio       cached_tokens / prompt_tokens
+    ttft_ms              entry of the call to the first token (the whole time if none came)
+    total_ms             entry of the call to the end
+    tokens_per_sec       generated tokens over the whole time
+    token_times_ms       arrival of each output token, since entry
+    phases               tokenize, lookup (queue included), load, prefill, decode in milliseconds; sum == total_ms
+    seed                 the seed that reproduces a sampled output
+    preemptions          how often the request lost its blocks and was recomputed
+    """
+
+    mode: GenerationMode
+    prompt: str
+    output_text: str
+    output_token_ids: tuple[int, ...]
+    generated_tokens: int
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    kv_reuse_ratio: float
+    hit_tokens_by_tier: Mapping[str, int]
+    ttft_ms: float
+    total_ms: float
+    tokens_per_sec: float
+    token_times_ms: tuple[float, ...]
+    phases: Mapping[str, float]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    seed: int
+    preemptions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WarmResult:
+    """What `warm` stored. Truthy, and equal to an int, by `chunks_stored`; until chunks exist a chunk is a block.
+
+    chunks_stored            full chunks of the text that are in the cache now
+    partial_tail_tokens      tokens after the last full chunk; they are not cached
+    chunk_boundary_aligned   the tail is empty or shorter than 32 tokens
+    alignment_warning        says what is lost when it is not aligned, else None
+    """
+
+    chunks_stored: int
+    token_count: int
+    chunk_size: int
+    chunk_boundary_aligned: bool
+    partial_tail_tokens: int
+    alignment_warning: str | None
+
+    def __bool__(self) -> bool:
+        return self.chunks_stored > 0
+
+    def __int__(self) -> int:
+        return self.chunks_stored
+
+    def __index__(self) -> int:
+        return self.chunks_stored
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCheck:
+    """One prompt, run without and with the cache.
+
+    reused_tokens            prompt tokens the second run took from the cache; 0 fails the check
+    max_logit_difference     largest absolute difference over the checked positions
+    relative_logit_l2        L2 norm of the difference over the norm of the cold logits
+    kl_divergence            largest KL(cold || warm) over the checked positions, of the distributions sampled from
+    text_equal               both runs gave the same tokens
+    problem                  why it failed, else None
+    """
+
+    prompt: str
+    prompt_tokens: int
+    reused_tokens: int
+    max_logit_difference: float
+    relative_logit_l2: float
+    kl_divergence: float
+    text_equal: bool
+    cold_text: str
+    warm_text: str
+    problem: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectnessReport:
+    """All checks of `verify_correctness`; truthy only if there is at least one and every one passed."""
+
+    checks: tuple[PromptCheck, ...]
+    logit_tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        lines = []
+        for check in self.checks:
+            verdict = "ok" if check.passed else f"FAILED: {check.problem}"
+            lines.append(
+                f"{check.reused_tokens}/{check.prompt_tokens} tokens reused, "
+                f"logits differ by {check.max_logit_difference:.3g} (relative {check.relative_logit_l2:.3g}), "
+                f"KL {check.kl_divergence:.3g}, text {'equal' if check.text_equal else 'different'}: {verdict}"
+            )
+        return "\n".join(lines)

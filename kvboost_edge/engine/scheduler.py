@@ -1,0 +1,224 @@
+"""Who computes what in the next step. Integers only: no tensor, no text, no clock.
+
+There is no prefill and no decode phase: each sequence has one counter that catches up with its tokens. A step has a
+token budget. Sequences that lack one token come first, the rest of the budget is shared evenly among those that lack
+more. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from operator import attrgetter
+
+from kvboost_edge.engine.request import Request
+from kvboost_edge.engine.sequence import Sequence, SequenceStatus
+from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+__all__ = ["Chunk", "Scheduler", "StepPlan"]
+
+_BY_ARRIVAL = attrgetter("index")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute tokens [start, stop) of a sequence."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    """One step: what to compute, which blocks to copy before, whose blocks those copies made (they depend on the pass
+    even when none of their tokens are in it), and who failed while it was planned."""
+
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    copies: list[CopyOp] = dataclasses.field(default_factory=list)
+    copied_for: list[Sequence] = dataclasses.field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = dataclasses.field(default_factory=list)
+
+    @property
+    def members(self) -> list[Sequence]:
+        """Every sequence whose KV depends on this pass."""
+        by_index = {s.index: s for s in (*(c.sequence for c in self.chunks), *self.copied_for)}
+        return [s for s in by_index.values() if s.status is SequenceStatus.RUNNING]
+
+
+class Scheduler:
+    """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread drives it."""
+
+    def __init__(self, manager: KVCacheManager, root: bytes, *, max_num_seqs: int, max_batch_tokens: int) -> None:
+        self.manager = manager
+        self.waiting: list[Sequence] = []  # by arrival; preempted ones keep their place
+        self.running: list[Sequence] = []  # by arrival
+        self.num_preemptions = 0
+        self._root = root
+        self._max_num_seqs = max_num_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse a request that could not run even alone (CapacityError with the arithmetic)."""
+        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
+        needed = -(-request.max_slots // block_size)
+        if needed > num_blocks:
+            raise CapacityError(
+                f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
+                f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
+                f"{num_blocks}; lower max_new_tokens or enlarge max_cache_bytes or num_blocks"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence by its arrival."""
+        bisect.insort(self.waiting, sequence, key=_BY_ARRIVAL)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, in whatever state it is, and give its blocks back."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when it returns."""
+        self._step += 1
+        plan = StepPlan()
+        self._admit(plan)
+        wanted = self._share_budget()
+        self._reserve(wanted, plan)
+        for sequence in self.running:
+            count = wanted.get(sequence.index, 0)
+            if count:
+                start = sequence.num_computed_tokens
+                plan.chunks.append(Chunk(sequence, start, start + count))
+                sequence.last_step = self._step
+        return plan
+
+    # Letting sequences in.
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Let waiting sequences in by arrival until one does not fit: nobody who came later may take its blocks."""
+        manager = self.manager
+        for sequence in list(self.waiting):
+            if len(self.running) >= self._max_num_seqs:
+                return
+            if sequence.blocked_at is not None and self.running and self._spare_blocks <= sequence.blocked_at:
+                return
+            try:
+                if self.running and sequence.uses_cache and manager.find_in_flight(sequence.cacheable_ids, self._root):
+                    continue  # the same prefix is being computed right now; those behind may go ahead
+                admitted = self._try_admit(sequence, plan)
+            except CacheCorruption:
+                raise
+            except Exception as error:
+                plan.failed.append((sequence, error))
+                continue
+            if not admitted:
+                sequence.blocked_at = self._spare_blocks
+                return
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Free blocks beyond one for each running sequence, which it takes sooner or later: without that rest, letting
+        a sequence in would soon preempt it again."""
+        return self.manager.free_block_count - len(self.running)
+
+    def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Open a table and reserve blocks for all tokens there are; False and no change if they are not free."""
+        for use_cache in (True, False) if sequence.uses_cache else (False,):
+            table = self.manager.open_table(sequence.cacheable_ids, self._root, use_cache=use_cache)
+            try:
+                needed = self.manager.blocks_needed(table, sequence.num_tokens)
+                if needed <= self._spare_blocks:
+                    self._extend(sequence, table, sequence.num_tokens, plan)
+                    self.waiting.remove(sequence)
+                    bisect.insort(self.running, sequence, key=_BY_ARRIVAL)
+                    sequence.admit(table)
+                    return True
+            except BaseException:
+                self.manager.free(table)
+                raise
+            self.manager.free(table)
+            if self.running:
+                return False
+            # Alone and still too large: copying a shared block takes one more than computing it anew.
+        raise CacheCorruption(f"request {sequence.index} fits the empty pool by its size and yet finds no blocks")
+
+    # Sharing the budget.
+
+    def _share_budget(self) -> dict[int, int]:
+        """Tokens to compute, by sequence index."""
+        decoding = [s for s in self.running if s.num_pending == 1]
+        filling = [s for s in self.running if s.num_pending > 1]
+        budget = self._max_batch_tokens
+        # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
+        kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
+        # The least recently served go first, which matters only when the budget is smaller than their number.
+        chosen = sorted(decoding, key=attrgetter("last_step", "index"))[: budget - kept]
+        shares = {s.index: 1 for s in chosen}
+        budget -= len(chosen)
+        hungry = sorted(filling, key=attrgetter("last_step", "index"))
+        while budget > 0 and hungry:
+            share = max(1, budget // len(hungry))
+            for sequence in hungry:
+                given = min(share, sequence.num_pending - shares.get(sequence.index, 0), budget)
+                shares[sequence.index] = shares.get(sequence.index, 0) + given
+                budget -= given
+            hungry = [s for s in hungry if shares[s.index] < s.num_pending]
+        return shares
+
+    # Memory.
+
+    def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
+        """Make slots for everything wanted, earliest arrival first; the latest arrival is preempted when they lack."""
+        for sequence in list(self.running):
+            if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
+                try:
+                    self._reserve_one(sequence, sequence.num_computed_tokens + wanted[sequence.index], plan)
+                except CacheCorruption:
+                    raise
+                except Exception as error:
+                    plan.failed.append((sequence, error))
+                    wanted[sequence.index] = 0
+        for sequence in [s for s in self.waiting if s.index in wanted]:
+            wanted[sequence.index] = 0
+
+    def _reserve_one(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
+        while sequence.status is SequenceStatus.RUNNING:
+            table = sequence.table
+            assert table is not None
+            if self.manager.blocks_needed(table, num_tokens) <= self.manager.free_block_count:
+                self._extend(sequence, table, num_tokens, plan)
+                return
+            self._preempt(self.running[-1])
+
+    def _extend(self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan) -> None:
+        copies = self.manager.extend(table, num_tokens)
+        if copies:
+            plan.copies.extend(copies)
+            plan.copied_for.append(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give the blocks back and queue again; the tokens sampled so far stay and are computed anew."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        table, sequence.table = sequence.table, None
+        assert table is not None
+        self.manager.free(table)

@@ -1,0 +1,174 @@
+"""The running state of one request: its tokens, its blocks, its text, its clock."""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.request import Request
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.sampling import make_sampler, token_logprobs
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.stop_strings import StopChecker
+
+if TYPE_CHECKING:
+    from kvboost_edge.kvcache.block_table import BlockTable
+    from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["Sequence", "SequenceStatus"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class SequenceStatus(enum.Enum):
+    """WAITING holds no block (new or preempted), RUNNING holds a block table, FINISHED holds none."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One counter drives everything: `num_computed_tokens` (KV in the pool) catches up with `num_tokens`.
+
+    Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32; the step that computes tokens
+    32..39 samples token 40, num_tokens becomes 41, and the next step computes that one. Preemption sets the counter
+    back to what the cache still holds when the sequence is let in again; sampled tokens stay.
+
+    table           the blocks, None unless RUNNING
+    last_step       number of the last step that computed something for it (fairness)
+    blocked_at      free blocks to spare at the last failed try to let it in; None: not tried
+    """
+
+    def __init__(self, request: Request, handle: RequestHandle, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.handle = handle
+        self.status = SequenceStatus.WAITING
+        self.token_ids = list(request.prompt_ids)
+        self.table: BlockTable | None = None
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.preemptions = 0
+        self.last_step = -1
+        self.blocked_at: int | None = None
+        self.admitted_at: float | None = None
+        self.logits: list[Floats] = []
+        self._sample = make_sampler(request.params, request.seed)
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopChecker(request.params.stop)
+        self._text: list[str] = []
+        self._token_times: list[float] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def index(self) -> int:
+        """Arrival number: the order in which requests are served."""
+        return self.request.index
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def uses_cache(self) -> bool:
+        return self.request.mode is not GenerationMode.BASELINE
+
+    @property
+    def cacheable_ids(self) -> list[int]:
+        """Tokens that may be served by the cache when the sequence is let in."""
+        start = self.request.logits_start
+        return self.token_ids if start is None else self.token_ids[: start + 1]
+
+    def admit(self, table: BlockTable) -> None:
+        """Start or resume on a fresh table; what the cache served counts as computed."""
+        self.table = table
+        self.status = SequenceStatus.RUNNING
+        self.num_computed_tokens = table.num_cached_tokens
+        self.blocked_at = None
+        if self.admitted_at is None:
+            self.admitted_at = time.perf_counter()
+            self.num_cached_tokens = table.num_cached_tokens
+
+    def accept(self, logits: Floats) -> str | None:
+        """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish reason, or None."""
+        request = self.request
+        token_id = self._sample(logits, self.token_ids, request.num_prompt_tokens)
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = token_logprobs(logits, token_id, request.params.logprobs)
+            self._logprobs.append(logprobs)
+        self.token_ids.append(token_id)
+        text, reason = self._read(token_id)
+        now = time.perf_counter()
+        self._token_times.append(now)
+        self._text.append(text)
+        self.handle._push(TokenEvent(token_id, text, (now - request.entered_at) * 1e3, logprobs))
+        return reason
+
+    def _read(self, token_id: int) -> tuple[str, str | None]:
+        """The text that is certain now, and why the output ends with this token (None: it goes on)."""
+        if token_id in self.request.stop_ids:
+            text, stopped = self._stops.push(self._detokenizer.flush())
+            return (text if stopped else text + self._stops.flush()), "stop"
+        text, stopped = self._stops.push(self._detokenizer.push(token_id))
+        if stopped:
+            return text, "stop"
+        if self.num_tokens < self.request.max_tokens:
+            return text, None
+        rest, stopped = self._stops.push(self._detokenizer.flush())
+        if stopped:
+            return text + rest, "stop"
+        return text + rest + self._stops.flush(), "length"
+
+    def result(self, finish_reason: str) -> GenerationResult:
+        """The outcome as of now. The text is what was handed out: a cancelled request keeps back what was uncertain."""
+        request = self.request
+        output_ids = tuple(self.token_ids[request.num_prompt_tokens :])
+        phases = self._phases(time.perf_counter())
+        total_ms = sum(phases.values())
+        times = tuple((t - request.entered_at) * 1e3 for t in self._token_times)
+        return GenerationResult(
+            mode=request.mode,
+            prompt=request.prompt,
+            output_text="".join(self._text),
+            output_token_ids=output_ids,
+            generated_tokens=len(output_ids),
+            finish_reason=finish_reason,
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            kv_reuse_ratio=self.num_cached_tokens / request.num_prompt_tokens,
+            hit_tokens_by_tier={"memory": self.num_cached_tokens},
+            ttft_ms=times[0] if times else total_ms,
+            total_ms=total_ms,
+            tokens_per_sec=len(output_ids) / total_ms * 1e3,
+            token_times_ms=times,
+            phases=phases,
+            logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
+            seed=request.seed,
+            preemptions=self.preemptions,
+        )
+
+    def _phases(self, now: float) -> dict[str, float]:
+        """Milliseconds between the marks of the request's life; a mark that was never reached takes the next one's
+        time. Nothing is loaded from slower tiers, so "load" is 0."""
+        request = self.request
+        first_token = self._token_times[0] if self._token_times else now
+        admitted = first_token if self.admitted_at is None else self.admitted_at
+        return {
+            "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
+            "lookup": (admitted - request.tokenized_at) * 1e3,
+            "load": 0.0,
+            "prefill": (first_token - admitted) * 1e3,
+            "decode": (now - first_token) * 1e3,
+        }

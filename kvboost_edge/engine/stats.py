@@ -1,0 +1,92 @@
+"""The figures of a running engine, read while the bookkeeping stands still. Counters count since the start."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge.host.cpu import default_num_threads, describe_cpu
+from kvboost_edge.host.threads import threading_layer
+
+if TYPE_CHECKING:
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.build import EngineParts
+    from kvboost_edge.engine.scheduler import Scheduler
+
+__all__ = ["cache_stats", "paged_stats"]
+
+
+def cache_stats(parts: EngineParts) -> dict[str, float]:
+    """The cache as its users know it. A chunk is a block; hits and misses are whole chunks of prompts looked up.
+
+    hot_chunks          published chunks in the pool, idle or in use; hot_memory_mb their size
+    budget_mb           size of the pool; budget_utilization the published share of it
+    cache_hits, approximate_hits, cache_misses, evictions    chunks
+    hit_rate            (exact and approximate) hits / lookups; exact_hit_rate the exact ones alone
+    """
+    manager = parts.manager
+    block_bytes = parts.backend.spec.bytes_per_block
+    hot = manager.published_block_count
+    hits = manager.hit_tokens // manager.block_size
+    misses = manager.miss_tokens // manager.block_size
+    looked_up = manager.hit_tokens + manager.miss_tokens
+    rate = manager.hit_tokens / looked_up if looked_up else 0.0
+    return {
+        "hot_chunks": hot,
+        "hot_memory_mb": hot * block_bytes / 1e6,
+        "budget_mb": manager.num_blocks * block_bytes / 1e6,
+        "budget_utilization": hot / manager.num_blocks,
+        "cache_hits": hits,
+        "approximate_hits": 0,
+        "cache_misses": misses,
+        "evictions": manager.evictions,
+        "hit_rate": rate,
+        "exact_hit_rate": rate,
+    }
+
+
+def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:
+    """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
+    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once."""
+    manager = parts.manager
+    used = manager.used_block_count
+    hot = manager.published_block_count
+    open_tails = sum(s.num_computed_tokens % manager.block_size for s in scheduler.running)
+    uses_kernels = parts.backend.name == "cpu"
+    return {
+        "num_blocks": manager.num_blocks,
+        "block_size": manager.block_size,
+        "free_blocks": manager.free_block_count,
+        "used_blocks": used,
+        "cached_blocks": manager.cached_block_count,
+        "shared_blocks": manager.shared_block_count,
+        "block_utilization": used / manager.num_blocks,
+        "loaded_chunks": hot,
+        "blocks_used_by_chunks": hot,
+        "cow_copies": manager.cow_copies,
+        "evictions": manager.evictions,
+        "bytes_per_block": parts.backend.spec.bytes_per_block,
+        **parts.ledger.snapshot(),
+        "tokens_held": hot * manager.block_size + open_tails,
+        "hit_tokens": manager.hit_tokens,
+        "miss_tokens": manager.miss_tokens,
+        "preemptions": scheduler.num_preemptions,
+        "num_running": len(scheduler.running),
+        "num_waiting": len(scheduler.waiting),
+        "backend": parts.backend.name,
+        "device": parts.backend.device,
+        "runner": parts.runner.info.name,
+        "isa": _isa(),
+        "threading_layer": _threading_layer() if uses_kernels else "none",
+        "num_threads": config.num_threads or default_num_threads(),
+    }
+
+
+@functools.cache
+def _isa() -> str:
+    return describe_cpu().isa
+
+
+@functools.cache
+def _threading_layer() -> str:
+    return threading_layer()

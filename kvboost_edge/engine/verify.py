@@ -1,0 +1,108 @@
+"""`verify_correctness`: each prompt without and with the cache, compared on tokens, logits and distributions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.prompts import Prompt, encode_prompt
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.results import CorrectnessReport, PromptCheck
+from kvboost_edge.engine.sampling import sampling_distribution
+from kvboost_edge.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["verify_engine"]
+
+# Relative L2 distance of the logits that rounding alone explains, by compute dtype.
+_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_TEXTS = (
+    "A cache keeps what was computed once so that it need not be computed again. ",
+    "The lighthouse keeper wrote the weather into a book every evening, and every morning he read it aloud. ",
+)
+_BLOCKS_PER_PROMPT = 3
+
+Floats = npt.NDArray[np.float32]
+
+
+def verify_engine(
+    engine: CPUPagedEngine, prompts: Sequence[Prompt] | None, max_new_tokens: int, options: Mapping[str, Any]
+) -> CorrectnessReport:
+    """Check every prompt; RequestError for no prompt or a bad one. Greedy unless sampling options are given."""
+    params = SamplingParams.from_options(**options, max_new_tokens=max_new_tokens)
+    chosen = _default_prompts(engine, max_new_tokens) if prompts is None else list(prompts)
+    if not chosen:
+        raise RequestError("prompts is an empty list; give at least one prompt, or None for the default ones")
+    tolerance = _TOLERANCES[engine.runner_info.dtype]
+    return CorrectnessReport(
+        checks=tuple(_check(engine, prompt, params, tolerance) for prompt in chosen), logit_tolerance=tolerance
+    )
+
+
+def _check(engine: CPUPagedEngine, prompt: Prompt, params: SamplingParams, tolerance: float) -> PromptCheck:
+    info = engine.runner_info
+    cold = engine.generate(prompt, mode=GenerationMode.BASELINE, sampling=params)
+    engine.warm(prompt)
+    # Both runs draw with the same seed; naming it must not turn a greedy run into a sampled one.
+    same_draws = dataclasses.replace(params, seed=cold.seed, do_sample=params.samples)
+    warm = engine.generate(prompt, sampling=same_draws)
+    _, ids = encode_prompt(prompt, engine.tokenizer, info.vocab_size)
+    tokens = [*ids, *cold.output_token_ids[:-1]]
+    cold_logits = engine._logits(tokens, len(ids) - 1, GenerationMode.BASELINE)
+    warm_logits = engine._logits(tokens, len(ids) - 1, GenerationMode.PREFIX_CACHE)
+    relative = float(np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits))
+    kl = _largest_kl(cold_logits, warm_logits, tokens, len(ids), params)
+    text_equal = cold.output_token_ids == warm.output_token_ids
+    problem = None
+    if warm.cached_tokens == 0:
+        problem = f"nothing was reused: the prompt has {len(ids)} tokens, a block holds {engine.config.block_size}"
+    elif not relative <= tolerance:
+        problem = f"the logits differ by {relative:.3g} relative, more than {tolerance:.3g}"
+    elif params.samples and not kl <= tolerance:
+        problem = f"the distributions differ by KL {kl:.3g}, more than {tolerance:.3g}"
+    elif not params.samples and not text_equal:
+        problem = "the cached run gave other tokens"
+    return PromptCheck(
+        prompt=cold.prompt,
+        prompt_tokens=len(ids),
+        reused_tokens=warm.cached_tokens,
+        max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
+        relative_logit_l2=relative,
+        kl_divergence=kl,
+        text_equal=text_equal,
+        cold_text=cold.output_text,
+        warm_text=warm.output_text,
+        problem=problem,
+    )
+
+
+def _largest_kl(cold: Floats, warm: Floats, tokens: list[int], num_prompt: int, params: SamplingParams) -> float:
+    """Largest KL(cold || warm) in nats over the positions, after penalties and temperature and before truncation,
+    whose sharp edge would make the figure infinite for a rounding error."""
+    smooth = dataclasses.replace(params, top_k=None, top_p=None, min_p=None, do_sample=params.samples)
+    largest = 0.0
+    for row in range(len(cold)):
+        so_far = tokens[: num_prompt + row]
+        p = sampling_distribution(cold[row], so_far, num_prompt, smooth)
+        q = sampling_distribution(warm[row], so_far, num_prompt, smooth)
+        held = p > 1e-12
+        largest = max(largest, float(np.sum(p[held] * np.log(p[held] / np.maximum(q[held], 1e-300)))))
+    return largest
+
+
+def _default_prompts(engine: CPUPagedEngine, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of the built-in texts, repeated to a few blocks and a bit."""
+    length = _BLOCKS_PER_PROMPT * engine.config.block_size + 5
+    length = min(length, engine.runner_info.max_context - max_new_tokens)
+    prompts = []
+    for text in _TEXTS:
+        ids = engine.tokenizer.encode(text)
+        prompts.append((ids * (length // max(len(ids), 1) + 1))[: max(length, 1)])
+    return prompts

@@ -1,0 +1,1 @@
+"""The machine: processor, thread team, memory and the limits of its control groups."""

@@ -1,0 +1,160 @@
+"""What processor this is, which vector instructions it has, and how many threads may run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from kvboost_edge.host.cgroup import cpu_quota
+
+__all__ = ["CpuInfo", "default_num_threads", "describe_cpu", "isa_label", "parse_cpuinfo"]
+
+_ALIASES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+# macOS names what Linux names otherwise: sysctl key -> Linux flag.
+_DARWIN_ARM = {
+    "hw.optional.arm.FEAT_DotProd": "asimddp",
+    "hw.optional.arm.FEAT_I8MM": "i8mm",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+    "hw.optional.AdvSIMD": "asimd",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuInfo:
+    """`flags` as Linux spells them, sorted; `isa` is the short label of the widest instructions that count here.
+    `quota` is CPU seconds per second allowed by the cgroup, None without one."""
+
+    model: str
+    arch: str
+    flags: tuple[str, ...]
+    isa: str
+    physical: int
+    logical: int
+    affinity: int
+    quota: float | None
+
+
+def describe_cpu() -> CpuInfo:
+    """Look the machine over; never raises: what cannot be found out is named 'unknown' or left empty."""
+    machine = platform.machine().lower()
+    arch = _ALIASES.get(machine, machine) or "unknown"
+    model, flags = _identify(arch)
+    logical = psutil.cpu_count(logical=True) or os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or logical
+    return CpuInfo(
+        model=model or platform.processor() or "unknown",
+        arch=arch,
+        flags=tuple(sorted(flags)),
+        isa=isa_label(arch, flags),
+        physical=physical,
+        logical=logical,
+        affinity=_affinity(),
+        quota=cpu_quota(),
+    )
+
+
+def default_num_threads() -> int:
+    """Threads to use when nobody says otherwise: the CPUs this process may run on, cut by the cgroup's quota.
+
+    A quota of 2.5 gives 2 threads: a third would be put to sleep half of the time, and the others wait for it.
+    """
+    affinity, quota = _affinity(), cpu_quota()
+    return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
+
+
+def isa_label(arch: str, flags: frozenset[str]) -> str:
+    """Short name of the instruction set, such as 'avx512-vnni', 'avx2' or 'neon-dotprod'."""
+    if arch == "x86_64":
+        return _x86_label(flags)
+    if arch == "aarch64":
+        for flag, label in (("i8mm", "neon-i8mm"), ("asimddp", "neon-dotprod")):
+            if flag in flags:
+                return label
+        return "neon"
+    return arch
+
+
+def _x86_label(flags: frozenset[str]) -> str:
+    if {"avx512f", "avx512bw", "avx512vl"} <= flags:
+        label = "avx512-vnni" if "avx512_vnni" in flags else "avx512"
+        return f"{label}-amx" if "amx_int8" in flags else label
+    if "avx2" in flags:
+        return "avx2-vnni" if "avx_vnni" in flags else "avx2"
+    for flag, label in (("avx", "avx"), ("sse4_2", "sse4.2")):
+        if flag in flags:
+            return label
+    return "sse2"
+
+
+def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
+    """Model name and flags from the text of Linux's /proc/cpuinfo (x86 'flags', ARM 'Features')."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, separator, value = line.partition(":")
+        if separator:
+            fields.setdefault(key.strip().lower(), value.strip())
+    flags = fields.get("flags") or fields.get("features") or ""
+    return fields.get("model name") or fields.get("model", ""), frozenset(flags.split())
+
+
+def _identify(arch: str) -> tuple[str, frozenset[str]]:
+    system = platform.system()
+    if system == "Linux":
+        try:
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "", frozenset()
+        model, flags = parse_cpuinfo(text)
+        # ARM boards keep their name in the device tree, not in cpuinfo.
+        return model or _device_tree_model(), flags
+    if system == "Darwin":
+        return _identify_darwin(arch)
+    return platform.processor(), _llvm_flags()
+
+
+def _device_tree_model() -> str:
+    try:
+        return Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0 \n")
+    except OSError:
+        return ""
+
+
+def _identify_darwin(arch: str) -> tuple[str, frozenset[str]]:
+    model = _sysctl("machdep.cpu.brand_string")
+    if arch == "aarch64":
+        return model, frozenset(flag for key, flag in _DARWIN_ARM.items() if _sysctl(key) == "1")
+    words = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".lower().split()
+    names = {"avx1.0": "avx", "sse4.2": "sse4_2", "avx512vnni": "avx512_vnni"}
+    return model, frozenset(names.get(word, word) for word in words)
+
+
+def _sysctl(key: str) -> str:
+    try:
+        done = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _llvm_flags() -> frozenset[str]:
+    """Flags by way of LLVM, for systems without a list of their own (Windows)."""
+    from llvmlite import binding
+
+    names = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "amx-int8": "amx_int8", "dotprod": "asimddp"}
+    names |= {"sse4.2": "sse4_2", "neon": "asimd"}
+    return frozenset(names.get(name, name) for name, present in binding.get_host_cpu_features().items() if present)
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    affinity = getattr(psutil.Process(), "cpu_affinity", None)
+    if affinity is not None:
+        return max(1, len(affinity()))
+    return os.cpu_count() or 1

@@ -1,0 +1,48 @@
+"""The only place where Numba's compile options exist."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core.caching import FunctionCache
+
+__all__ = ["intrinsic", "kernel"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@cache
+def _source_digest() -> str:
+    """Digest of every source file of this package: code inlined from one file into another must not outlive an edit."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class _PackageCache(FunctionCache):  # type: ignore[misc]
+    """Numba's file cache keys on the file of the function alone; this one keys on all kernel sources."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(sig, codegen), _source_digest())
+
+
+def kernel(function: _Function) -> _Function:
+    """Compile without the GIL, with machine semantics for division and no fastmath flag; cached on disk.
+
+    No fastmath flag may stand in anything that reaches a result: the compiler would fuse or reorder by context, and
+    the same row would differ in bits between a batch of one and a batch of many. Fused multiply-adds are written out.
+    """
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = _PackageCache(function)
+    return cast("_Function", dispatcher)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Numba's intrinsic decorator: the function emits LLVM IR instead of being compiled."""
+    return numba.extending.intrinsic(function)

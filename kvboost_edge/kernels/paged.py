@@ -1,0 +1,155 @@
+"""What the paged kernels take: the pool of one layer, the flat batch, the softmax options, and the plan of the work."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
+
+__all__ = [
+    "SPAN",
+    "AttentionOptions",
+    "KVPool",
+    "PagedBatch",
+    "WorkPlan",
+    "aligned_empty",
+    "plan_work",
+    "query_positions",
+    "storage_kind",
+]
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+SPAN = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
+_KINDS = {"float32": KIND_F32, "float16": KIND_F16, "uint16": KIND_BF16}
+_ROWS_PER_ITEM = 64  # query rows (tokens x heads of a group) that share one reading of the keys and values
+_ITEMS_PER_THREAD = 4  # fewer items than this per thread: split the sequence's spans over the threads
+
+
+class KVPool(NamedTuple):
+    """Keys and values of one layer, in float32, float16 or (as uint16 bits) bfloat16.
+
+    keys    [num_blocks, num_kv_heads, head_dim, block_size]   a lane is a token
+    values  [num_blocks, num_kv_heads, block_size, head_dim]   a lane is a channel
+    """
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+
+
+class PagedBatch(NamedTuple):
+    """Which query rows belong to which sequence and where the sequences' blocks are.
+
+    cu_seqlens_q  int32 [num_seqs + 1]           first query row of each sequence
+    seq_lens      int32 [num_seqs]               tokens of each sequence, those of the query rows included
+    block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's end
+    """
+
+    cu_seqlens_q: Ints
+    seq_lens: Ints
+    block_tables: Ints
+
+
+class AttentionOptions(NamedTuple):
+    """A query at position p sees keys at (p - window, p], window 0: all up to p. softcap 0: none.
+
+    sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no value.
+    """
+
+    softmax_scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Floats | None = None
+
+
+class WorkPlan(NamedTuple):
+    """Items that threads take one by one; each item stands for one unit per kv head.
+
+    items        int32 [num_items, 9]: sequence; first query row in the sequence; rows; first span; end span; then, for
+                 an item that is one span of a split sequence: group number (-1: not split), the group's first span, its
+                 number of spans, its first part
+    num_groups   row tiles whose spans are split
+    num_parts    partial results of all groups
+    tile_rows    most query tokens in one item
+    """
+
+    items: Ints
+    num_groups: int
+    num_parts: int
+    tile_rows: int
+
+
+def query_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
+    """Absolute position of every query row, int64 [num_tokens]."""
+    lengths = np.diff(batch.cu_seqlens_q).astype(np.int64)
+    first = batch.seq_lens - lengths - batch.cu_seqlens_q[:-1]
+    return np.repeat(first, lengths) + np.arange(int(batch.cu_seqlens_q[-1]))
+
+
+def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window: int, num_threads: int) -> WorkPlan:
+    """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per span.
+
+    How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way.
+    """
+    tile_rows = max(1, _ROWS_PER_ITEM // heads_per_group)
+    lengths = np.diff(batch.cu_seqlens_q).astype(np.int64)
+    tiles = -(-lengths // tile_rows)
+    sequence = np.repeat(np.arange(lengths.size), tiles)
+    first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
+    rows = np.minimum(lengths[sequence] - first_row, tile_rows)
+    position = batch.seq_lens[sequence] - lengths[sequence] + first_row
+    first_span = np.maximum(position - window + 1, 0) // SPAN if window > 0 else np.zeros_like(position)
+    end_span = -(-(position + rows) // SPAN)
+    few = (tiles == 1) | (tiles * num_kv_heads < _ITEMS_PER_THREAD * num_threads)
+    split = few[sequence] & (end_span - first_span > 1) & (num_threads > 1)
+
+    spans = np.where(split, end_span - first_span, 1)
+    source = np.repeat(np.arange(sequence.size), spans)
+    within = np.arange(source.size) - np.repeat(np.cumsum(spans) - spans, spans)
+    is_split = split[source]
+    group = (np.cumsum(split) - 1)[source]
+    part_base = (np.cumsum(np.where(split, spans, 0)) - np.where(split, spans, 0))[source]
+    items = np.empty((source.size, 9), dtype=np.int32)
+    items[:, 0] = sequence[source]
+    items[:, 1] = first_row[source]
+    items[:, 2] = rows[source]
+    items[:, 3] = np.where(is_split, first_span[source] + within, first_span[source])
+    items[:, 4] = np.where(is_split, items[:, 3] + 1, end_span[source])
+    items[:, 5] = np.where(is_split, group, -1)
+    items[:, 6] = first_span[source]
+    items[:, 7] = np.where(is_split, spans[source], 1)
+    items[:, 8] = part_base
+    # Longest first, so that no thread is left with a long item at the end; spans of one group stay side by side.
+    cost = (items[:, 4] - items[:, 3]).astype(np.int64) * items[:, 2]
+    items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
+    return WorkPlan(items, int(split.sum()), int(np.where(split, spans, 0).sum()), tile_rows)
+
+
+def storage_kind(pool: KVPool) -> int:
+    """KIND_F32, KIND_F16 or KIND_BF16 of a pool; ConfigError for another dtype or a pool that is not contiguous."""
+    kind = _KINDS.get(pool.keys.dtype.name)
+    if kind is None or pool.values.dtype != pool.keys.dtype:
+        raise ConfigError(f"pool dtypes {pool.keys.dtype}, {pool.values.dtype} must both be one of {sorted(_KINDS)}")
+    if not (pool.keys.flags.c_contiguous and pool.values.flags.c_contiguous):
+        raise ConfigError("the pool's arrays must be C-contiguous")
+    num_blocks, kv_heads, head_dim, block_size = pool.keys.shape
+    if pool.values.shape != (num_blocks, kv_heads, block_size, head_dim) or block_size % LANES:
+        raise ConfigError(
+            f"keys {pool.keys.shape} and values {pool.values.shape} must be [blocks, heads, dim, block] and "
+            f"[blocks, heads, block, dim] with block a multiple of {LANES}"
+        )
+    return kind
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An uninitialised C-contiguous array that starts at a cache line: vectors in it never straddle two lines."""
+    kind = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    raw = np.empty(size + 64, dtype=np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(kind).reshape(shape)

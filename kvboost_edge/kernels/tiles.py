@@ -1,0 +1,261 @@
+"""Register-blocked microkernels of attention: four query rows against one tile of 64 tokens.
+
+A tile is four groups of 16 tokens. Where the groups lie is told by a tile table, int64 [6, 4] in memory, one column a
+group:
+
+    row 0  address of the group's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one dim to the next
+    row 2  address of the group's values: 16 rows of channels                  row 3  bytes from one token to the next
+    row 4  address to prefetch keys from                                       row 5  address to prefetch values from
+
+Each lane of each accumulator is one fma chain in a fixed order (dims for scores, tokens for values), so a row's result
+does not depend on which rows share its registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.vectors import (
+    F32,
+    I64,
+    KIND_BF16,
+    KIND_F16,
+    KIND_F32,
+    LANES,
+    V16,
+    emit_exp,
+    emit_fma,
+    emit_lanes_in,
+    emit_load,
+    emit_load_as_f32,
+    emit_max,
+    emit_prefetch,
+    emit_reduce,
+    emit_splat,
+    emit_store,
+)
+
+__all__ = ["GROUPS", "ROWS", "TILE", "scores_tile", "softcap_row", "softmax_row", "stage_rows", "values_tile"]
+
+GROUPS = 4
+TILE = GROUPS * LANES
+ROWS = 4
+_VECTOR_BYTES = 4 * LANES
+_TABLE_ROW_BYTES = 8 * GROUPS
+
+Value = Any
+Builder = Any
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def _table(b: Builder, table: Value, row: int) -> list[Value]:
+    return [emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * group))) for group in range(GROUPS)]
+
+
+def _accumulators(b: Builder, count: int) -> list[Value]:
+    slots = [cgutils.alloca_once(b, V16) for _ in range(count)]
+    for slot in slots:
+        b.store(ir.Constant(V16, [0.0] * LANES), slot)
+    return slots
+
+
+def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
+    b.store(emit_fma(b, x, y, b.load(slot)), slot)
+
+
+@intrinsic
+def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, prefetch_step: Any, scores: Any) -> Any:
+    """Scores of four rows against the tile's 64 tokens.
+
+    query          address of float32 [4, head_dim], rows contiguous
+    prefetch_step  bytes of next keys to ask for per dim and group (0: ask again for what is there)
+    scores         address of float32 [4, 64], written
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        query, table, head_dim, prefetch_step, scores = arguments
+        keys, steps, ahead = (_table(b, table, row) for row in (0, 1, 4))
+        row_bytes = b.mul(head_dim, _int(4))
+        sums = _accumulators(b, ROWS * GROUPS)
+        with cgutils.for_range(b, head_dim, intp=I64) as loop:
+            for group in range(GROUPS):
+                emit_prefetch(b, b.add(ahead[group], b.mul(loop.index, prefetch_step)))
+            vectors = [emit_load(b, V16, b.add(keys[g], b.mul(loop.index, steps[g]))) for g in range(GROUPS)]
+            at = b.add(query, b.mul(loop.index, _int(4)))
+            for row in range(ROWS):
+                scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
+                splat = emit_splat(b, scalar)
+                for group in range(GROUPS):
+                    _accumulate(b, sums[row * GROUPS + group], splat, vectors[group])
+        for position, slot in enumerate(sums):
+            emit_store(b, b.load(slot), b.add(scores, _int(position * _VECTOR_BYTES)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int) -> None:
+    """`values_tile` for a panel of num_vectors * 16 channels."""
+    weights, table, channel, scales, out, out_row_bytes, prefetch_step = arguments
+    bases, steps, ahead = (_table(b, table, row) for row in (2, 3, 5))
+    offset = b.mul(channel, _int(4))
+    places = [
+        b.add(b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES)))
+        for row in range(ROWS)
+        for vector in range(num_vectors)
+    ]
+    sums = [cgutils.alloca_once(b, V16) for _ in places]
+    splats = [emit_splat(b, emit_load(b, F32, b.add(scales, _int(4 * row)))) for row in range(ROWS)]
+    for index, place in enumerate(places):
+        b.store(b.fmul(emit_load(b, V16, place), splats[index // num_vectors]), sums[index])
+    for group in range(GROUPS):
+        at = b.add(weights, _int(group * _VECTOR_BYTES))
+        base = b.add(bases[group], offset)
+        with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
+            ask = b.add(ahead[group], b.mul(b.add(b.mul(loop.index, out_row_bytes), offset), prefetch_step))
+            for vector in range(num_vectors):
+                emit_prefetch(b, b.add(ask, b.mul(prefetch_step, _int(vector * _VECTOR_BYTES))))
+            row_at = b.add(base, b.mul(loop.index, steps[group]))
+            vectors = [emit_load(b, V16, b.add(row_at, _int(v * _VECTOR_BYTES))) for v in range(num_vectors)]
+            for row in range(ROWS):
+                scalar_at = b.add(at, b.add(b.mul(loop.index, _int(4)), _int(row * TILE * 4)))
+                splat = emit_splat(b, emit_load(b, F32, scalar_at))
+                for vector in range(num_vectors):
+                    _accumulate(b, sums[row * num_vectors + vector], splat, vectors[vector])
+    for index, place in enumerate(places):
+        emit_store(b, b.load(sums[index]), place)
+
+
+def _values_tile(num_vectors: int) -> Any:
+    @intrinsic
+    def values_tile(
+        typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any, prefetch_step: Any
+    ) -> Any:
+        """out[row] = out[row] * scale[row] + sum over the tile's tokens of weight[row, token] * value[token].
+
+        weights        address of float32 [4, 64]
+        channel        first of the panel's channels
+        scales         address of float32 [4]
+        out            address of float32 [4, row_bytes / 4], updated in the panel's columns
+        prefetch_step  1 to ask for the next tile's values (laid out as rows of row_bytes), 0 not to
+        """
+
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            _emit_values_panel(b, arguments, num_vectors)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return values_tile
+
+
+values_tile = {vectors: _values_tile(vectors) for vectors in (4, 2, 1)}
+
+
+@intrinsic
+def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
+    """In place on float32 [64]: s -> cap * tanh(s / cap), through exp(-2 |s / cap|), which cannot overflow."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        scores, cap = arguments
+        zero, one = ir.Constant(V16, [0.0] * LANES), ir.Constant(V16, [1.0] * LANES)
+        cap_splat = emit_splat(b, cap)
+        for group in range(GROUPS):
+            at = b.add(scores, _int(group * _VECTOR_BYTES))
+            x = b.fdiv(emit_load(b, V16, at), cap_splat)
+            negative = b.fcmp_ordered("<", x, zero)
+            minus_abs = b.select(negative, x, b.fsub(zero, x))
+            decay = emit_exp(b, b.fadd(minus_abs, minus_abs))
+            tanh = b.fdiv(b.fsub(one, decay), b.fadd(one, decay))
+            tanh = b.select(negative, b.fsub(zero, tanh), tanh)
+            emit_store(b, b.fmul(tanh, cap_splat), at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic
+def softmax_row(typing: Any, scores: Any, low: Any, high: Any, maximum: Any, total: Any, rescale: Any) -> Any:
+    """One step of the running softmax of one row over one tile.
+
+    scores   address of float32 [64]: scores in, exp(score - new maximum) out; exactly 0 outside [low, high)
+    maximum  address of the row's running maximum (-inf before the first visible token), updated
+    total    address of the row's running sum of exponentials, updated
+    rescale  address of a float32, written: what earlier sums are to be multiplied by (1 where nothing changed)
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        scores, low, high, maximum, total, rescale = arguments
+        lowest = ir.Constant(F32, float("-inf"))
+        places = [b.add(scores, _int(group * _VECTOR_BYTES)) for group in range(GROUPS)]
+        hidden = emit_splat(b, lowest)
+        rows = []
+        for group, place in enumerate(places):
+            visible = emit_lanes_in(b, group * LANES, low, high)
+            rows.append(b.select(visible, emit_load(b, V16, place), hidden))
+        top = emit_max(b, emit_max(b, rows[0], rows[1]), emit_max(b, rows[2], rows[3]))
+        old = emit_load(b, F32, maximum)
+        new = emit_max(b, emit_reduce(b, top, lambda x, y: emit_max(b, x, y)), old)
+        nothing_yet = b.fcmp_ordered("==", new, lowest)
+        base = b.select(nothing_yet, ir.Constant(F32, 0.0), new)
+        splat = emit_splat(b, base)
+        weights = [emit_exp(b, b.fsub(row, splat)) for row in rows]
+        for weight, place in zip(weights, places, strict=True):
+            emit_store(b, weight, place)
+        added = b.fadd(b.fadd(weights[0], weights[1]), b.fadd(weights[2], weights[3]))
+        tile_sum = emit_reduce(b, added, b.fadd)
+        factor = emit_exp(b, b.fsub(old, base))
+        emit_store(b, emit_fma(b, emit_load(b, F32, total), factor, tile_sum), total)
+        emit_store(b, new, maximum)
+        emit_store(b, factor, rescale)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _emit_stage(b: Builder, arguments: Sequence[Value], kind: int) -> None:
+    out, source, rows, source_step, out_step, vectors, low, high = arguments[:8]
+    element = 4 if kind == KIND_F32 else 2
+    zero = ir.Constant(V16, [0.0] * LANES)
+    visible = emit_lanes_in(b, 0, low, high)
+    with cgutils.for_range(b, rows, intp=I64) as row:
+        from_row = b.add(source, b.mul(row.index, source_step))
+        to_row = b.add(out, b.mul(row.index, out_step))
+        with cgutils.for_range(b, vectors, intp=I64) as vector:
+            wide = emit_load_as_f32(b, kind, b.add(from_row, b.mul(vector.index, _int(element * LANES))))
+            emit_store(b, b.select(visible, wide, zero), b.add(to_row, b.mul(vector.index, _int(_VECTOR_BYTES))))
+
+
+@intrinsic
+def stage_rows(
+    typing: Any,
+    out: Any,
+    source: Any,
+    rows: Any,
+    source_step: Any,
+    out_step: Any,
+    vectors: Any,
+    low: Any,
+    high: Any,
+    kind: Any,
+) -> Any:
+    """Widen rows of `vectors` * 16 stored values to float32; lanes outside [low, high) become 0 whatever they held.
+
+    Addresses and steps (from one row to the next) are in bytes; kind is KIND_F32, KIND_F16 or KIND_BF16.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        for kind in (KIND_F32, KIND_F16, KIND_BF16):
+            with b.if_then(b.icmp_signed("==", arguments[8], _int(kind))):
+                _emit_stage(b, arguments, kind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), codegen

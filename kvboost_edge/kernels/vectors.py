@@ -1,0 +1,235 @@
+"""Sixteen-lane vectors for Numba kernels, emitted as LLVM IR: nothing here depends on auto-vectorization.
+
+One `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON registers; results are the same to the bit
+on all of them because every multiply-add is an explicit `llvm.fma` and every reduction has a fixed order.
+
+The `emit_*` functions write IR at a builder's position and are the vocabulary of tiles.py; the intrinsics at the end
+are what kernels call directly. Addresses are int64, in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic
+
+__all__ = [
+    "F32",
+    "I64",
+    "KIND_BF16",
+    "KIND_F16",
+    "KIND_F32",
+    "LANES",
+    "V16",
+    "address_of",
+    "emit_exp",
+    "emit_fma",
+    "emit_lanes_in",
+    "emit_load",
+    "emit_load_as_f32",
+    "emit_max",
+    "emit_prefetch",
+    "emit_reduce",
+    "emit_splat",
+    "emit_store",
+    "exp_f32",
+    "fetch_add",
+    "load_scalar",
+    "store_scalar",
+]
+
+LANES = 16
+KIND_F32, KIND_F16, KIND_BF16 = 0, 1, 2
+
+F32 = ir.FloatType()
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+V16 = ir.VectorType(F32, LANES)
+_VI16 = ir.VectorType(I16, LANES)
+_VI32 = ir.VectorType(I32, LANES)
+_VHALF = ir.VectorType(ir.HalfType(), LANES)
+_POINTER = ir.PointerType()
+
+Value = Any  # an ir.Value
+Builder = Any  # an ir.IRBuilder
+
+
+def emit_load(b: Builder, kind: ir.Type, address: Value) -> Value:
+    """Load `kind` from a byte address of any alignment of its elements."""
+    element = kind.element if isinstance(kind, ir.VectorType) else kind
+    align = {I16: 2, I64: 8}.get(element, 4) if not isinstance(element, ir.HalfType) else 2
+    return b.load(b.inttoptr(address, _POINTER), align=align, typ=kind)
+
+
+def emit_store(b: Builder, value: Value, address: Value) -> None:
+    """Store a float32 scalar or vector at a byte address."""
+    b.store(value, b.inttoptr(address, _POINTER), align=4)
+
+
+def emit_splat(b: Builder, scalar: Value, kind: ir.VectorType = V16) -> Value:
+    """The same scalar in every lane."""
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+
+
+def _constant(kind: ir.Type, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * LANES) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
+
+
+def _integers_like(kind: ir.Type) -> ir.Type:
+    return _VI32 if isinstance(kind, ir.VectorType) else I32
+
+
+def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    """x * y + z rounded once."""
+    kind = x.type
+    name = "llvm.fma.v16f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+    return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), name), [x, y, z])
+
+
+def emit_max(b: Builder, x: Value, y: Value) -> Value:
+    """x if x > y else y, lane by lane."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def emit_reduce(b: Builder, vector: Value, combine: Any) -> Value:
+    """Fold the 16 lanes in the fixed order 8 + 8, 4 + 4, 2 + 2, 1 + 1; returns a scalar."""
+    undefined = ir.Constant(V16, ir.Undefined)
+    for half in (8, 4, 2, 1):
+        order = [(lane + half) % LANES for lane in range(LANES)]
+        vector = combine(vector, b.shuffle_vector(vector, undefined, ir.Constant(_VI32, order)))
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
+# Cephes expf: 2^n * p(r) with |r| <= ln2 / 2; the relative error stays under 2e-7 and exp(0) is exactly 1.
+_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_LOG2_E = 1.44269504088896341
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_EXP_LOWEST = -87.0  # below this the result is 0, as exp(-inf) is
+_ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+
+
+def emit_exp(b: Builder, x: Value) -> Value:
+    """exp(x) for x <= 88, scalar or vector; exactly 1 at 0, exactly 0 below -87, NaN for NaN."""
+    kind = x.type
+    integers = _integers_like(kind)
+    too_low = b.fcmp_ordered("<", x, _constant(kind, _EXP_LOWEST))
+    x = b.select(too_low, _constant(kind, _EXP_LOWEST), x)
+    shifted = emit_fma(b, x, _constant(kind, _LOG2_E), _constant(kind, _ROUNDER))
+    n = b.fsub(shifted, _constant(kind, _ROUNDER))
+    r = emit_fma(b, n, _constant(kind, -_LN2_HIGH), x)
+    r = emit_fma(b, n, _constant(kind, -_LN2_LOW), r)
+    p = _constant(kind, _EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        p = emit_fma(b, p, r, _constant(kind, coefficient))
+    p = b.fadd(emit_fma(b, b.fmul(r, r), p, r), _constant(kind, 1.0))
+    exponent = b.shl(b.bitcast(shifted, integers), _constant(integers, 23))
+    result = b.bitcast(b.add(b.bitcast(p, integers), exponent), kind)
+    is_nan = b.fcmp_unordered("uno", x, x)
+    result = b.select(is_nan, x, result)
+    return b.select(too_low, _constant(kind, 0.0), result)
+
+
+def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
+    """Mask of the lanes whose index first + lane lies in [low, high); low and high are int64 scalars."""
+    index = ir.Constant(_VI32, [first + lane for lane in range(LANES)])
+    above = b.icmp_signed(">=", index, emit_splat(b, b.trunc(low, I32), _VI32))
+    below = b.icmp_signed("<", index, emit_splat(b, b.trunc(high, I32), _VI32))
+    return b.and_(above, below)
+
+
+def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
+    """Load 16 stored values (KIND_F32, KIND_F16 or KIND_BF16) and widen them to float32, exactly."""
+    if kind == KIND_F32:
+        return emit_load(b, V16, address)
+    if kind == KIND_F16:
+        return b.fpext(emit_load(b, _VHALF, address), V16)
+    wide = b.zext(emit_load(b, _VI16, address), _VI32)
+    return b.bitcast(b.shl(wide, _constant(_VI32, 16)), V16)
+
+
+def emit_prefetch(b: Builder, address: Value) -> None:
+    """Ask for the cache line at a byte address, for reading, into all levels."""
+    arguments = [b.inttoptr(address, _POINTER), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)]
+    kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+    b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0"), arguments)
+
+
+@intrinsic
+def exp_f32(typing: Any, x: Any) -> Any:
+    """exp of one float32 by the same polynomial as the vector form, bit for bit."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_exp(b, arguments[0])
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def address_of(typing: Any, array: Any) -> Any:
+    """Byte address (int64) of an array's first element."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        structure = context.make_array(signature.args[0])(context, b, arguments[0])
+        return b.ptrtoint(structure.data, I64)
+
+    return types.int64(array), codegen
+
+
+@intrinsic
+def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
+    """Atomically add to the int64 at a byte address; returns the value before. Orders memory both ways."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        pointer = b.inttoptr(arguments[0], I64.as_pointer())
+        return b.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_scalar(typing: Any, address: Any, kind: Any) -> Any:
+    """One stored value (kind as in `emit_load_as_f32`, known at run time) as float32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        address, kind = arguments
+        result = cgutils.alloca_once(b, F32)
+        with b.if_else(b.icmp_signed("==", kind, ir.Constant(I64, KIND_F32))) as (full, short):
+            with full:
+                b.store(emit_load(b, F32, address), result)
+            with short:
+                bits = emit_load(b, I16, address)
+                half = b.fpext(b.bitcast(bits, ir.HalfType()), F32)
+                brain = b.bitcast(b.shl(b.zext(bits, I32), ir.Constant(I32, 16)), F32)
+                is_half = b.icmp_signed("==", kind, ir.Constant(I64, KIND_F16))
+                b.store(b.select(is_half, half, brain), result)
+        return b.load(result)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_scalar(typing: Any, address: Any, value: Any, kind: Any) -> Any:
+    """Store one float32 in a storage kind known at run time, rounded to nearest, ties to even; NaN stays NaN."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        address, value, kind = arguments
+        with b.if_else(b.icmp_signed("==", kind, ir.Constant(I64, KIND_F32))) as (full, short):
+            with full:
+                emit_store(b, value, address)
+            with short:
+                half = b.bitcast(b.fptrunc(value, ir.HalfType()), I16)
+                bits = b.bitcast(value, I32)
+                odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+                rounded = b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF)))
+                quiet = b.or_(bits, ir.Constant(I32, 0x400000))
+                bits = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+                brain = b.trunc(b.lshr(bits, ir.Constant(I32, 16)), I16)
+                is_half = b.icmp_signed("==", kind, ir.Constant(I64, KIND_F16))
+                b.store(b.select(is_half, half, brain), b.inttoptr(address, _POINTER), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen

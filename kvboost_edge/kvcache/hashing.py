@@ -1,0 +1,57 @@
+"""Prefix hashes: a SHA-256 chain over blocks of tokens, rooted in everything else that shapes keys and values.
+
+Python's `hash()` is never used: it is salted per process and 64 bits wide. SHA-256 takes about 0.6 us per 16 tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+
+from kvboost_edge.errors import RequestError
+
+__all__ = ["TOKEN_BYTES", "HashFn", "chain_hash", "encode_tokens", "root_hash"]
+
+HashFn = Callable[[bytes, bytes], bytes]
+
+TOKEN_BYTES = 4
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def root_hash(*, model_fingerprint: str, kv_format: str, rope: str = "", adapter: str = "", tenant: str = "") -> bytes:
+    """Return the 32 bytes every chain of this model, KV format, rope setting, adapter and tenant starts from.
+
+    Each field goes in behind its name and its length, so no two different settings encode to the same bytes.
+    """
+    fields = {
+        "model_fingerprint": model_fingerprint,
+        "kv_format": kv_format,
+        "rope": rope,
+        "adapter": adapter,
+        "tenant": tenant,
+    }
+    digest = hashlib.sha256(b"kvboost-edge prefix root 1\n")
+    for name, value in fields.items():
+        # surrogatepass: a tenant may come from undecodable header bytes and must still have a root of its own
+        for part in (name.encode(), value.encode("utf-8", "surrogatepass")):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.digest()
+
+
+def chain_hash(parent: bytes, tokens_le_u32: bytes) -> bytes:
+    """Return the 32-byte prefix hash of a full block: SHA-256 of its parent's hash and its own tokens."""
+    return hashlib.sha256(parent + tokens_le_u32).digest()
+
+
+def encode_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return the ids as little-endian u32, 4 bytes each; RequestError for an id that is no integer in [0, 2^32)."""
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RequestError(f"token ids must be integers in [0, {_MAX_TOKEN_ID}]: {error}") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

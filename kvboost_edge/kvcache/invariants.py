@@ -1,0 +1,56 @@
+"""The manager's bookkeeping recomputed from scratch: what tables, claims and chains must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
+from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL, PrefixIndex
+
+__all__ = ["check_chains", "check_tables"]
+
+
+def check_tables(
+    tables: Sequence[BlockTable], live: Mapping[int, BlockTable], in_flight: Mapping[bytes, int], block_size: int
+) -> None:
+    """Check that `tables` are exactly the live ones, each sound in itself, and that every claim has its holder."""
+    if {id(table) for table in tables} != {id(table) for table in live.values()} or len(tables) != len(live):
+        raise CacheCorruption(f"{len(live)} tables are live, their owners know {len(tables)}")
+    claims: dict[bytes, int] = {}
+    for table in tables:
+        if len(set(table.block_ids)) != len(table.block_ids):
+            raise CacheCorruption(f"a table lists a block twice: {table.block_ids}")
+        if table.num_computed_tokens > len(table.block_ids) * block_size:
+            raise CacheCorruption(f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks")
+        if table._num_chained > len(table.block_ids):
+            raise CacheCorruption(f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}")
+        if any(index >= len(table.block_ids) for index in (*table._twins, *table._withdrawn)):
+            raise CacheCorruption("a table remembers a block beyond its end")
+        claims.update(dict.fromkeys(table._claims.values(), table._serial))
+    if claims != in_flight:
+        raise CacheCorruption(f"{len(in_flight)} prefixes are in flight, live tables claim {len(claims)}")
+
+
+def check_chains(tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: HashFn, block_size: int) -> None:
+    """Recompute the hash of every published block whose parent is known, and compare tables with their entries."""
+    num_bytes = block_size * TOKEN_BYTES
+    entries = index.entries()
+    by_serial = {entry.serial: entry for entry in entries.values()}
+    for block_id, entry in entries.items():
+        root, tokens = entry.tokens[:-num_bytes], entry.tokens[-num_bytes:]
+        if len(tokens) != num_bytes or (root and entry.parent_serial != ROOT_SERIAL):
+            raise CacheCorruption(f"block {block_id} is published with {len(entry.tokens)} bytes of tokens")
+        parent = by_serial.get(entry.parent_serial)
+        parent_hash = root if entry.parent_serial == ROOT_SERIAL else parent and parent.prefix_hash
+        if parent_hash is not None and hash_fn(parent_hash, tokens) != entry.prefix_hash:
+            raise CacheCorruption(f"block {block_id} is published under a hash that is not its own")
+    for table in tables:
+        if table._num_chained:
+            last = entries.get(table.block_ids[table._num_chained - 1])
+            if last is not None and last.serial != table._chain_serial:
+                raise CacheCorruption("the end of a table's chain is not the prefix of its block")
+        for block_index in table._withdrawn:
+            if table.block_ids[block_index] in entries:
+                raise CacheCorruption(f"block {table.block_ids[block_index]} is rewritten while it can be matched")

@@ -1,0 +1,318 @@
+"""A page cache for payloads of any kind, with prefix sharing and copy-on-write, over the integer block pool.
+
+Sequences are attached and detached as a whole; `get` gives back what was attached. Pages whose prefix tokens and
+payloads are equal are held once. The bookkeeping is `KVCacheManager`'s; the payloads stand beside it, by page.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.manager import BLOCK_FREE, KVCacheManager
+
+__all__ = ["Draft", "KVCache"]
+
+# Stands in the key of a page for positions the prefix does not reach. A prefix that ends with this very id finds the
+# same page; that is harmless, since the payloads of a page are compared before it is shared.
+_FILLER = 2**32 - 1
+_ROOT = b"llmds"
+
+
+class KVCache:
+    """Payloads of sequences in `max_pages` pages of `page_size` each. Not thread-safe.
+
+    Example, page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two pages, the first one keyed by
+    the four tokens; attach("b", [k0 .. k3, x], prefix_tokens=[7, 8, 9, 10]) shares that page and takes one of its own.
+
+    Payloads are deep-copied on the way in and out, so no caller can change what another sequence sees; what Python
+    cannot copy (a lock, a generator) is kept by reference. Two payloads are equal when their types are and `==` says
+    so, for arrays and tensors in shape, dtype and every element; in doubt they differ and nothing is shared.
+
+    The prefix pages of a detached sequence are free, yet stay matchable until they are taken again.
+    """
+
+    def __init__(self, page_size: int = 512, max_pages: int = 10000, enable_prefix_sharing: bool = True) -> None:
+        for name, value in (("page_size", page_size), ("max_pages", max_pages)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        if not isinstance(enable_prefix_sharing, bool):
+            raise ConfigError(f"enable_prefix_sharing={enable_prefix_sharing!r} must be True or False")
+        self._page_size = page_size
+        self._enable_prefix_sharing = enable_prefix_sharing
+        self._manager = KVCacheManager(max_pages, page_size)
+        self._payloads: list[list[Any]] = [[] for _ in range(max_pages)]
+        self._sequences: dict[Hashable, BlockTable] = {}
+        self._drafts: dict[Hashable, list[Draft]] = {}
+        self._prefix_shares = 0
+
+    def attach(self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None) -> None:
+        """Store a sequence's payloads; a live `seq_id` is replaced, its open drafts are rejected.
+
+        `prefix_tokens` are the token ids of the first payloads (ids beyond the last payload are ignored). The pages
+        they reach into are shared with sequences of the same prefix and the same payloads; from the first page whose
+        payloads differ on, the sequence has its own.
+
+        Raises CapacityError when the pages do not suffice even after the replaced sequence is gone, RequestError for
+        prefix tokens that are no token ids; the cache is then as it was before.
+        """
+        _check_hashable(seq_id)
+        payloads = [_copied(payload) for payload in kv_tokens]
+        key = self._key(prefix_tokens, len(payloads))
+        table = self._manager.open_table(key, _ROOT, use_cache=bool(key))
+        num_shared = self._num_equal_pages(table, payloads)
+        num_pages = self._num_pages(len(payloads))
+        available = self._available_for(seq_id, table, num_shared)
+        if num_pages - num_shared > available:
+            self._free(table)
+            raise CapacityError(
+                f"{len(payloads)} payloads need {num_pages} pages of {self._page_size}, {num_shared} of them shared; "
+                f"{available} of {self._manager.num_blocks} are available; enlarge max_pages or detach sequences"
+            )
+        self.detach(seq_id)
+        for index in range(num_shared, len(table)):
+            self._manager.make_writable(table, index)  # divergent payloads: wholly overwritten, nothing to copy
+        self._manager.commit(table, key, max(num_shared * self._page_size, table.num_computed_tokens))
+        self._manager.extend(table, num_pages * self._page_size)
+        self._write(table, num_shared * self._page_size, payloads[num_shared * self._page_size :])
+        self._manager.commit(table, key, len(key))
+        self._seal(table)
+        self._sequences[seq_id] = table
+        self._prefix_shares += num_shared > 0
+
+    def detach(self, seq_id: Hashable) -> None:
+        """Give back a sequence's pages and reject its open drafts; nothing happens for an unknown id."""
+        table = self._sequences.pop(seq_id, None)
+        if table is not None:
+            self._close_drafts(seq_id)
+            self._free(table)
+
+    def get(self, seq_id: Hashable) -> list[Any] | None:
+        """A copy of the sequence's payloads, in order; None for an unknown id."""
+        table = self._sequences.get(seq_id)
+        return None if table is None else self._read(table)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of the moment.
+
+        total_sequences     sequences attached
+        total_pages         max_pages
+        allocated_pages     pages held by sequences and open drafts
+        free_pages          the others, idle matchable ones included
+        prefix_shares       attaches so far that shared at least one page
+        prefix_map_size     pages that can be matched by prefix
+        shared_pages_count  pages held more than once
+        total_page_refs     holds on all pages
+        """
+        return {
+            "total_sequences": len(self._sequences),
+            "total_pages": self._manager.num_blocks,
+            "allocated_pages": self._manager.used_block_count,
+            "free_pages": self._manager.free_block_count,
+            "prefix_shares": self._prefix_shares,
+            "prefix_map_size": self._manager.published_block_count,
+            "shared_pages_count": self._manager.shared_block_count,
+            "total_page_refs": self._manager.reference_count,
+        }
+
+    def hook_speculative_decode(self, seq_id: Hashable, draft_tokens: Sequence[Any]) -> Draft:
+        """Append draft payloads behind a sequence, copy-on-write, and return the handle that decides on them.
+
+        The sequence itself is unchanged until the draft is accepted; several drafts may be open at once. Raises
+        RequestError for an unknown id, CapacityError (nothing changed) when the pages do not suffice.
+        """
+        table = self._sequences.get(seq_id)
+        if table is None:
+            raise RequestError(f"seq_id={seq_id!r} is not attached; attach it before drafting")
+        payloads = [_copied(payload) for payload in draft_tokens]
+        fork = self._manager.fork(table)
+        try:
+            self._append(fork, payloads)
+        except CapacityError:
+            self._free(fork)
+            raise
+        draft = Draft(self, seq_id, fork, payloads)
+        self._drafts.setdefault(seq_id, []).append(draft)
+        return draft
+
+    def check_invariants(self) -> None:
+        """Recompute the bookkeeping from scratch; CacheCorruption on the first contradiction."""
+        drafts = [draft._table for drafts in self._drafts.values() for draft in drafts]
+        self._manager.check_invariants([*self._sequences.values(), *drafts])
+
+    # ---- drafts --------------------------------------------------------------------------------------------------
+
+    def _accept(self, draft: Draft, payloads: list[Any]) -> None:
+        # The drafts go first: the pages they held cover what is appended here, so this cannot fail half way.
+        self._close_drafts(draft._seq_id)
+        self._append(self._sequences[draft._seq_id], payloads)
+
+    def _close_drafts(self, seq_id: Hashable) -> None:
+        for draft in self._drafts.pop(seq_id, []):
+            draft._open = False
+            self._free(draft._table)
+
+    def _reject(self, draft: Draft) -> None:
+        drafts = self._drafts[draft._seq_id]
+        drafts.remove(draft)
+        if not drafts:
+            del self._drafts[draft._seq_id]
+        draft._open = False
+        self._free(draft._table)
+
+    # ---- pages ---------------------------------------------------------------------------------------------------
+
+    def _num_pages(self, num_payloads: int) -> int:
+        return -(-num_payloads // self._page_size)
+
+    def _key(self, prefix_tokens: Sequence[int] | None, num_payloads: int) -> list[int]:
+        """Token ids of the pages the prefix reaches into, filled up to whole pages; empty where nothing is shared."""
+        if not self._enable_prefix_sharing or prefix_tokens is None:
+            return []
+        key = list(prefix_tokens[:num_payloads])
+        return key + [_FILLER] * (-len(key) % self._page_size)
+
+    def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
+        """How many of the matched pages hold exactly these payloads, up to the first that does not."""
+        for index, page_id in enumerate(table.block_ids):
+            if not _equal(self._payloads[page_id], payloads[index * self._page_size : (index + 1) * self._page_size]):
+                return index
+        return len(table)
+
+    def _available_for(self, seq_id: Hashable, table: BlockTable, num_shared: int) -> int:
+        """Pages free once what is attached under `seq_id` is gone, while `table` keeps its first `num_shared`."""
+        leaving = [draft._table for draft in self._drafts.get(seq_id, [])]
+        if seq_id in self._sequences:
+            leaving.append(self._sequences[seq_id])
+        holds = Counter(page_id for held in (table, *leaving) for page_id in held.block_ids)
+        kept = set(table.block_ids[:num_shared])
+        released = sum(
+            self._manager.ref_count(page_id) == count for page_id, count in holds.items() if page_id not in kept
+        )
+        return self._manager.free_block_count + released
+
+    def _append(self, table: BlockTable, payloads: list[Any]) -> None:
+        length = self._length(table)
+        if payloads and length % self._page_size:
+            op = self._manager.make_writable(table, len(table) - 1)
+            if op is not None:
+                self._payloads[op.dst] = self._payloads[op.src].copy()
+        self._manager.extend(table, self._num_pages(length + len(payloads)) * self._page_size)
+        self._write(table, length, payloads)
+        self._seal(table)
+
+    def _seal(self, table: BlockTable) -> None:
+        """Count all pages as written: they hold payloads that no token ids stand for, so they are never published."""
+        num_slots = len(table) * self._page_size
+        self._manager.commit(table, range(num_slots), num_slots, publish=False)
+
+    def _write(self, table: BlockTable, start: int, payloads: list[Any]) -> None:
+        """Put payloads at positions from `start` on; what a page held behind them is dropped."""
+        position = start
+        while position < start + len(payloads):
+            index, offset = divmod(position, self._page_size)
+            taken = payloads[position - start : position - start + self._page_size - offset]
+            page_id = table.block_ids[index]
+            self._payloads[page_id] = self._payloads[page_id][:offset] + taken
+            position += len(taken)
+
+    def _length(self, table: BlockTable) -> int:
+        return sum(len(self._payloads[page_id]) for page_id in table.block_ids)
+
+    def _read(self, table: BlockTable) -> list[Any]:
+        return [_copied(payload) for page_id in table.block_ids for payload in self._payloads[page_id]]
+
+    def _free(self, table: BlockTable) -> None:
+        page_ids = table.block_ids
+        self._manager.free(table)
+        for page_id in page_ids:
+            if self._manager.block_state(page_id) == BLOCK_FREE:
+                self._payloads[page_id] = []
+
+
+class Draft:
+    """Draft payloads behind a sequence: `accept(n)` keeps the first n of them, `reject()` none.
+
+    A draft closes when it is decided, when another draft of its sequence is accepted, and when the sequence is
+    detached or replaced.
+    """
+
+    __slots__ = ("_cache", "_open", "_payloads", "_seq_id", "_table")
+
+    def __init__(self, cache: KVCache, seq_id: Hashable, table: BlockTable, payloads: list[Any]) -> None:
+        self._cache = cache
+        self._seq_id = seq_id
+        self._table = table
+        self._payloads = payloads
+        self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft can still be accepted."""
+        return self._open
+
+    def get(self) -> list[Any]:
+        """A copy of the sequence's payloads with the drafts behind them; RequestError on a closed draft."""
+        self._check_open()
+        return self._cache._read(self._table)
+
+    def accept(self, n: int) -> None:
+        """Append the first `n` drafts to the sequence and close all its drafts.
+
+        Raises RequestError for `n` outside 0 .. number of drafts and on a closed draft.
+        """
+        self._check_open()
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= len(self._payloads):
+            raise RequestError(f"n={n!r} must be an integer from 0 to the {len(self._payloads)} drafts")
+        self._cache._accept(self, self._payloads[:n])
+
+    def reject(self) -> None:
+        """Drop the drafts and leave the sequence as it is; nothing happens on a closed draft."""
+        if self._open:
+            self._cache._reject(self)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RequestError(f"the draft of seq_id={self._seq_id!r} is closed: decided, or its sequence has changed")
+
+
+def _check_hashable(seq_id: Hashable) -> None:
+    try:
+        hash(seq_id)
+    except TypeError as error:
+        raise RequestError(f"seq_id={seq_id!r} must be hashable, such as an integer or a string") from error
+
+
+def _copied(payload: Any) -> Any:
+    try:
+        return copy.deepcopy(payload)
+    except Exception:  # whatever a foreign object's copy raises, the object itself is still a payload
+        return payload
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Whether two payloads (or lists of them) are surely equal, types included. Never raises."""
+    try:
+        return _compared(left, right)
+    except Exception:  # a foreign object that cannot say it is equal is taken for different
+        return False
+
+
+def _compared(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_compared, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_compared(value, right[name]) for name, value in left.items())
+    result = left == right
+    if isinstance(result, bool):
+        return result
+    # Arrays and tensors compare element by element, and would broadcast over different shapes.
+    return bool(left.shape == right.shape and left.dtype == right.dtype and result.all())

@@ -1,0 +1,395 @@
+"""The one face of the block pool: opens, grows, publishes, forks and frees the block tables of sequences.
+
+It moves integers only. Where content has to move it returns `CopyOp`s; whoever owns the KV applies them, in order,
+before the next forward pass. One thread calls it; the counters and `block_states` may be read from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
+from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, chain_hash, encode_tokens
+from kvboost_edge.kvcache.invariants import check_chains, check_tables
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
+
+__all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
+
+BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
+
+
+class KVCacheManager:
+    """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix sharing.
+
+    `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide.
+
+    cow_copies     blocks copied because somebody else still reads them
+    evictions      published blocks handed out again, their prefix forgotten
+    hit_tokens     tokens served from the cache by `open_table(use_cache=True)`
+    miss_tokens    tokens it left to compute
+    """
+
+    __slots__ = (
+        "_fresh",
+        "_hash_fn",
+        "_in_flight",
+        "_index",
+        "_live",
+        "_next_table",
+        "_pool",
+        "block_size",
+        "cow_copies",
+        "evictions",
+        "hit_tokens",
+        "miss_tokens",
+    )
+
+    def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFn = chain_hash) -> None:
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
+        self._pool = BlockPool(num_blocks)
+        self._index = PrefixIndex(num_blocks)
+        self._hash_fn = hash_fn
+        self._live: dict[int, BlockTable] = {}
+        self._next_table = 0
+        self._in_flight: dict[bytes, int] = {}  # prefix hash -> serial of the live table that computes it
+        self._fresh: dict[int, None] = {}  # ids handed out since the last drain; a dict as an ordered set
+        self.block_size = block_size
+        self.cow_copies = 0
+        self.evictions = 0
+        self.hit_tokens = 0
+        self.miss_tokens = 0
+
+    # ---- opening -------------------------------------------------------------------------------------------------
+
+    def open_table(self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True) -> BlockTable:
+        """Open a table for a sequence and share the published blocks of its longest known prefix.
+
+        At least the last token is left to compute: with a prompt that is cached to its end, the table shares all its
+        blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block writable. The blocks of
+        the prompt that are left to compute are claimed, see `find_in_flight`. `use_cache=False` shares and claims
+        nothing. Takes no free block that is not part of the match, so it cannot fail for lack of room.
+        Raises RequestError for ids outside [0, 2^32).
+        """
+        data = encode_tokens(token_ids)
+        table = BlockTable(self._next_table, root)
+        if use_cache:
+            match = self._match(data, root)
+            for block_id in match.block_ids:
+                self._pool.touch(block_id)
+            table.block_ids = match.block_ids
+            table._num_chained = len(match.block_ids)
+            table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
+            table.num_cached_tokens = self._servable(match, len(token_ids))
+            table.num_computed_tokens = table.num_cached_tokens
+            self._claim_rest(table, data, match)
+            self.hit_tokens += table.num_cached_tokens
+            self.miss_tokens += len(token_ids) - table.num_cached_tokens
+        self._next_table += 1
+        self._live[table._serial] = table
+        return table
+
+    def peek(self, token_ids: Sequence[int], root: bytes) -> int:
+        """Number of tokens `open_table` would serve now. Changes nothing; valid until the next change of the pool."""
+        return self._servable(self._match(encode_tokens(token_ids), root), len(token_ids))
+
+    def find_in_flight(self, token_ids: Sequence[int], root: bytes) -> bool:
+        """Whether a live table is computing the block after the longest published prefix of these tokens.
+
+        The caller then waits: the block appears when that table commits, and the claim goes when that table is freed.
+        Changes nothing. Claims compare hashes alone: a collision makes a request wait, never read another's KV.
+        """
+        next_hash = self._match(encode_tokens(token_ids), root).next_hash
+        return next_hash is not None and next_hash in self._in_flight
+
+    def _servable(self, match: PrefixMatch, num_tokens: int) -> int:
+        return min(len(match.block_ids) * self.block_size, max(num_tokens - 1, 0))
+
+    def _match(self, data: bytes, root: bytes) -> PrefixMatch:
+        return self._index.match(data, root, self.block_size * TOKEN_BYTES, self._hash_fn)
+
+    # ---- single flight -------------------------------------------------------------------------------------------
+
+    def _claim_rest(self, table: BlockTable, data: bytes, match: PrefixMatch) -> None:
+        step = self.block_size * TOKEN_BYTES
+        prefix_hash = match.next_hash
+        index = len(match.block_ids)
+        while prefix_hash is not None:
+            self._claim(table, index, prefix_hash)
+            index += 1
+            tokens = data[index * step : (index + 1) * step]
+            prefix_hash = self._hash_fn(prefix_hash, tokens) if len(tokens) == step else None
+
+    def _claim(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
+        """Promise a block, unless its hash is promised already."""
+        if prefix_hash not in self._in_flight:
+            self._in_flight[prefix_hash] = table._serial
+            table._claims[index] = prefix_hash
+
+    def _unclaim(self, table: BlockTable, index: int) -> None:
+        prefix_hash = table._claims.pop(index, None)
+        if prefix_hash is not None:
+            del self._in_flight[prefix_hash]
+
+    # ---- growing -------------------------------------------------------------------------------------------------
+
+    def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
+        """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
+        self._check_live(table)
+        stop = self._num_blocks_for(num_tokens)
+        start = table.num_computed_tokens // self.block_size
+        ref_count = self._pool.ref_count
+        shared = sum(ref_count(block_id) > 1 for block_id in table.block_ids[start:stop])
+        return max(0, stop - len(table.block_ids)) + shared
+
+    def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
+        """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
+
+        All or nothing: raises CapacityError, and changes nothing, when fewer blocks are free than needed. Apply the
+        returned copies in order before the next forward pass, before `drain_new_blocks` are poisoned.
+        """
+        needed = self.blocks_needed(table, num_tokens)
+        if needed > self._pool.num_free:
+            raise CapacityError(
+                f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, {self._pool.num_free} of "
+                f"{self._pool.num_blocks} are free; enlarge max_cache_bytes or num_blocks"
+            )
+        stop = self._num_blocks_for(num_tokens)
+        first = table.num_computed_tokens // self.block_size
+        ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
+        if stop > len(table.block_ids):
+            new = self._take(stop - len(table.block_ids))
+            table.block_ids.extend(new)
+            self._fresh.update(dict.fromkeys(new))
+        return [op for op in ops if op is not None]
+
+    def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
+        """Let the table write into its block `block_index`, the copy-on-write of forked tails and of recompute.
+
+        A block others hold is replaced by a new one, and the copy to make is returned (CapacityError if none is
+        free). A published block that only this table holds stays in place and is unmatchable until `commit`.
+        """
+        self._check_live(table)
+        if not 0 <= block_index < len(table.block_ids):
+            raise CacheCorruption(f"block index {block_index} is outside a table of {len(table.block_ids)} blocks")
+        block_id = table.block_ids[block_index]
+        entry = self._index.entry(block_id)
+        if self._pool.ref_count(block_id) == 1:
+            if entry is not None:
+                table._withdrawn[block_index] = self._index.withdraw(block_id)
+                self._claim(table, block_index, entry.prefix_hash)
+            return None
+        new = self._take(1)[0]
+        self._fresh.pop(new, None)  # it receives a copy: nothing to poison
+        table.block_ids[block_index] = new
+        self._pool.release(block_id, matchable=True)
+        table._withdrawn.pop(block_index, None)
+        if entry is not None:
+            table._twins[block_index] = (block_id, entry.serial)
+        self.cow_copies += 1
+        return CopyOp(block_id, new)
+
+    def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
+        """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption beyond the blocks."""
+        self._check_live(table)
+        size, ids = self.block_size, table.block_ids
+        if not 0 <= start <= stop <= len(ids) * size:
+            raise CacheCorruption(f"tokens {start} .. {stop} are outside the {len(ids) * size} slots of the table")
+        return [ids[position // size] * size + position % size for position in range(start, stop)]
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _take(self, count: int) -> list[int]:
+        taken = self._pool.take(count)
+        for block_id in taken:
+            if self._index.entry(block_id) is not None:
+                self._index.withdraw(block_id)
+                self.evictions += 1
+        return taken
+
+    # ---- publishing ----------------------------------------------------------------------------------------------
+
+    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
+        """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block this made full.
+
+        `token_ids` is the running list, prompt and generated; only blocks not published before are read. Where an
+        equal block is published already the table keeps its own, unpublished. `publish=False`: content that its
+        tokens alone do not determine; the table publishes nothing from here on. Raises CacheCorruption for a count
+        below the last one, beyond the tokens or beyond the blocks, and for tokens that changed under a rewrite.
+        """
+        self._check_live(table)
+        limit = min(len(token_ids), len(table.block_ids) * self.block_size)
+        if not table.num_computed_tokens <= num_computed <= limit:
+            raise CacheCorruption(
+                f"commit of {num_computed} tokens: {table.num_computed_tokens} were committed before, {limit} fit"
+            )
+        table._publishes = table._publishes and publish
+        if table._publishes:
+            num_full = num_computed // self.block_size
+            for index in [index for index in table._withdrawn if index < num_full]:
+                self._republish(table, index, self._encode_block(token_ids, index))
+            for index in range(table._num_chained, num_full):
+                self._publish(table, index, self._encode_block(token_ids, index))
+        table.num_computed_tokens = num_computed
+
+    def _encode_block(self, token_ids: Sequence[int], index: int) -> bytes:
+        return encode_tokens(token_ids[index * self.block_size : (index + 1) * self.block_size])
+
+    def _publish(self, table: BlockTable, index: int, tokens: bytes) -> None:
+        """Append the full block `index` to the table's chain and publish it, unless its equal is published."""
+        parent_serial = table._chain_serial
+        prefix_hash = self._hash_fn(table._chain_hash, tokens)
+        keyed = tokens if index else table.root + tokens
+        block_id = table.block_ids[index]
+        known = self._index.find(prefix_hash, keyed, parent_serial)
+        if known is None:
+            serial = self._index.publish(block_id, prefix_hash, keyed, parent_serial)
+        else:
+            serial = self._note_twin(table, index, known)
+        table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
+        self._unclaim(table, index)
+
+    def _republish(self, table: BlockTable, index: int, tokens: bytes) -> None:
+        """Put a rewritten block back under its old identity, so that the prefixes cached below it stay reachable."""
+        entry = table._withdrawn[index]
+        if entry.tokens != (tokens if index else table.root + tokens):
+            raise CacheCorruption(f"the tokens of block {table.block_ids[index]} changed while it was rewritten")
+        del table._withdrawn[index]
+        known = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
+        if known is None:
+            self._index.restore(table.block_ids[index], entry)
+        else:
+            serial = self._note_twin(table, index, known)
+            if index == table._num_chained - 1:
+                table._chain_serial = serial
+        self._unclaim(table, index)
+
+    def _note_twin(self, table: BlockTable, index: int, known: int) -> int:
+        """Remember that block `known` stands in the index for the table's own block; return its serial."""
+        entry = self._index.entry(known)
+        assert entry is not None  # it was just found there
+        if known != table.block_ids[index]:
+            table._twins[index] = (known, entry.serial)
+        return entry.serial
+
+    # ---- forking and freeing -------------------------------------------------------------------------------------
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Return a second table over the same blocks, the partial tail included. Takes no block.
+
+        Fork between `commit` and `extend`: a block made writable before the fork is shared after it.
+        """
+        self._check_live(table)
+        child = BlockTable(self._next_table, table.root)
+        self._next_table += 1
+        for block_id in table.block_ids:
+            self._pool.touch(block_id)
+        child.block_ids = table.block_ids.copy()
+        child.num_cached_tokens = table.num_cached_tokens
+        child.num_computed_tokens = table.num_computed_tokens
+        child._num_chained = table._num_chained
+        child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
+        child._twins = table._twins.copy()
+        child._publishes = table._publishes
+        self._live[child._serial] = child
+        return child
+
+    def free(self, table: BlockTable) -> None:
+        """Give back the table's blocks and claims. Published blocks stay matchable until they are taken again.
+
+        Tail first, so that a chain is later evicted from its end. Raises CacheCorruption for a table that was freed
+        before or belongs to another manager. The table is empty afterwards.
+        """
+        self._check_live(table)
+        for index in list(table._claims):
+            self._unclaim(table, index)
+        for index in range(len(table.block_ids) - 1, -1, -1):
+            if index in table._twins:
+                twin, serial = table._twins[index]
+                entry = self._index.entry(twin)
+                if entry is not None and entry.serial == serial:
+                    self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
+            block_id = table.block_ids[index]
+            self._pool.release(block_id, matchable=self._index.entry(block_id) is not None)
+        del self._live[table._serial]
+        table.block_ids = []
+
+    def reset(self) -> int:
+        """Forget every cached (idle) block and return how many there were; referenced blocks stay published."""
+        idle = [block_id for block_id in self._pool.free_ids() if self._index.entry(block_id) is not None]
+        for block_id in idle:
+            self._index.withdraw(block_id)
+        return len(idle)
+
+    # ---- looking -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks nobody references, idle cached ones included."""
+        return self._pool.num_free
+
+    @property
+    def used_block_count(self) -> int:
+        """Blocks referenced by at least one table."""
+        return self._pool.num_blocks - self._pool.num_free
+
+    @property
+    def cached_block_count(self) -> int:
+        """Idle blocks that keep their prefix and can be matched. Counts the whole pool."""
+        return self.block_states().count(BLOCK_CACHED)
+
+    @property
+    def shared_block_count(self) -> int:
+        """Blocks referenced more than once. Counts the whole pool."""
+        return self.block_states().count(BLOCK_SHARED)
+
+    @property
+    def published_block_count(self) -> int:
+        """Blocks in the prefix index, idle or referenced. Counts the whole pool."""
+        return len(self._index)
+
+    @property
+    def reference_count(self) -> int:
+        """References of all tables on all blocks."""
+        return sum(self._pool.ref_counts())
+
+    def ref_count(self, block_id: int) -> int:
+        """References of all tables on a block."""
+        return self._pool.ref_count(block_id)
+
+    def block_state(self, block_id: int) -> int:
+        """BLOCK_FREE, BLOCK_CACHED (idle, matchable), BLOCK_REFERENCED (by one table) or BLOCK_SHARED (by more)."""
+        count = self._pool.ref_count(block_id)
+        if count:
+            return BLOCK_REFERENCED if count == 1 else BLOCK_SHARED
+        return BLOCK_FREE if self._index.entry(block_id) is None else BLOCK_CACHED
+
+    def block_states(self) -> list[int]:
+        """The state of every block, by id."""
+        return [self.block_state(block_id) for block_id in range(self._pool.num_blocks)]
+
+    def drain_new_blocks(self) -> list[int]:
+        """Ids `extend` appended to tables since the last call, targets of copies left out: they hold nothing yet."""
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    def check_invariants(self, tables: Iterable[BlockTable]) -> None:
+        """Recompute all bookkeeping from `tables`, all the live ones; CacheCorruption on the first contradiction."""
+        tables = list(tables)
+        check_tables(tables, self._live, self._in_flight, self.block_size)
+        self._pool.check(block_id for table in tables for block_id in table.block_ids)
+        self._index.check()
+        check_chains(tables, self._index, self._hash_fn, self.block_size)
+
+    def _check_live(self, table: BlockTable) -> None:
+        if self._live.get(table._serial) is not table:
+            raise CacheCorruption("stale block table: it was freed before (double free) or is not of this pool")

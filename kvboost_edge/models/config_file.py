@@ -1,0 +1,167 @@
+"""config.json and generation_config.json of a model directory, read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = [
+    "GenerationDefaults",
+    "context_length",
+    "generation_defaults",
+    "read_config",
+    "read_generation_config",
+    "read_json_object",
+    "size_of",
+    "text_config",
+]
+
+# What a size is called: the common name, then the names of older architectures.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+}
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+# Larger than any real model by far: a number beyond it is a damaged file, and must not size an allocation.
+_MAX_SIZE = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition, possibly empty."""
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The object in config.json, with the keys every causal language model needs checked.
+
+    Raises ModelFormatError that names the file and the key.
+    """
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise ModelFormatError(f"{path} is missing; {model_dir} is not a Hugging Face model directory")
+    config = read_json_object(path)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelFormatError(f"{path} lacks the key 'model_type'")
+    inner = text_config(config)
+    for name in _REQUIRED:
+        value = size_of(inner, name, path)
+        # A config of several parts leaves out what equals the defaults of its architecture.
+        if value is None and inner is config:
+            raise ModelFormatError(f"{path} lacks the key {name!r}")
+    if inner is config:
+        context_length(config, path)
+        _check_heads(config, path)
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of the config that describes the language model: the config itself, or its 'text_config'."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
+    """A size under any of its names, or None when the config does not give it. ModelFormatError if it is no size."""
+    for key in _ALIASES.get(name, (name,)):
+        value = config.get(key)
+        if value is not None:
+            return _positive(key, value, path)
+    return None
+
+
+def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
+    """Longest sequence in tokens that the model was made for. A sliding window does not limit it."""
+    inner = text_config(config)
+    for key in _CONTEXT_KEYS:
+        if inner.get(key) is not None:
+            return _positive(key, inner[key], path)
+    raise ModelFormatError(f"{path} lacks the context length; none of the keys {', '.join(_CONTEXT_KEYS)} is there")
+
+
+def read_generation_config(
+    model_dir: Path, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
+) -> GenerationDefaults:
+    """EOS ids and special ids of a model directory; generation_config.json may be missing."""
+    path = Path(model_dir) / "generation_config.json"
+    generation = read_json_object(path) if path.is_file() else {}
+    if config is None:
+        config = read_config(model_dir)
+    return generation_defaults(config, generation, tokenizer_eos=tokenizer_eos, path=path)
+
+
+def generation_defaults(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    *,
+    tokenizer_eos: int | None = None,
+    path: Path | str = "generation_config.json",
+) -> GenerationDefaults:
+    """All ids that end a generation: those of the generation config, of the model's config and of the tokenizer."""
+    inner = text_config(config)
+    eos = {*_ids(generation, "eos_token_id", path), *_ids(inner, "eos_token_id", "config.json")}
+    eos.update(_ids(config, "eos_token_id", "config.json"))
+    if tokenizer_eos is not None:
+        eos.add(tokenizer_eos)
+    first: dict[str, int | None] = {}
+    for key in ("bos_token_id", "pad_token_id"):
+        first[key] = next(iter([*_ids(generation, key, path), *_ids(inner, key, "config.json")]), None)
+    return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"])
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelFormatError names the file when it is damaged or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _check_heads(config: Mapping[str, Any], path: Path) -> None:
+    heads, kv_heads = size_of(config, "num_attention_heads", path), size_of(config, "num_key_value_heads", path)
+    hidden = size_of(config, "hidden_size", path)
+    if heads is None or hidden is None:
+        return
+    if kv_heads is not None and heads % kv_heads:
+        raise ModelFormatError(
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if config.get("head_dim") is not None:
+        _positive("head_dim", config["head_dim"], path)
+    elif hidden % heads:
+        raise ModelFormatError(f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+
+
+def _positive(key: str, value: object, path: Path | str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from 1 to {_MAX_SIZE}")
+    return value
+
+
+def _ids(fields: Mapping[str, Any], key: str, path: Path | str) -> list[int]:
+    """Token ids under a key: one, a list, or none. Negative ids mean 'none' in some configs."""
+    value = fields.get(key)
+    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    found: list[int] = []
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise ModelFormatError(f"{path}: {key}={value!r} must be an integer or a list of integers")
+        if item >= 0:
+            found.append(item)
+    return found

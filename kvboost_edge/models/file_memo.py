@@ -1,0 +1,106 @@
+"""Facts about large files, remembered between runs, so that each file is read through only once.
+
+One small JSON file per weight file, in the cache directory, holds what was found out together with the file's path,
+size, times and inode; a file whose stamp differs is read again. Where the cache directory cannot be used nothing is
+remembered and nothing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FileStamp", "cache_directory", "recall", "remember"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What changes when a file's content does. `changed_ns` (ctime) cannot be set back by copying with times kept."""
+
+    path: str
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        real = path.resolve()
+        stat = real.stat()
+        return cls(str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+def cache_directory() -> Path:
+    """KVBOOST_EDGE_CACHE, or the platform's place for caches."""
+    named = os.environ.get("KVBOOST_EDGE_CACHE")
+    if named:
+        return Path(named).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        return (Path(base) if base else Path.home() / "AppData" / "Local") / "kvboost-edge" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvboost-edge"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvboost-edge"
+
+
+def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:
+    """Facts remembered about the file with exactly this stamp; empty when there are none."""
+    directory = _directory(cache_dir)
+    if not _trusted(directory):
+        return {}
+    try:
+        entry = json.loads(_entry_path(directory, stamp).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(entry, dict) or entry.get("stamp") != dataclasses.asdict(stamp):
+        return {}
+    facts = entry.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def remember(stamp: FileStamp, facts: dict[str, Any], cache_dir: Path | None = None) -> None:
+    """Add facts about a file; written atomically, readable by this user alone."""
+    directory = _directory(cache_dir)
+    entry = {"stamp": dataclasses.asdict(stamp), "facts": {**recall(stamp, cache_dir), **facts}}
+    with contextlib.suppress(OSError):  # a read-only or full disk costs time at the next start, nothing else
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if _trusted(directory):
+            _write_atomically(_entry_path(directory, stamp), json.dumps(entry))
+
+
+def _directory(cache_dir: Path | None) -> Path:
+    return (cache_dir if cache_dir is not None else cache_directory()) / "files"
+
+
+def _entry_path(directory: Path, stamp: FileStamp) -> Path:
+    return directory / f"{hashlib.sha256(stamp.path.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+
+
+def _trusted(directory: Path) -> bool:
+    """Whether nobody else can have written there: a forged fact would make two models share keys and values."""
+    try:
+        stat = directory.stat()
+    except OSError:
+        return False
+    return not hasattr(os, "getuid") or (stat.st_uid == os.getuid() and not stat.st_mode & 0o022)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

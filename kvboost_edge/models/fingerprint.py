@@ -1,0 +1,134 @@
+"""What identifies a model: SHA-256 over config, tokenizer files and all weight bytes.
+
+Two models of one shape with different weights never have the same fingerprint, so they never share a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.models.file_memo import FileStamp, recall, remember
+from kvboost_edge.models.safetensors_check import weight_files
+
+__all__ = ["fingerprint_of_module", "model_fingerprint"]
+
+# Files that change what the same prompt means; those that are there are hashed.
+_SMALL_FILES = (
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+# A file is hashed in parts of this size, so that one large file also uses every core.
+_PART_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+def model_fingerprint(model_dir: Path | str, *, cache_dir: Path | None = None) -> str:
+    """Fingerprint of a model directory, 64 hexadecimal digits.
+
+    The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's cache directory)
+    and computed again when the file's size, times or inode change. Raises ModelFormatError when files are missing.
+    """
+    directory = Path(model_dir)
+    digest = hashlib.sha256(b"kvboost-edge model 1")
+    for name in _SMALL_FILES:
+        path = directory / name
+        if path.is_file():
+            _add(digest, name.encode())
+            _add(digest, _read(path))
+    for path in weight_files(directory):
+        _add(digest, path.name.encode())
+        _add(digest, _file_digest(path, cache_dir).encode())
+    return digest.hexdigest()
+
+
+def fingerprint_of_module(model: Any, tokenizer: Any) -> str:
+    """Fingerprint of a loaded transformers model and its tokenizer: config, every parameter and buffer, vocabulary.
+
+    Reads all weights once, in parallel. The model must not be changed afterwards.
+    """
+    digest = hashlib.sha256(b"kvboost-edge module 1")
+    config = model.config.to_dict()
+    # Where it was loaded from is not what it is.
+    config = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    _add(digest, json.dumps(config, sort_keys=True, default=str).encode())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    _add(digest, (backend.to_str() if backend is not None else type(tokenizer).__qualname__).encode())
+    state = sorted(model.state_dict().items())
+    with ThreadPoolExecutor(default_num_threads()) as pool:
+        for (name, tensor), found in zip(state, pool.map(_tensor_digest, (t for _, t in state)), strict=True):
+            _add(digest, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            _add(digest, found)
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path, cache_dir: Path | None) -> str:
+    try:
+        stamp = FileStamp.of(path)
+        known = recall(stamp, cache_dir).get("digest")
+        if isinstance(known, str):
+            return known
+        parts = [(path, start, min(_PART_BYTES, stamp.size - start)) for start in range(0, stamp.size, _PART_BYTES)]
+        with ThreadPoolExecutor(default_num_threads()) as pool:
+            found = _combine(pool.map(_part_digest, parts))
+        if FileStamp.of(path) != stamp:
+            raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+    remember(stamp, {"digest": found}, cache_dir)
+    return found
+
+
+def _part_digest(part: tuple[Path, int, int]) -> bytes:
+    path, start, length = part
+    digest = hashlib.sha256()
+    # Reading into one buffer, not mapping: mapped pages would count as this process's memory.
+    buffer = bytearray(min(_READ_BYTES, length))
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while length:
+            count = file.readinto(view[: min(len(view), length)])
+            if not count:
+                raise OSError(f"the file ends {length} bytes early")
+            digest.update(view[:count])
+            length -= count
+    return digest.digest()
+
+
+def _combine(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _tensor_digest(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy()).digest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+
+
+def _add(digest: Any, data: bytes) -> None:
+    """Add a field with its length before it, so that no two lists of fields give the same bytes."""
+    digest.update(len(data).to_bytes(8, "little"))
+    digest.update(data)

@@ -1,0 +1,62 @@
+"""NaN and infinity in a tensor on disk, found by its exponent bits in one streaming pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DTYPE_BITS", "first_non_finite"]
+
+# Bits of an element, by the format's dtype names.
+DTYPE_BITS: dict[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+    "F4": 4,
+}
+# All exponent bits set means NaN or infinity.
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
+    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": (np.uint32, 0x7F80_0000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+# Small enough for the second-level cache, large enough that the calls do not count.
+_CHUNK_BYTES = 1 << 18
+
+
+def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | None:
+    """Index of the first element that is NaN or infinite in bytes [start, stop) of a file, or None.
+
+    Integer and 8-bit types are taken as finite. Raises OSError when the file ends early.
+    """
+    if dtype not in _EXPONENTS:
+        return None
+    kind, exponent = _EXPONENTS[dtype]
+    mask = kind(exponent)
+    # Own buffers, not a mapping: mapped pages would count as this process's memory.
+    chunk: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
+    scratch = np.empty_like(chunk)
+    raw = chunk.data.cast("B")
+    done = 0
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop:
+            count = min(_CHUNK_BYTES, stop - start)
+            filled = 0
+            while filled < count:
+                read = file.readinto(raw[filled:count])
+                if not read:
+                    raise OSError(f"the file ends {stop - start - filled} bytes early")
+                filled += read
+            values, bits = chunk[: count // chunk.itemsize], scratch[: count // chunk.itemsize]
+            np.bitwise_and(values, mask, out=bits)
+            if bits.max() == mask:
+                return done + int(np.argmax(bits))
+            done += len(values)
+            start += count
+    return None

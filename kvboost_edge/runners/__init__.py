@@ -1,0 +1,1 @@
+"""Runners: a flat batch of tokens in, logits out. Importing this package loads nothing heavy."""

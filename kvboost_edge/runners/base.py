@@ -1,0 +1,61 @@
+"""What a runner is: a flat batch of tokens in, logits out. It knows no queue and no request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
+from kvboost_edge.kvcache.block_table import CopyOp
+
+__all__ = ["ForwardBatch", "Runner", "RunnerInfo"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's work.
+
+    token_ids      int64 [num_tokens]   the new tokens of all sequences, one sequence after another
+    positions      int64 [num_tokens]   their absolute positions
+    layout         BatchLayout          where their KV goes and what they attend to
+    logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted
+    copies         block copies to apply before the pass (copy-on-write)
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    layout: BatchLayout
+    logit_rows: npt.NDArray[np.int64]
+    copies: Sequence[CopyOp] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """Constants of a loaded model that the engine needs."""
+
+    name: str  # "torch" | "native" | ...
+    architecture: str  # model_type of the Hugging Face config
+    dtype: str  # compute dtype
+    vocab_size: int  # rows of the logits
+    max_context: int  # longest sequence in tokens
+    weight_bytes: int
+    kv_spec: KVSpec
+
+
+class Runner(Protocol):
+    """A loaded model. `bind` gives it the backend that holds its KV; then `forward` may be called."""
+
+    info: RunnerInfo
+
+    def bind(self, backend: Backend) -> None: ...
+
+    def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        """Apply copies, run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
+        valid until the next call."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,263 @@
+"""Paged attention for transformers models through its own `AttentionInterface`; no module is replaced or patched.
+
+While an `AttentionHook` is active, the model's configs name our attention function and mask function. Transformers
+then calls `_paged_mask` where it would build a mask tensor, and `_paged_attention` in each layer with q, k and v after
+rope. What the call means is decided by the pass that is active in this thread:
+
+- `ProbePass` (once, at load) records each layer's shapes and constants, and proves that the mask transformers asked
+  for is causal with at most a sliding window, by evaluating its mask function at points around every edge.
+- `PagedPass` (each forward) writes k, v into the backend and returns its attention, and counts that every layer came
+  by exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.errors import ConfigError, ModelFormatError
+
+__all__ = ["ATTENTION_NAME", "AttentionHook", "LayerPlan", "PagedPass", "ProbePass"]
+
+ATTENTION_NAME = "kvboost_edge_paged"
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}  # others, such as a position bias, would change the scores
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What the probe learned of one attention layer."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    params: AttentionParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _MaskSpec:
+    """Travels through the model in place of a mask tensor: causal, and `window` keys wide unless 0. `problem` says why
+    a layer that uses the mask is not supported; models also build masks that no layer uses."""
+
+    window: int
+    problem: str | None
+
+
+class AttentionPass(Protocol):
+    """What the active pass does with one layer's tensors. q is [num_q_heads, num_tokens, head_dim], k and v
+    [num_kv_heads, num_tokens, head_dim]; the result is [num_tokens, num_q_heads, head_dim]."""
+
+    def find_mask_problem(self, mask_function: Callable[..., torch.Tensor], window: int) -> str | None: ...
+
+    def attend(
+        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+    ) -> torch.Tensor: ...
+
+    def wants_params(self) -> bool: ...
+
+
+_active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar("kvboost_edge_pass", default=None)
+
+
+class ProbePass:
+    """Records a `LayerPlan` per layer during a pass of one token; attention of one token is its own value."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerPlan] = {}
+
+    def wants_params(self) -> bool:
+        return True
+
+    def find_mask_problem(self, mask_function: Callable[..., torch.Tensor], window: int) -> str | None:
+        """None if the mask is causal with that window."""
+        points = {0, 1, 2, 3, 7, 64}
+        if window:
+            points |= {max(0, at + step) for at in (window, 2 * window) for step in range(-2, 4)}
+        axis = torch.tensor(sorted(points))
+        query, key = axis[:, None], axis[None, :]
+        zero = torch.zeros((), dtype=torch.int64)
+        expected = key <= query
+        if window:
+            expected = expected & (key > query - window)
+        try:
+            actual = torch.broadcast_to(torch.as_tensor(mask_function(zero, zero, query, key)), expected.shape)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            return f"its attention mask cannot be checked: {error}"
+        if torch.equal(actual.bool(), expected):
+            return None
+        kind = f"causal with a window of {window}" if window else "causal"
+        return f"its attention mask is not {kind}; such masks are not supported"
+
+    def attend(
+        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+    ) -> torch.Tensor:
+        query, key, value = tensors
+        if layer in self.layers:
+            raise ModelFormatError(f"two attention modules call themselves layer {layer}")
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[0] % key.shape[0]:
+            raise ModelFormatError(
+                f"layer {layer} of queries {tuple(query.shape)}, keys {tuple(key.shape)} values {tuple(value.shape)}: "
+                "head_dim must be the same and query heads a multiple of kv heads"
+            )
+        assert params is not None
+        self.layers[layer] = LayerPlan(query.shape[0], key.shape[0], key.shape[2], params)
+        return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
+
+
+class PagedPass:
+    """One forward pass on a backend. `batch` is what the backend's `prepare` returned."""
+
+    def __init__(self, backend: Backend, batch: Any, layers: Sequence[LayerPlan]) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._layers = layers
+        self._calls = [0] * len(layers)
+
+    def wants_params(self) -> bool:
+        return False
+
+    def find_mask_problem(self, mask_function: Callable[..., torch.Tensor], window: int) -> str | None:
+        """None: the probe looked. The function here also tells sequences apart, which is the backend's part."""
+        return None
+
+    def attend(
+        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+    ) -> torch.Tensor:
+        self._calls[layer] += 1
+        backend = self._backend
+        query, key, value = (tensor.transpose(0, 1) for tensor in tensors)
+        if backend.array_kind == "torch":
+            backend.write_kv(layer, key, value, self._batch)
+            out: torch.Tensor = backend.attention(layer, query, self._batch, self._layers[layer].params)[0]
+            return out
+        backend.write_kv(layer, _to_numpy(key), _to_numpy(value), self._batch)
+        array, _ = backend.attention(layer, _to_numpy(query), self._batch, self._layers[layer].params)
+        return torch.from_numpy(array).to(device=query.device, dtype=query.dtype)
+
+    def check_complete(self, architecture: str) -> None:
+        """Raise ModelFormatError unless every layer attended exactly once."""
+        wrong = [layer for layer, count in enumerate(self._calls) if count != 1]
+        if wrong:
+            raise ModelFormatError(
+                f"{architecture}: layer {wrong[0]} called the attention function {self._calls[wrong[0]]} times in one "
+                "pass instead of once; its results cannot be trusted"
+            )
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """float32 and contiguous; no copy where it is already."""
+    array: np.ndarray = tensor.to(device="cpu", dtype=torch.float32).contiguous().numpy()
+    return array
+
+
+class AttentionHook:
+    """Makes a model use the paged attention inside `active`, and only there; otherwise the model is as it was."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, _paged_mask)
+        configs = {id(model.config): model.config}
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation"):
+                configs[id(config)] = config
+        self._configs = list(configs.values())
+
+    @contextlib.contextmanager
+    def active(self, attention_pass: AttentionPass) -> Iterator[None]:
+        """Route attention to `attention_pass` in this thread."""
+        token = _active.set(attention_pass)
+        try:
+            with self._named(ATTENTION_NAME):
+                yield
+        finally:
+            _active.reset(token)
+
+    def eager(self) -> contextlib.AbstractContextManager[None]:
+        """Use transformers' own eager attention: the oracle."""
+        return self._named("eager")
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation = {"": name}  # the dict form leaves sub-configs alone
+            yield
+        finally:
+            for config, earlier in zip(self._configs, before, strict=True):
+                config._attn_implementation = {"": earlier}
+
+
+def _current() -> AttentionPass:
+    attention_pass = _active.get()
+    if attention_pass is None:
+        raise ConfigError(
+            "an engine is running this transformers model; call it through the engine, or close that first"
+        )
+    return attention_pass
+
+
+def _paged_mask(
+    *args: Any, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **kwargs: Any
+) -> _MaskSpec:
+    """The mask function transformers calls. `local_size` is the window of a sliding layer."""
+    window = int(local_size or 0)
+    return _MaskSpec(window, _current().find_mask_problem(mask_function, window))
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function transformers calls: q, k, v are [1, heads, num_tokens, head_dim] after rope. Returns
+    [1, num_tokens, num_q_heads, head_dim]."""
+    attention_pass = _current()
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelFormatError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place")
+    params = None
+    if attention_pass.wants_params():
+        params = _read_params(module, query.shape[-1], attention_mask, scaling, kwargs)
+    out = attention_pass.attend(layer, (query[0], key[0], value[0]), params)
+    return out[None], None
+
+
+def _read_params(
+    module: torch.nn.Module, head_dim: int, attention_mask: object, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionParams:
+    """The constants of a layer, or ModelFormatError for what paged attention does not do."""
+    kind = type(module).__name__
+    if not isinstance(attention_mask, _MaskSpec):
+        raise ModelFormatError(f"{kind} does not take its mask from transformers' mask functions; it is not supported")
+    if attention_mask.problem is not None:
+        raise ModelFormatError(f"{kind} layer {module.layer_idx}: {attention_mask.problem}")
+    foreign = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS]
+    if foreign:
+        raise ModelFormatError(f"{kind} passes {foreign[0]!r} to its attention function; that is not supported")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelFormatError(f"{kind} is not causal; only decoder-only models are supported")
+    window = kwargs.get("sliding_window") or 0
+    if window and window != attention_mask.window:
+        raise ModelFormatError(
+            f"{kind} layer {module.layer_idx} names a window of {window}, its mask one of {attention_mask.window}"
+        )
+    sinks = kwargs.get("s_aux")
+    return AttentionParams(
+        softmax_scale=float(head_dim**-0.5 if scaling is None else scaling),
+        window=attention_mask.window,
+        softcap=float(kwargs.get("softcap") or 0.0),
+        sinks=None if sinks is None else _to_numpy(sinks.detach()),
+    )

@@ -1,0 +1,168 @@
+"""Chat messages to prompt text, by the model's Jinja template, in a sandbox.
+
+The template comes with the model and is not trusted: it runs in jinja2's ImmutableSandboxedEnvironment, sees plain
+copies of the data, and has no loader, no file and no Python object to hold on to.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+from kvboost_edge.errors import ModelFormatError, RequestError
+
+__all__ = ["ChatTemplate", "plain_messages"]
+
+# A prompt of this many characters is beyond every context; a template that writes more is broken or hostile.
+_MAX_CHARS = 1 << 28
+
+
+class ChatTemplate:
+    """A compiled chat template. `variables` are the special tokens as text (bos_token, eos_token, ...)."""
+
+    def __init__(self, source: str, *, model_name: str, variables: Mapping[str, str]) -> None:
+        """A template that is not valid Jinja raises ModelFormatError that names the model."""
+        self.source = source
+        self._model_name = model_name
+        self._variables = dict(variables)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelFormatError(f"the chat template of {model_name} is not valid: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt text. What the template refuses, or the sandbox refuses it, raises RequestError."""
+        chat = plain_messages(messages)
+        context = {**self._variables, **_plain(variables, "a template variable")}
+        try:
+            parts: list[str] = []
+            size = 0
+            for part in self._template.generate(
+                messages=chat,
+                tools=_plain(list(tools), "tools") if tools is not None else None,
+                documents=None,
+                add_generation_prompt=bool(add_generation_prompt),
+                **context,
+            ):
+                size += len(part)
+                if size > _MAX_CHARS:
+                    raise jinja2.TemplateError(f"it writes more than {_MAX_CHARS} characters")
+                parts.append(part)
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError) as error:
+            raise RequestError(f"the chat template of {self._model_name} refused the messages: {error}") from error
+        except (AttributeError, RecursionError) as error:
+            raise RequestError(f"the chat template of {self._model_name} failed: {error}") from error
+        return "".join(parts)
+
+
+def plain_messages(messages: object) -> list[dict[str, Any]]:
+    """A deep plain copy of chat messages; RequestError names what is wrong with them."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise RequestError(f"chat messages must be a list of dicts, got {type(messages).__name__}")
+    if not messages:
+        raise RequestError("chat messages are empty; give at least one {'role': ..., 'content': ...}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"chat message {i} must be a dict, got {type(message).__name__}")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise RequestError(f"chat message {i} needs a 'role' string, got {message.get('role')!r}")
+        if "content" not in message and "tool_calls" not in message:
+            raise RequestError(f"chat message {i} (role {message['role']!r}) has no 'content'")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            kind = type(message["content"]).__name__
+            raise RequestError(f"content of chat message {i} must be a string or a list of parts, got {kind}")
+    return [_plain(message, f"chat message {i}") for i, message in enumerate(messages)]
+
+
+def _plain(value: Any, what: str, depth: int = 0) -> Any:
+    """A deep copy made of str, int, float, bool, None, list and dict alone."""
+    if depth > 64:
+        raise RequestError(f"{what} is nested deeper than 64 levels")
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, what, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, what, depth + 1) for item in value]
+    raise RequestError(f"{what} holds a {type(value).__name__}; only JSON values are allowed")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the model's own words for training; here it only shows them."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is an instance-typed set
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without names that begin with an underscore."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r} on a namespace")
+        super().__setitem__(name, value)
+
+
+def _make_namespace(*args: Any, **kwargs: Any) -> _Namespace:
+    names = dict(*args, **kwargs)
+    for name in names:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r} on a namespace")
+    return _Namespace(names)
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which would change the prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict, namespace=_make_namespace
+    )
+    return environment

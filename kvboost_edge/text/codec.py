@@ -1,0 +1,247 @@
+"""The two kinds of tokenizer underneath `Tokenizer`, and how each one's text can be streamed.
+
+A codec's `decode` is the truth. `stream_kind` says how the same text can be had token by token:
+
+- BYTES   every token is a run of bytes and the text is all bytes read as UTF-8 (byte-level BPE): `token_bytes`
+- PIECES  every token but the first has a text of its own, whatever surrounds it, except runs of byte tokens such as
+          `<0xE4>`, which are text only as a whole (sentencepiece, wordpiece): `piece`, `joins_run`
+- WHOLE   nothing is certain before the end
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tokenizers
+
+from kvboost_edge.errors import ConfigError, RequestError
+
+__all__ = ["FastCodec", "SimpleCodec", "StreamKind", "TextCodec"]
+
+_MAX_ID = 1 << 32
+
+
+class StreamKind(enum.Enum):
+    """How decoded text can be produced token by token; see the module's description."""
+
+    BYTES = "bytes"
+    PIECES = "pieces"
+    WHOLE = "whole"
+
+
+class TextCodec(Protocol):
+    """What `Tokenizer` and the incremental detokenizer need."""
+
+    vocab_size: int
+    stream_kind: StreamKind
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of the ids; an id without a token is nothing."""
+        ...
+
+    def token_id(self, text: str) -> int | None: ...
+
+    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """False for an id without a token, and for a special token that is skipped: `decode` leaves it out."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def joins_run(self, token_id: int) -> bool:
+        """True for a token that is text only together with its neighbours."""
+        ...
+
+    def piece(self, ids: Sequence[int]) -> str:
+        """Text that these ids add behind any other text."""
+        ...
+
+
+class FastCodec:
+    """A `tokenizers.Tokenizer`. Takes it over: truncation and padding are switched off."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._pieces: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
+        chain = _decoder_chain(tokenizer)
+        self._byte_fallback = any(step["type"] == "ByteFallback" for step in chain)
+        self._anchor: list[int] = []
+        self._anchor_chars = 0
+        self.stream_kind = _stream_kind(chain)
+        if self.stream_kind is StreamKind.PIECES and not self._find_anchor():
+            self.stream_kind = StreamKind.WHOLE
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"text is not valid Unicode: {error}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = [int(i) for i in ids if 0 <= i < _MAX_ID]
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, text: str) -> int | None:
+        found = self._tokenizer.token_to_id(text)
+        return None if found is None else int(found)
+
+    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        if skip_special_tokens and token_id in self._special:
+            return False
+        return self._token(token_id) is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = _byte_level_bytes(self._token(token_id) or "")
+        return known
+
+    def joins_run(self, token_id: int) -> bool:
+        token = self._token(token_id) or ""
+        return self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def piece(self, ids: Sequence[int]) -> str:
+        if len(ids) != 1:
+            return self._behind_anchor(ids)
+        known = self._pieces.get(ids[0])
+        if known is None:
+            known = self._pieces[ids[0]] = self._behind_anchor(ids)
+        return known
+
+    def _token(self, token_id: int) -> str | None:
+        if not 0 <= token_id < _MAX_ID:
+            return None
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
+    def _behind_anchor(self, ids: Sequence[int]) -> str:
+        return self.decode([*self._anchor, *ids], False)[self._anchor_chars :]
+
+    def _find_anchor(self) -> bool:
+        """A token of plain letters to decode others behind, since the first token of a text is decoded differently."""
+        for token_id in range(min(self.vocab_size, 100_000)):
+            token = self._token(token_id)
+            if token and token.isascii() and token.isalpha() and token_id not in self._special:
+                text = self.decode([token_id], False)
+                if text.isalpha() and self.decode([token_id, token_id], False).startswith(text):
+                    self._anchor, self._anchor_chars = [token_id], len(text)
+                    return True
+        return False
+
+
+class SimpleCodec:
+    """Any object with `encode(text)` and `decode(ids)` whose text is the texts of its tokens, one after another.
+
+    Tokens are tried in pairs first; an object that decodes a pair differently raises ConfigError.
+    """
+
+    stream_kind = StreamKind.PIECES
+
+    def __init__(self, tokenizer: Any) -> None:
+        name = type(tokenizer).__name__
+        if not callable(getattr(tokenizer, "encode", None)) or not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigError(f"tokenizer of type {name} has no encode and decode methods")
+        size = getattr(tokenizer, "vocab_size", None)
+        self.vocab_size = int(size if isinstance(size, int) else len(tokenizer))
+        self._tokenizer = tokenizer
+        self._check_pairs(name)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            ids = self._tokenizer.encode(text)
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        try:
+            return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+        except TypeError:
+            return str(self._tokenizer.decode(known))
+
+    def token_id(self, text: str) -> int | None:
+        convert = getattr(self._tokenizer, "convert_tokens_to_ids", None)
+        found = convert(text) if callable(convert) else None
+        return int(found) if isinstance(found, int) else None
+
+    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        return 0 <= token_id < self.vocab_size and bool(self.decode([token_id], skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.piece([token_id]).encode()
+
+    def joins_run(self, token_id: int) -> bool:
+        return False
+
+    def piece(self, ids: Sequence[int]) -> str:
+        return self.decode(ids, False)
+
+    def _check_pairs(self, name: str) -> None:
+        step = max(1, self.vocab_size // 24)
+        sample = range(0, self.vocab_size, step)
+        texts = {i: self.decode([i], False) for i in sample}
+        for i in sample:
+            for j in sample:
+                if "\ufffd" in texts[i] or self.decode([i, j], False) != texts[i] + texts[j]:
+                    raise ConfigError(
+                        f"tokenizer of type {name} cannot be streamed: tokens {i} and {j} do not decode one after "
+                        "another; use a fast tokenizer (AutoTokenizer with the tokenizers library)"
+                    )
+
+
+def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's steps in order, as its own JSON describes them; empty without a decoder."""
+    if tokenizer.decoder is None:
+        return []
+    return _flatten(json.loads(tokenizer.decoder.__getstate__()))
+
+
+def _flatten(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    if spec["type"] == "Sequence":
+        return [step for inner in spec["decoders"] for step in _flatten(inner)]
+    return [spec]
+
+
+def _stream_kind(chain: list[dict[str, Any]]) -> StreamKind:
+    kinds = [step["type"] for step in chain]
+    if kinds == ["ByteLevel"]:
+        return StreamKind.BYTES
+    if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}:
+        return StreamKind.WHOLE
+    # Fused tokens are one string: only cutting its beginning leaves the later tokens as they are.
+    behind_fuse = kinds[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
+    if any(kind not in ("Strip", "Fuse") for kind in behind_fuse):
+        return StreamKind.WHOLE
+    if any(step["type"] == "Strip" and step["stop"] for step in chain):
+        return StreamKind.WHOLE
+    return StreamKind.PIECES
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token; a token with any other character stands for its own text."""
+    table = _byte_alphabet()
+    try:
+        return bytes(table[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map of characters to bytes: printable Latin-1 stands for itself, the rest for 256, 257, ..."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table

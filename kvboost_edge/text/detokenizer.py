@@ -1,0 +1,103 @@
+"""Token ids to text while they are being generated: only text that later tokens cannot change."""
+
+from __future__ import annotations
+
+import codecs
+
+from kvboost_edge.text.codec import StreamKind, TextCodec
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer"]
+
+
+class IncrementalDetokenizer:
+    """Text of a growing list of token ids. Everything returned, joined, equals `tokenizer.decode(all ids)`.
+
+    Half a character, and anything else a later token may still change, is held back. Work per token does not grow
+    with the length of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._codec = tokenizer.codec
+        self._skip = skip_special_tokens
+        self._stream = _STREAMS[self._codec.stream_kind](self._codec)
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; returns the text that is now certain, often empty."""
+        token_id = int(token_id)
+        return self._stream.push(token_id) if self._codec.has_text(token_id, self._skip) else ""
+
+    def flush(self) -> str:
+        """The text still held back, at the end of the ids; the detokenizer is then as new."""
+        return self._stream.flush()
+
+
+class _ByteStream:
+    """Byte-level tokens: one incremental UTF-8 decoder over their bytes."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._codec.token_bytes(token_id))
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+class _PieceStream:
+    """Tokens with a text each. The beginning is decoded as a whole until there is text, because leading space is
+    taken off there; a run of byte tokens is decoded as a whole when it ends, because one bad byte changes all of it."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._held: list[int] = []
+        self._begun = False
+
+    def push(self, token_id: int) -> str:
+        if self._codec.joins_run(token_id):
+            self._held.append(token_id)
+            return ""
+        if self._begun:
+            run, self._held = self._held, []
+            before = self._codec.piece(run) if run else ""
+            return before + self._codec.piece((token_id,))
+        self._held.append(token_id)
+        text = self._codec.decode(self._held, False)
+        if text:
+            self._held = []
+            self._begun = True
+        return text
+
+    def flush(self) -> str:
+        held, begun = self._held, self._begun
+        self._held, self._begun = [], False
+        if not held:
+            return ""
+        return self._codec.piece(held) if begun else self._codec.decode(held, False)
+
+
+class _WholeText:
+    """Nothing is certain before the end."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        return ""
+
+    def flush(self) -> str:
+        held, self._held = self._held, []
+        return self._codec.decode(held, False)
+
+
+_STREAMS: dict[StreamKind, type[_ByteStream] | type[_PieceStream] | type[_WholeText]] = {
+    StreamKind.BYTES: _ByteStream,
+    StreamKind.PIECES: _PieceStream,
+    StreamKind.WHOLE: _WholeText,
+}

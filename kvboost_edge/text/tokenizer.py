@@ -1,0 +1,211 @@
+"""Text to token ids and back, special tokens and chat template, from a model directory or a transformers tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.text.chat_template import ChatTemplate
+from kvboost_edge.text.codec import FastCodec, SimpleCodec, TextCodec
+
+__all__ = ["Tokenizer"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable and safe to use from several threads.
+
+    `codec` does the work; `special_tokens` maps names such as 'bos_token' to text; `name` is used in messages.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        name: str,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self.codec = codec
+        self.name = name
+        self.special_tokens = dict(special_tokens or {})
+        self.vocab_size = codec.vocab_size
+        self.chat_template = chat_template
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.pad_token_id = self._special_id("pad_token")
+        self._compiled: ChatTemplate | None = None
+
+    @classmethod
+    def from_dir(cls, model_dir: Path | str) -> Tokenizer:
+        """Load `tokenizer.json`, `tokenizer_config.json` and the chat template of a model directory.
+
+        Raises ModelFormatError that names the file which is missing or damaged.
+        """
+        directory = Path(model_dir)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelFormatError(
+                f"{path} is missing; save the tokenizer with transformers' AutoTokenizer.save_pretrained to get one"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception for every fault of the file
+            raise ModelFormatError(f"{path} is not a readable tokenizer: {error}") from error
+        config = _read_json(directory / "tokenizer_config.json")
+        special = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
+        _add_missing_tokens(backend, config, special, path)
+        _set_post_processor(backend, config, special)
+        return cls(
+            FastCodec(backend),
+            name=directory.name,
+            special_tokens=special,
+            chat_template=_read_chat_template(directory, config),
+        )
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any) -> Tokenizer:
+        """Wrap a loaded transformers tokenizer (a `Tokenizer` is returned as it is).
+
+        A fast one is copied. Another object works if its tokens decode one by one, else ConfigError says so.
+        """
+        if isinstance(tokenizer, cls):
+            return tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if isinstance(tokenizer, tokenizers.Tokenizer):
+            backend = tokenizer
+        codec: TextCodec
+        if isinstance(backend, tokenizers.Tokenizer):
+            codec = FastCodec(tokenizers.Tokenizer.from_str(backend.to_str()))
+        else:
+            codec = SimpleCodec(tokenizer)
+        template = getattr(tokenizer, "chat_template", None)
+        special = getattr(tokenizer, "special_tokens_map", None)
+        return cls(
+            codec,
+            name=str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+            special_tokens=_special_tokens(special if isinstance(special, Mapping) else {}),
+            chat_template=_pick_template(template),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the tokenizer's own special tokens (BOS) unless told otherwise."""
+        if not isinstance(text, str):
+            raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
+        return self.codec.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; an id without a token decodes to nothing."""
+        return self.codec.decode(ids, skip_special_tokens)
+
+    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt text of chat messages (dicts with 'role' and 'content'); `tools` and the template's own
+        variables may be given. A model without a template raises RequestError."""
+        if self._compiled is None:
+            if self.chat_template is None:
+                raise RequestError(
+                    f"model {self.name} has no chat template; give the prompt as a string or as token ids"
+                )
+            self._compiled = ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
+        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def encode_chat(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """Token ids of chat messages. The template writes the BOS token where the model wants one; none is added."""
+        text = self.apply_chat_template(messages, add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.codec.token_id(text)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Fields named '..._token' as text; each is a string or an object with 'content'."""
+    found: dict[str, str] = {}
+    for name, value in fields.items():
+        if not name.endswith("_token"):
+            continue
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(text, AddedToken):
+            text = str(text)
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], path: Path
+) -> None:
+    """Tokens that only tokenizer_config.json knows, at the ids it gives them; then named special tokens."""
+    listed = config.get("added_tokens_decoder", {})
+    try:
+        wanted = sorted((int(token_id), dict(token)) for token_id, token in listed.items())
+        for token_id, token in wanted:
+            if backend.token_to_id(token["content"]) is None:
+                flags = {k: bool(v) for k, v in token.items() if k in ("lstrip", "rstrip", "single_word", "normalized")}
+                backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **flags)])
+            if backend.token_to_id(token["content"]) != token_id:
+                raise ModelFormatError(
+                    f"token {token['content']!r} has id {backend.token_to_id(token['content'])} in {path} but "
+                    f"{token_id} in tokenizer_config.json"
+                )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelFormatError(f"added_tokens_decoder in tokenizer_config.json beside {path} is damaged") from error
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    named = [text for text in special.values() if text not in known and backend.token_to_id(text) is not None]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(named)])
+
+
+def _set_post_processor(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """`add_bos_token` and `add_eos_token`, where tokenizer_config.json gives them, overrule tokenizer.json."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    ids = {name: backend.token_to_id(special[name]) for name in ("bos_token", "eos_token") if name in special}
+    bos = special["bos_token"] if config.get("add_bos_token") and ids.get("bos_token") is not None else None
+    eos = special["eos_token"] if config.get("add_eos_token") and ids.get("eos_token") is not None else None
+    parts = [part for part in (bos, "$A", eos) if part]
+    # The pieces form of a template, since a token's text may hold a space or a colon.
+    backend.post_processor = processors.TemplateProcessing(
+        single=[part if part == "$A" else f"{part}:0" for part in parts],
+        special_tokens=[(text, ids[name]) for name, text in (("bos_token", bos), ("eos_token", eos)) if text],
+    )
+
+
+def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelFormatError(f"{path} is not readable text: {error}") from error
+    template = config.get("chat_template", _read_json(directory / "chat_template.json").get("chat_template"))
+    return _pick_template(template)
+
+
+def _pick_template(template: Any) -> str | None:
+    """One template, from a string, a {name: template} map, or a list of {'name', 'template'}: the default one."""
+    if isinstance(template, (list, tuple)):
+        template = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

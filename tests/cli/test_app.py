@@ -1,0 +1,197 @@
+"""The command line end to end, on a tiny random model."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.cli.app import run
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("generate", "chat", "demo", "doctor", "inspect")
+SMALL = ("-o", "num_blocks=64", "-o", "dtype=float32")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command, capsys):
+    assert run([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples" in out
+    assert f"kvboost-edge {command}" in out
+
+
+def test_no_arguments_show_the_commands(capsys):
+    assert run([]) == 2
+    shown = "".join(capsys.readouterr())
+    assert all(command in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "argv", [["unknown"], ["generate"], ["generate", "x", "--no-such"], ["generate", "x", "-n", "many"]]
+)
+def test_wrong_usage_exits_with_2(argv, capsys):
+    assert run(argv) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_generate_streams_text_and_a_summary(tiny_model_dir, capsys):
+    assert run(["generate", "Hello", "-m", str(tiny_model_dir), "-n", "8", *SMALL]) == 0
+    captured = capsys.readouterr()
+    assert "8 tokens" in captured.err or "stop" in captured.err
+    assert "prompt tokens" in captured.err
+
+
+def test_generate_json_equals_the_engine(tiny_model_dir, capsys):
+    from kvboost_edge import CPUPagedEngine
+
+    argv = [
+        "generate",
+        "Hello",
+        "-m",
+        str(tiny_model_dir),
+        "-n",
+        "8",
+        "-s",
+        "temperature=0.8",
+        "-s",
+        "seed=3",
+        "--json",
+    ]
+    assert run([*argv, *SMALL]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), num_blocks=64, dtype="float32") as engine:
+        result = engine.generate("Hello", max_new_tokens=8, temperature=0.8, seed=3)
+    assert shown["output_token_ids"] == list(result.output_token_ids)
+    assert shown["output_text"] == result.output_text
+    assert shown["finish_reason"] == result.finish_reason
+
+
+def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    assert run(["generate", "-", "-m", str(tiny_model_dir), "-n", "2", "--json", *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (["-s", "temperature=-1"], "temperature"),
+        (["-s", "no_such=1"], "no_such"),
+        (["-o", "no_such=1"], "no_such"),
+        (["-o", "block_size=7"], "block_size"),
+        (["-n", "0"], "max_new_tokens"),
+        (["-n", "100000"], "max_new_tokens"),
+        (["-m", "/no/such/directory"], "/no/such/directory"),
+    ],
+)
+def test_errors_are_one_clean_line(extra, named, tiny_model_dir, capsys):
+    assert run(["generate", "Hello", "-m", str(tiny_model_dir), *extra]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("kvboost-edge: error: ")
+    assert named in error
+
+
+def test_chat_reuses_earlier_turns(tiny_model_dir, capsys, monkeypatch):
+    lines = [
+        "Hello there, how are you today?",
+        "",
+        "/help",
+        "And now something else.",
+        "/stats",
+        "/reset",
+        "Hi",
+        "/quit",
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert run(["chat", "-m", str(tiny_model_dir), "-n", "8", *SMALL]) == 0
+    out = capsys.readouterr().out
+    cached = [
+        int(line.split(" from the cache")[0].split()[-1]) for line in out.splitlines() if "from the cache" in line
+    ]
+    assert len(cached) == 3
+    assert cached[0] == 0
+    assert cached[1] >= 32  # the first turn: more than two blocks
+    assert "num_blocks" in out
+    assert "a new conversation" in out
+
+
+def test_chat_survives_a_refused_turn(tiny_model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 600 + "\nHi\n"))
+    assert run(["chat", "-m", str(tiny_model_dir), "-n", "4", *SMALL]) == 0
+    captured = capsys.readouterr()
+    assert "refused" in captured.err
+    assert captured.out.count("from the cache") == 1
+
+
+def test_inspect_shows_what_the_files_hold(tiny_model_dir, capsys):
+    assert run(["inspect", str(tiny_model_dir), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["architecture"] == "llama"
+    assert report["supported"] is True
+    assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 4  # K and V, 3 layers, 2 kv heads of 16, float32
+    assert report["kv_bytes_per_block"] == 16 * report["kv_bytes_per_token"]
+    assert report["runner"] == "torch"
+    assert report["backend"] == "cpu (cpu)"
+    assert len(report["fingerprint"]) == 64
+    files = (tiny_model_dir / "model.safetensors").stat().st_size
+    assert 0 < report["weight_bytes"] < files
+
+
+def test_inspect_for_people(tiny_model_dir, capsys):
+    assert run(["inspect", str(tiny_model_dir), "-o", "backend=reference"]) == 0
+    out = capsys.readouterr().out
+    assert "fingerprint" in out
+    assert "reference (cpu)" in out
+
+
+def test_inspect_agrees_with_the_engine(tiny_model_dir, capsys):
+    from kvboost_edge import CPUPagedEngine
+
+    for dtype in ("float32", "bfloat16"):
+        assert run(["inspect", str(tiny_model_dir), "--json", "-o", f"dtype={dtype}"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        with CPUPagedEngine.from_pretrained(str(tiny_model_dir), num_blocks=8, dtype=dtype) as engine:
+            assert report["kv_bytes_per_block"] == engine.paged_stats()["bytes_per_block"]
+
+
+def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
+    assert run(["doctor", str(tiny_model_dir), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["Processor"]["threading_layer"].split()[0] in ("omp", "tbb", "workqueue")
+    assert report["Memory"]["available_bytes"] > 0
+    assert report["Versions"]["numba"]
+    model = report[f"Model {tiny_model_dir}"]
+    assert model["runner"] == "torch"
+    assert model["backend_reason"]
+
+
+def test_doctor_reports_a_missing_model_instead_of_failing(capsys):
+    assert run(["doctor", "/no/such/directory"]) == 0
+    assert "problem" in capsys.readouterr().out
+
+
+def test_demo_answers_from_the_shared_document(capsys):
+    assert run(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "cold" in out
+    assert "the same tokens" in out
+    assert "OTHER TOKENS" not in out
+    assert "█" in out
+    assert "shared_blocks" in out
+
+
+def test_interrupt_ends_generation_with_130(tiny_model_dir):
+    argv = [sys.executable, "-m", "kvboost_edge", "generate", "Hello", "-m", str(tiny_model_dir), "-n", "480"]
+    argv += ["-s", "ignore_eos=true", "-s", "temperature=1.0", *SMALL]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert b"Traceback" not in err

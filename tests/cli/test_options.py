@@ -1,0 +1,52 @@
+"""NAME=VALUE options."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.cli.options import engine_options, parse_value, sampling_options
+from kvboost_edge.errors import ConfigError, RequestError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("4e9", 4e9),
+        ("0.5", 0.5),
+        ("true", True),
+        ("False", False),
+        ("none", None),
+        ("cpu", "cpu"),
+    ],
+)
+def test_values_take_the_type_they_look_like(text, value):
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_text_options_stay_text():
+    assert engine_options(["revision=123", "num_blocks=64"]) == {"revision": "123", "num_blocks": 64}
+
+
+def test_values_may_hold_an_equals_sign():
+    assert sampling_options(["stop=a=b"]) == {"stop": ["a=b"]}
+
+
+def test_stop_may_be_repeated_and_stays_text():
+    assert sampling_options(["stop=END", "top_k=4", "stop=7"]) == {"top_k": 4, "stop": ["END", "7"]}
+
+
+@pytest.mark.parametrize("pair", ["num_blocks", "=3", ""])
+def test_malformed_pairs_are_refused(pair):
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        engine_options([pair])
+    with pytest.raises(RequestError, match="NAME=VALUE"):
+        sampling_options([pair])
+
+
+def test_nothing_given_is_no_option():
+    assert engine_options(None) == {}
+    assert sampling_options(None) == {}

@@ -1,0 +1,130 @@
+"""Shared by all tests: an isolated cache directory, no network, nothing left running, and tiny models."""
+
+from __future__ import annotations
+
+import gc
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+
+LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
+ONE_THREAD = os.environ.get("KVBOOST_EDGE_TEST_ONE_THREAD") == "1"
+
+# Times of single examples vary with what else the machine does; seeds are fixed so that a failure repeats.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
+
+# Threads of libraries that live as long as the process.
+LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The package's cache directory and the hub's, both empty and thrown away afterwards."""
+    root = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBOOST_EDGE_CACHE", str(root / "kvboost_edge"))
+        patch.setenv("HF_HOME", str(root / "huggingface"))
+        yield root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_if_asked() -> Iterator[None]:
+    """The second run of `make test`: the machine looks as if it had one CPU, so every default is one thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ONE_THREAD:
+            patch.setattr("kvboost_edge.host.cpu._affinity", lambda: 1)
+        yield
+
+
+class NetworkBlocked(OSError):
+    """A test tried to reach something outside this machine."""
+
+
+@pytest.fixture(autouse=True)
+def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Connections that leave the machine raise, and fail the test even if the code under test swallowed the error."""
+    attempts: list[str] = []
+
+    def guard(real: Callable[..., Any]) -> Callable[..., Any]:
+        def connect(sock: socket.socket, address: Any) -> Any:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address[0]):
+                attempts.append(str(address))
+                raise NetworkBlocked(f"tests may not connect to {address}")
+            return real(sock, address)
+
+        return connect
+
+    real_lookup = socket.getaddrinfo
+
+    def lookup(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host is not None and not _is_loopback(host):
+            attempts.append(str(host))
+            raise NetworkBlocked(f"tests may not look up {host!r}")
+        return real_lookup(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket.socket, "connect", guard(socket.socket.connect))
+    monkeypatch.setattr(socket.socket, "connect_ex", guard(socket.socket.connect_ex))
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    yield
+    if request.node.get_closest_marker("names_hub_model") is None:
+        assert not attempts, f"nothing may connect outside unless a hub model is named; tried {attempts}"
+
+
+def _is_loopback(host: Any) -> bool:
+    text = host.decode() if isinstance(host, bytes) else str(host)
+    if text in ("", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running(isolated_cache: Path) -> Iterator[None]:
+    """After the last test no thread and no process of ours is alive."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    left = [t for t in threading.enumerate() if t not in before and not t.name.startswith(LIBRARY_THREADS)]
+    for thread in left:
+        thread.join(timeout=5)  # an engine that was just collected may be on its way out
+    alive = [thread.name for thread in left if thread.is_alive()]
+    assert not alive, f"threads left running: {alive}"
+    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert not children, f"processes left running: {children}"
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete directory of a tiny random Llama with a byte-level tokenizer; do not write into it."""
+    from tiny_models import save_tiny_model
+
+    return save_tiny_model("llama", tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
+    """An engine over the tiny Llama with 64 blocks of 16 and the debug checks on."""
+    from kvboost_edge import CPUPagedEngine
+
+    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True}
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def scale() -> Callable[[int, int], int]:
+    """`scale(short, long)`: the N of `make test` or of `make test-long`."""
+    return lambda short, long: long if LONG else short

@@ -1,0 +1,177 @@
+"""A runner without a model: the next token is a hash of the tokens read back through the block table.
+
+Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row would attend to, and
+a slot that is poisoned, stale or at a wrong position raises, so each error of the bookkeeping shows as an error or as
+other tokens than `expected_tokens` computes from the prompt alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.kvcache.block_table import CopyOp
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
+from kvboost_edge.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 260
+EOS_ID = 259
+CONTEXT = 400
+POISON = -7
+ROOT = root_hash(model_fingerprint="fake", kv_format="fake")
+
+
+def token_logits(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Logits [VOCAB_SIZE] after these tokens, a pure function of them."""
+    seed = zlib.crc32(np.asarray(token_ids, "<i8").tobytes())
+    logits = np.random.default_rng(seed).normal(0.0, 3.0, VOCAB_SIZE).astype(np.float32)
+    logits[EOS_ID] -= 6.0  # seldom, so that outputs have some length
+    return logits
+
+
+def expected_tokens(prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+    """The greedy output, computed without any engine."""
+    ids = list(prompt_ids)
+    for _ in range(max_new_tokens):
+        ids.append(int(np.argmax(token_logits(ids))))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt_ids) :]
+
+
+class FakeBackend:
+    """Stores token ids and positions where a backend stores keys and values."""
+
+    name = "fake"
+    array_kind = "numpy"
+    device = "cpu"
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")
+        self.num_blocks = num_blocks
+        self.tokens = np.full((num_blocks, block_size), POISON, np.int64)
+        self.positions = np.full((num_blocks, block_size), POISON, np.int64)
+        self.closed = False
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.spec.bytes_per_block
+
+    def prepare(self, layout: BatchLayout) -> BatchLayout:
+        return layout
+
+    def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
+        for op in ops:
+            self.tokens[op.dst] = self.tokens[op.src]
+            self.positions[op.dst] = self.positions[op.src]
+
+    def write_kv(self, layer: int, keys: Any, values: Any, batch: BatchLayout) -> None:
+        self.tokens.reshape(-1)[batch.slot_mapping] = keys
+        self.positions.reshape(-1)[batch.slot_mapping] = values
+
+    def attention(self, layer: int, queries: Any, batch: Any, params: AttentionParams) -> tuple[Any, Any]:
+        raise AssertionError("the fake runner reads the pool itself")
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        self.tokens[list(block_ids)] = POISON
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
+        return [zlib.crc32(self.tokens[b].tobytes() + self.positions[b].tobytes()) for b in block_ids]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeRunner:
+    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` keeps sizes."""
+
+    def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
+        self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
+        self.backend = backend
+        self.on_forward: Callable[[ForwardBatch], None] | None = None
+        self.nan_for: set[int] = set()  # a last token in here gives NaN logits
+        self.computed = 0
+        self.batches: list[int] = []
+        self.closed = False
+
+    def bind(self, backend: Backend) -> None:
+        raise AssertionError("bound at construction")
+
+    def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        if self.on_forward is not None:
+            self.on_forward(batch)
+        backend, layout = self.backend, batch.layout
+        backend.copy_blocks(batch.copies)
+        backend.write_kv(0, batch.token_ids, batch.positions, layout)
+        self.computed += len(batch.token_ids)
+        self.batches.append(len(layout.seq_lens))
+        return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
+
+    def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
+        layout = batch.layout
+        sequence = int(np.searchsorted(layout.cu_seqlens_q, row, side="right")) - 1
+        first, stop = layout.cu_seqlens_q[sequence : sequence + 2]
+        length = int(layout.seq_lens[sequence]) - (int(stop) - row) + 1
+        size = self.backend.spec.block_size
+        blocks = layout.block_tables[sequence][: -(-length // size)]
+        assert (blocks >= 0).all(), "a block of the sequence is missing from its table"
+        tokens = self.backend.tokens[blocks].reshape(-1)[:length]
+        positions = self.backend.positions[blocks].reshape(-1)[:length]
+        assert (tokens != POISON).all(), "memory that was never written was read"
+        assert (positions == np.arange(length)).all(), "a slot holds a token of another position"
+        assert batch.positions[row] == length - 1
+        if int(tokens[-1]) in self.nan_for:
+            return np.full(VOCAB_SIZE, np.nan, np.float32)
+        return token_logits(tokens)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_tokenizer() -> Tokenizer:
+    """Bytes are tokens 0..255 in the alphabet's order; no special tokens; ids from 256 on have no text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return Tokenizer.from_transformers(raw)
+
+
+def fake_parts(num_blocks: int = 64, block_size: int = 16, max_context: int = CONTEXT) -> EngineParts:
+    """All parts of an engine around a `FakeRunner`."""
+    backend = FakeBackend(num_blocks, block_size)
+    return EngineParts(
+        runner=FakeRunner(backend, max_context),
+        backend=backend,
+        manager=KVCacheManager(num_blocks, block_size),
+        tokenizer=fake_tokenizer(),
+        eos_token_ids=frozenset({EOS_ID}),
+        root=ROOT,
+        ledger=MemoryLedger(1000, backend.pool_bytes),
+        backend_reason="a test",
+    )
+
+
+def fake_engine(num_blocks: int = 64, max_context: int = CONTEXT, **options: Any) -> CPUPagedEngine:
+    """A running engine around a `FakeRunner`, debug checks on; close it."""
+    config = EngineConfig.from_options(**{"debug_checks": True, **options})
+    return CPUPagedEngine._from_parts(fake_parts(num_blocks, config.block_size, max_context), config)
+
+
+def runner_of(engine: CPUPagedEngine) -> FakeRunner:
+    runner = engine._parts.runner
+    assert isinstance(runner, FakeRunner)
+    return runner

@@ -1,0 +1,339 @@
+"""The manager against a plain dict model and a simulated memory, under random operations.
+
+The model knows no hashes: it keys published blocks by (identity of the parent, tokens) in a dict and prefixes in
+flight by their whole token tuple. The memory holds, in each slot, the prefix its KV would stand for; a wrong hit, a
+write into a shared block, a lost copy or a read of poisoned memory all show as a slot with other content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.hashing import chain_hash
+from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
+
+LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
+NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "1000"))
+
+Prefix = tuple[bytes, tuple[int, ...]]
+POISON: Prefix = (b"poison", ())
+ROOTS = [b"A" * 32, b"B" * 32]
+
+# Prompts that often begin alike: a stretch of one of two texts, then up to three tokens of their own.
+TEXTS = [[0] * 16, [0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1]]
+tokens_lists = st.builds(
+    lambda text, length, tail: text[:length] + tail,
+    st.sampled_from(TEXTS),
+    st.integers(1, 14),
+    st.lists(st.integers(0, 1), max_size=3),
+)
+picks = st.integers(0, 1000)
+
+
+@dataclasses.dataclass(eq=False)
+class Live:
+    """What the model knows of one live table. `node` is the identity of the prefix its chain has reached."""
+
+    table: BlockTable
+    tokens: list[int]
+    root: bytes
+    computed: int = 0
+    extended: int = 0
+    chained: int = 0
+    node: Any = None
+    withdrawn: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(4, 10), block_size=st.sampled_from([1, 2, 4]), bits=st.sampled_from([1, 8, 256]))
+    def start(self, num_blocks: int, block_size: int, bits: int) -> None:
+        self.size = block_size
+        self.weak = bits < 256
+        self.manager = KVCacheManager(num_blocks, block_size, hash_fn=_cut_hash(bits) if self.weak else chain_hash)
+        self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
+        self.live: list[Live] = []
+        self.cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]] = {}  # (parent node, tokens) -> block, node
+        self.claims: dict[Prefix, Live] = {}
+        self.next_node = 0
+        self.evictions = self.cow_copies = self.hits = self.misses = 0
+
+    # ---- the model -----------------------------------------------------------------------------------------------
+
+    def refs(self) -> Counter[int]:
+        return Counter(block_id for seq in self.live for block_id in seq.table.block_ids)
+
+    def full_block(self, tokens: list[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.size : (index + 1) * self.size])
+
+    def prefix(self, seq_tokens: list[int], root: bytes, num_blocks: int) -> Prefix:
+        return root, tuple(seq_tokens[: num_blocks * self.size])
+
+    def match(self, tokens: list[int], root: bytes) -> tuple[list[int], Any]:
+        block_ids, node = [], root
+        for index in range(len(tokens) // self.size):
+            known = self.cached.get((node, self.full_block(tokens, index)))
+            if known is None:
+                break
+            block_ids.append(known[0])
+            node = known[1]
+        return block_ids, node
+
+    def forget_blocks(self, block_ids: list[int]) -> None:
+        lost = [key for key, (block_id, _) in self.cached.items() if block_id in block_ids]
+        for key in lost:
+            del self.cached[key]
+        self.evictions += len(lost)
+
+    def drop_claims(self, seq: Live) -> None:
+        self.claims = {prefix: owner for prefix, owner in self.claims.items() if owner is not seq}
+
+    def withdraw_if_published(self, seq: Live, index: int) -> None:
+        """`seq` alone holds the block and is about to write it: the block must not be matched meanwhile."""
+        for key, (block_id, node) in self.cached.items():
+            if block_id == seq.table.block_ids[index]:
+                seq.withdrawn[index] = (key, node)
+                del self.cached[key]
+                self.claims.setdefault(self.prefix(seq.tokens, seq.root, index + 1), seq)
+                return
+
+    def apply(self, ops: list[CopyOp]) -> None:
+        for src, dst in ops:
+            for offset in range(self.size):
+                self.memory[dst * self.size + offset] = self.memory[src * self.size + offset]
+        for block_id in self.manager.drain_new_blocks():
+            for offset in range(self.size):
+                self.memory[block_id * self.size + offset] = POISON
+
+    def made_writable(self, seq: Live, before: list[int], indices: range, refs: Counter[int]) -> None:
+        """Follow a make_writable of blocks `indices`, given the ids and reference counts before it."""
+        new = [b for b in seq.table.block_ids if b not in before]
+        assert all(refs[block_id] == 0 for block_id in new), "a block somebody holds was handed out"
+        self.forget_blocks(new)
+        for index in indices:
+            shared = refs[before[index]] > 1
+            assert (seq.table.block_ids[index] != before[index]) == shared
+            if shared:
+                self.cow_copies += 1
+                seq.withdrawn.pop(index, None)
+            else:
+                self.withdraw_if_published(seq, index)
+
+    def pick(self, number: int) -> Live:
+        return self.live[number % len(self.live)]
+
+    # ---- operations ----------------------------------------------------------------------------------------------
+
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.booleans())
+    def open(self, tokens: list[int], root: bytes, use_cache: bool) -> None:
+        if len(self.live) == 6:
+            self.finish_or_cancel(0)
+        block_ids, node = self.match(tokens, root)
+        cached = min(len(block_ids) * self.size, len(tokens) - 1)
+        assert self.manager.peek(tokens, root) == cached
+        if not self.weak:
+            following = self.prefix(tokens, root, len(block_ids) + 1)
+            waiting = len(block_ids) < len(tokens) // self.size and following in self.claims
+            assert self.manager.find_in_flight(tokens, root) == waiting
+        table = self.manager.open_table(tokens, root, use_cache=use_cache)
+        seq = Live(table, list(tokens), root, node=root)
+        self.live.append(seq)
+        if not use_cache:
+            assert (table.block_ids, table.num_cached_tokens) == ([], 0)
+            return
+        assert (table.block_ids, table.num_cached_tokens) == (block_ids, cached)
+        seq.computed = seq.extended = cached
+        seq.chained, seq.node = len(block_ids), node
+        self.hits += cached
+        self.misses += len(tokens) - cached
+        for count in range(len(block_ids) + 1, len(tokens) // self.size + 1):
+            self.claims.setdefault(self.prefix(tokens, root, count), seq)
+
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.sampled_from([True, True, False]))
+    def prefill(self, tokens: list[int], root: bytes, use_cache: bool) -> None:
+        self.open(tokens, root, use_cache)
+        self.extend(-1, len(tokens))
+        self.compute(-1)
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def append(self, number: int, tokens: list[int]) -> None:
+        """Generate: each step computes what is left and adds a token."""
+        seq = self.pick(number)
+        for token in tokens:
+            seq.tokens.append(token)
+            self.extend(number, len(seq.tokens))
+            self.compute(number)
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks, count=st.integers(1, 14))
+    def extend(self, number: int, count: int) -> None:
+        seq = self.pick(number)
+        target = min(len(seq.tokens), seq.computed + count)
+        refs, before = self.refs(), seq.table.block_ids.copy()
+        rewritten = range(seq.computed // self.size, min(len(before), -(-target // self.size)))
+        new = max(0, -(-target // self.size) - len(before))
+        needed = new + sum(refs[before[index]] > 1 for index in rewritten)
+        assert self.manager.blocks_needed(seq.table, target) == needed
+        if needed > self.manager.free_block_count:
+            states = self.manager.block_states()
+            with pytest.raises(CapacityError):
+                self.manager.extend(seq.table, target)
+            assert (states, before) == (self.manager.block_states(), seq.table.block_ids)
+            return
+        ops = self.manager.extend(seq.table, target)
+        assert len(seq.table.block_ids) == len(before) + new
+        self.made_writable(seq, before, rewritten, refs)
+        self.apply(ops)
+        seq.extended = max(seq.extended, target)
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks)
+    def compute(self, number: int) -> None:
+        """A forward pass over what was extended, then commit."""
+        seq = self.pick(number)
+        refs = self.refs()
+        for position, slot in enumerate(self.manager.slots(seq.table, seq.computed, seq.extended), seq.computed):
+            assert refs[slot // self.size] == 1, "a block with more than one reference would be written"
+            assert all(block_id != slot // self.size for block_id, _ in self.cached.values()), "a published one too"
+            self.memory[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
+        self.manager.commit(seq.table, seq.tokens, seq.extended)
+        seq.computed = seq.extended
+        num_full = seq.computed // self.size
+        for index in [index for index in seq.withdrawn if index < num_full]:
+            key, node = seq.withdrawn.pop(index)
+            _, node = self.cached.setdefault(key, (seq.table.block_ids[index], node))
+            if index == seq.chained - 1:
+                seq.node = node
+            self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
+        for index in range(seq.chained, num_full):
+            key = (seq.node, self.full_block(seq.tokens, index))
+            if key not in self.cached:
+                self.cached[key] = (seq.table.block_ids[index], self.next_node)
+                self.next_node += 1
+            seq.node = self.cached[key][1]
+            self.claims = {p: o for p, o in self.claims.items() if (o, len(p[1])) != (seq, (index + 1) * self.size)}
+        seq.chained = max(seq.chained, num_full)
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks)
+    def fork(self, number: int) -> None:
+        seq = self.pick(number)
+        if len(self.live) == 6 or seq.extended > seq.computed or seq.withdrawn:
+            return
+        child = dataclasses.replace(seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={})
+        assert child.table.block_ids == seq.table.block_ids
+        self.live.append(child)
+
+    @precondition(lambda self: any(seq.table.block_ids for seq in self.live))
+    @rule(number=picks, position=picks)
+    def copy_on_write(self, number: int, position: int) -> None:
+        """Recompute into any block: make it writable and write the same prefix there again."""
+        seq = self.pick(number)
+        if not seq.table.block_ids:
+            return
+        index = position % len(seq.table.block_ids)
+        refs, before = self.refs(), seq.table.block_ids.copy()
+        if refs[before[index]] > 1 and not self.manager.free_block_count:
+            with pytest.raises(CapacityError):
+                self.manager.make_writable(seq.table, index)
+            assert seq.table.block_ids == before
+            return
+        op = self.manager.make_writable(seq.table, index)
+        self.made_writable(seq, before, range(index, index + 1), refs)
+        self.apply([] if op is None else [op])
+        for position in range(index * self.size, min((index + 1) * self.size, seq.computed)):
+            slot = seq.table.block_ids[index] * self.size + position % self.size
+            self.memory[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks)
+    def finish_or_cancel(self, number: int) -> None:
+        """Free in any state: done, half way through a pass, or just opened."""
+        seq = self.live.pop(number % len(self.live))
+        self.manager.free(seq.table)
+        self.drop_claims(seq)
+        with pytest.raises(CacheCorruption):
+            self.manager.free(seq.table)
+        with pytest.raises(CacheCorruption):
+            self.manager.extend(seq.table, 1)
+
+    @rule(share=st.integers(1, 4))
+    def evict(self, share: int) -> None:
+        """Somebody else takes the oldest free blocks, writes garbage and goes."""
+        count = self.manager.free_block_count * share // 4
+        table = self.manager.open_table([], b"evict", use_cache=False)
+        self.apply(self.manager.extend(table, count * self.size))
+        self.forget_blocks(table.block_ids)
+        self.manager.free(table)
+
+    @rule()
+    def reset(self) -> None:
+        refs = self.refs()
+        idle = [key for key, (block_id, _) in self.cached.items() if refs[block_id] == 0]
+        for key in idle:
+            del self.cached[key]
+        assert self.manager.reset() == len(idle)
+
+    # ---- what holds after every operation ------------------------------------------------------------------------
+
+    @invariant()
+    def bookkeeping_agrees(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        manager, refs = self.manager, self.refs()
+        manager.check_invariants(seq.table for seq in self.live)
+        published = {block_id for block_id, _ in self.cached.values()}
+        assert len(published) == len(self.cached)
+        assert manager.block_states() == [
+            (BLOCK_REFERENCED if refs[b] == 1 else BLOCK_SHARED if refs[b] else BLOCK_CACHED if b in published else BLOCK_FREE)
+            for b in range(manager.num_blocks)
+        ]
+        assert manager.free_block_count == manager.num_blocks - len(refs)
+        assert manager.used_block_count == len(refs)
+        assert manager.published_block_count == len(published)
+        assert (manager.evictions, manager.cow_copies) == (self.evictions, self.cow_copies)
+        assert (manager.hit_tokens, manager.miss_tokens) == (self.hits, self.misses)
+
+    @invariant()
+    def every_computed_slot_holds_its_prefix(self) -> None:
+        for seq in getattr(self, "live", []):
+            assert seq.table.num_computed_tokens == seq.computed
+            held = [self.memory[slot] for slot in self.manager.slots(seq.table, 0, seq.computed)]
+            assert held == [(seq.root, tuple(seq.tokens[: position + 1])) for position in range(seq.computed)]
+
+    def teardown(self) -> None:
+        for seq in getattr(self, "live", []):
+            self.manager.free(seq.table)
+        if hasattr(self, "manager"):
+            self.manager.check_invariants([])
+            assert self.manager.free_block_count == self.manager.num_blocks
+
+
+def _cut_hash(bits: int) -> Any:
+    def cut(parent: bytes, tokens: bytes) -> bytes:
+        return bytes([chain_hash(parent, tokens)[0] & ((1 << bits) - 1)])
+
+    return cut
+
+
+def test_random_operations_agree_with_the_model() -> None:
+    run_state_machine_as_test(
+        PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=25, deadline=None)
+    )

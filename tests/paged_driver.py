@@ -1,0 +1,102 @@
+"""Drives a runner without an engine, for tests: block tables by the manager, one hand-made pass at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import ForwardBatch, Runner
+
+__all__ = ["PagedDriver", "Sequence_"]
+
+ROOT = root_hash(model_fingerprint="test", kv_format="test")
+
+
+@dataclasses.dataclass(slots=True)
+class Sequence_:
+    """A running sequence: all its tokens so far, and the table that holds the first num_computed of them."""
+
+    token_ids: list[int]
+    table: BlockTable
+
+    @property
+    def num_left(self) -> int:
+        return len(self.token_ids) - self.table.num_computed_tokens
+
+
+class PagedDriver:
+    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots shows as NaN."""
+
+    def __init__(self, runner: Runner, backend: Backend) -> None:
+        self.runner, self.backend = runner, backend
+        self.manager = KVCacheManager(backend.num_blocks, backend.spec.block_size)
+        self.live: list[Sequence_] = []
+        backend.poison_blocks(range(backend.num_blocks))
+        runner.bind(backend)
+
+    def open(self, token_ids: Sequence[int]) -> Sequence_:
+        sequence = Sequence_(list(token_ids), self.manager.open_table(token_ids, ROOT))
+        self.live.append(sequence)
+        return sequence
+
+    def fork(self, sequence: Sequence_) -> Sequence_:
+        child = Sequence_(list(sequence.token_ids), self.manager.fork(sequence.table))
+        self.live.append(child)
+        return child
+
+    def close(self, sequence: Sequence_) -> None:
+        self.manager.free(sequence.table)
+        self.live.remove(sequence)
+        self.manager.check_invariants([other.table for other in self.live])
+
+    def step(self, work: Sequence[tuple[Sequence_, int]]) -> list[npt.NDArray[np.float32]]:
+        """One pass over the next `count` tokens of each sequence; logits of every new token, per sequence."""
+        copies, token_ids, positions, slots, starts = [], [], [], [], [0]
+        for sequence, count in work:
+            table, start = sequence.table, sequence.table.num_computed_tokens
+            copies += self.manager.extend(table, start + count)
+            token_ids += sequence.token_ids[start : start + count]
+            positions += range(start, start + count)
+            slots += self.manager.slots(table, start, start + count)
+            starts.append(starts[-1] + count)
+        self.backend.poison_blocks(self.manager.drain_new_blocks())
+        tables = np.full((len(work), max(len(s.table.block_ids) for s, _ in work)), -1, np.int32)
+        for row, (sequence, _) in zip(tables, work, strict=True):
+            row[: len(sequence.table.block_ids)] = sequence.table.block_ids
+        layout = BatchLayout(
+            cu_seqlens_q=np.array(starts, np.int32),
+            seq_lens=np.array([s.table.num_computed_tokens + count for s, count in work], np.int32),
+            block_tables=tables,
+            slot_mapping=np.array(slots, np.int64),
+        )
+        rows = np.arange(len(token_ids), dtype=np.int64)
+        batch = ForwardBatch(np.array(token_ids, np.int64), np.array(positions, np.int64), layout, rows, copies)
+        logits = self.runner.forward(batch).copy()
+        for sequence, count in work:
+            done = sequence.table.num_computed_tokens + count
+            self.manager.commit(sequence.table, sequence.token_ids, done)
+        self.manager.check_invariants([sequence.table for sequence in self.live])
+        return [logits[first:stop] for first, stop in zip(starts, starts[1:], strict=False)]
+
+    def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
+        """Compute all that is left, at most `chunk` tokens a pass; logits of the computed tokens."""
+        parts = []
+        while sequence.num_left:
+            parts += self.step([(sequence, min(chunk, sequence.num_left))])
+        return np.concatenate(parts)
+
+    def decode(self, sequences: Sequence[Sequence_], last_logits: Sequence[npt.NDArray[np.float32]], steps: int) -> None:
+        """Greedy decoding of several sequences in one batch; appends to their tokens."""
+        rows = list(last_logits)
+        for step in range(steps):
+            for sequence, row in zip(sequences, rows, strict=True):
+                sequence.token_ids.append(int(row.argmax()))
+            if step < steps - 1:
+                rows = [part[-1] for part in self.step([(sequence, 1) for sequence in sequences])]

@@ -1,0 +1,103 @@
+"""The package as a whole: what importing it costs, what it exports, and which room may import which."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvboost_edge
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "numba", "onnxruntime")
+
+
+def in_fresh_process(code: str) -> str:
+    """Standard output of `code` in a new interpreter, warnings as errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_no_heavy_package():
+    code = f"import sys, json, kvboost_edge; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    assert json.loads(in_fresh_process(code)) == []
+
+
+def test_importing_the_command_line_loads_no_heavy_package():
+    code = f"import sys, json, kvboost_edge.cli.app; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    assert json.loads(in_fresh_process(code)) == []
+
+
+def test_import_takes_less_than_300_ms():
+    code = "import time; t = time.perf_counter(); import kvboost_edge; print(time.perf_counter() - t)"
+    seconds = [float(in_fresh_process(code)) for _ in range(5)]
+    assert statistics.median(seconds) < 0.3, seconds
+
+
+def test_errors_are_importable_alone():
+    code = "import sys, kvboost_edge.errors; print([m for m in sys.modules if m.startswith('kvboost_edge.')])"
+    assert in_fresh_process(code).strip() == "['kvboost_edge.errors']"
+
+
+@pytest.mark.parametrize("name", sorted(kvboost_edge.__all__))
+def test_every_exported_name_resolves(name):
+    assert getattr(kvboost_edge, name) is not None
+
+
+def test_exports_are_complete_and_fixed():
+    assert set(kvboost_edge.__all__) >= {
+        "CPUPagedEngine", "KVBoost", "InferenceEngine", "EngineConfig", "GenerationMode", "SamplingParams",
+        "GenerationResult", "WarmResult", "CorrectnessReport", "KVCache", "check_model_compatibility",
+        "SUPPORTED_ARCHITECTURES", "find_common_chunk_prefix", "broadcast_kv", "pad_and_mask", "group_by_prefix",
+        "batched_decode", "KVBoostError", "ConfigError", "ModelFormatError", "CapacityError", "BackendUnavailable",
+        "RequestError", "CacheCorruption", "__version__",
+    }  # fmt: skip
+    assert len(set(kvboost_edge.__all__)) == len(kvboost_edge.__all__)
+    assert set(kvboost_edge.__all__) <= set(dir(kvboost_edge))
+
+
+def test_aliases_are_the_same_class():
+    assert kvboost_edge.KVBoost is kvboost_edge.CPUPagedEngine is kvboost_edge.InferenceEngine
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = kvboost_edge.no_such_name
+
+
+def test_version_matches_the_project_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert kvboost_edge.__version__ == project["version"]
+
+
+def test_every_module_says_what_it_exports():
+    for path in sorted((ROOT / "kvboost_edge").rglob("*.py")):
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        loaded = importlib.import_module(module)
+        assert loaded.__doc__, f"{module} has no docstring"
+        missing = [name for name in getattr(loaded, "__all__", []) if not hasattr(loaded, name)]
+        assert not missing, f"{module} exports what it lacks: {missing}"
+
+
+def test_rooms_import_downward_only():
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_forbidden_constructs_are_absent():
+    for path in sorted((ROOT / "kvboost_edge").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for word in ("import pickle", "torch.load(", "shell=True", "trust_remote_code=True"):
+            assert word not in text, f"{path} uses {word!r}"

@@ -1,0 +1,74 @@
+"""The README is true: its snippets run, the files and commands it names exist, and every file has its phrase."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+TREE = re.search(r"^```text\n(kvboost_edge/.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_there_are_snippets_and_a_tree():
+    assert len(SNIPPETS) >= 2
+    assert TREE is not None
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.strip().splitlines()[-1][:40])
+def test_snippet_runs(snippet, tmp_path):
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "a snippet shows something"
+
+
+def test_every_module_has_its_phrase_in_the_tree():
+    room, listed = "", set()
+    for line in TREE.group(1).splitlines()[1:]:
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        assert line.split(name, 1)[1].strip(), f"{name} has no phrase"
+        room = "" if indent == 2 else room
+        if name.endswith("/"):
+            room = name
+        else:
+            listed.add(room + name)
+    package = ROOT / "kvboost_edge"
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
+    assert listed == modules
+
+
+def test_named_make_targets_exist():
+    targets = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", README, flags=re.MULTILINE))
+    assert targets >= {"demo", "test"}
+    defined = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, flags=re.MULTILINE))
+    assert targets <= defined
+
+
+def test_named_commands_exist():
+    from kvboost_edge.cli.app import app
+
+    known = {info.callback.__name__ for info in app.registered_commands if info.callback is not None}
+    assert set(re.findall(r"^kvboost-edge ([a-z]+)", README, flags=re.MULTILINE)) <= known
+
+
+def test_named_paths_exist():
+    for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", README):
+        assert (ROOT / path).exists(), path

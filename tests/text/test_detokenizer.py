@@ -1,0 +1,205 @@
+"""The incremental detokenizer against `decode` of all ids, for the tokenizer families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Fast
+
+from kvboost_edge.text.codec import StreamKind
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.tokenizer import Tokenizer
+
+SPECIAL = ["<s>", "</s>", "<|tool|>"]
+TEXTS = ["Hello, world!", "naïve café — “quotes”", "日本語のテキスト", "🙂👩‍👩‍👧‍👦🏳️‍🌈", "a  b   c", " lead", "tab\tnew\nline", "𝔘𝔫𝔦"]
+
+
+def byte_level() -> Fast:
+    """GPT-2 style: 256 bytes, some merges, an ordinary added token with a space in it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("l", "l"), ("h", "e"), ("ð", "Ł"), ("Ġ", "a")]
+    vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    fast = Fast(models.BPE(vocab=vocab, merges=merges))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_tokens([AddedToken("two words é", special=False)])
+    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return fast
+
+
+def llama2() -> Fast:
+    """Sentencepiece as Llama 2 has it: byte fallback, a leading space that is put on and taken off."""
+    pieces = ["<unk>", "▁", "▁▁", "▁hello", "hello", "world", ",", "a", "b", "▁a", "é", "語", "", "\ufffd", "🙂"]
+    vocab = {piece: i for i, piece in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    fast = Fast(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    )
+    fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return fast
+
+
+def gemma() -> Fast:
+    """Byte fallback without the leading space."""
+    fast = llama2()
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return fast
+
+
+def metaspace() -> Fast:
+    vocab = [("<unk>", 0.0), ("▁", -1.0), ("▁the", -2.0), ("cat", -2.5), ("s", -3.0), ("▁sat", -3.5), ("é", -4.0)]
+    fast = Fast(models.Unigram([*vocab, *((char, -6.0) for char in "tha▂") ], unk_id=0))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace()
+    fast.decoder = decoders.Metaspace()
+    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return fast
+
+
+def wordpiece() -> Fast:
+    words = ["[UNK]", "un", "##aff", "##able", "do", "n't", "'", "##t", ".", ",", "i", "'m", "##.", "é", "日"]
+    fast = Fast(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    fast.decoder = decoders.WordPiece(cleanup=True)
+    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return fast
+
+
+def no_decoder() -> Fast:
+    return Fast(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "drei": 3, "": 4}, unk_token="[UNK]"))
+
+
+def bpe_suffix() -> Fast:
+    """The last token of a text is decoded differently: nothing can be streamed."""
+    fast = Fast(models.BPE(vocab={"lo": 0, "w</w>": 1, "er</w>": 2}, merges=[]))
+    fast.decoder = decoders.BPEDecoder(suffix="</w>")
+    return fast
+
+
+FAMILIES: dict[str, tuple[Callable[[], Fast], StreamKind]] = {
+    "byte-level": (byte_level, StreamKind.BYTES),
+    "llama2": (llama2, StreamKind.PIECES),
+    "gemma": (gemma, StreamKind.PIECES),
+    "metaspace": (metaspace, StreamKind.PIECES),
+    "wordpiece": (wordpiece, StreamKind.PIECES),
+    "no-decoder": (no_decoder, StreamKind.PIECES),
+    "bpe-suffix": (bpe_suffix, StreamKind.WHOLE),
+}
+TOKENIZERS = {name: Tokenizer.from_transformers(make()) for name, (make, _) in FAMILIES.items()}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+@every_family
+def test_stream_kind(family: str) -> None:
+    assert TOKENIZERS[family].codec.stream_kind is FAMILIES[family][1]
+
+
+@every_family
+@given(data=st.data(), skip=st.booleans())
+def test_any_ids_give_the_text_of_decode(family: str, data: st.DataObject, skip: bool) -> None:
+    tokenizer = TOKENIZERS[family]
+    ids = data.draw(st.lists(st.integers(-3, tokenizer.vocab_size + 40), max_size=30))
+    assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("family", ["byte-level", "llama2", "gemma"])
+@given(text=st.text(max_size=20))
+@example("🙂 🙂")
+@example("  two leading spaces")
+def test_any_text_comes_back_and_no_part_ends_in_half_a_character(family: str, text: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = stream(tokenizer, ids)
+    assert "".join(parts) == tokenizer.decode(ids)
+    if "\ufffd" not in text and "▁" not in text and not any(special in text for special in SPECIAL):
+        assert "".join(parts) == text
+        assert not any("\ufffd" in part for part in parts)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_shows_each_character_with_its_last_byte(text: str) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = [tokenizer.codec.token_id(char) for char in pre_tokenizers.ByteLevel(False, False).pre_tokenize_str(text)[0][0]]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    shown = ""
+    raw = text.encode()
+    for count, token_id in enumerate(ids, start=1):
+        shown += detokenizer.push(token_id)
+        assert shown == raw[:count].decode(errors="ignore")
+    assert shown == text
+
+
+@given(raw=st.binary(max_size=12))
+def test_broken_utf8_is_replaced_as_decode_does(raw: bytes) -> None:
+    for family in ("byte-level", "llama2", "gemma"):
+        tokenizer = TOKENIZERS[family]
+        if family == "byte-level":
+            names = {i: tokenizer.codec.token_bytes(i) for i in range(256)}
+            back = {value[0]: key for key, value in names.items()}
+            ids = [back[byte] for byte in raw]
+        else:
+            ids = [tokenizer.codec.token_id(f"<0x{byte:02X}>") for byte in raw]
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_special_token_inside_a_character_does_not_break_it() -> None:
+    for family in ("byte-level", "llama2"):
+        tokenizer = TOKENIZERS[family]
+        eos = tokenizer.codec.token_id("</s>")
+        ids = tokenizer.encode("😀", add_special_tokens=False)
+        ids = [*ids[:-1], eos, tokenizer.vocab_size + 5, ids[-1]]
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "😀"
+
+
+def test_flush_makes_it_new() -> None:
+    tokenizer = TOKENIZERS["llama2"]
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    first = "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+    second = "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+    assert first == second == "hello world"
+
+
+def test_ids_without_a_token_are_nothing() -> None:
+    for tokenizer in TOKENIZERS.values():
+        assert tokenizer.decode([tokenizer.vocab_size + 100, -1, 1 << 40]) == ""
+        assert stream(tokenizer, [tokenizer.vocab_size + 100, -1, 1 << 40]) == ["", "", "", ""]
+
+
+@pytest.mark.parametrize("family", ["byte-level", "llama2"])
+def test_work_per_token_does_not_grow(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_transformers(FAMILIES[family][0]())
+    longest = 0
+    real: Any = tokenizer.codec.decode
+
+    def decode(ids: list[int], skip: bool) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return real(ids, skip)
+
+    monkeypatch.setattr(tokenizer.codec, "decode", decode)
+    ids = tokenizer.encode("hello world, " * 500, add_special_tokens=False)
+    assert "".join(stream(tokenizer, ids)) == "hello world, " * 500
+    assert longest <= 8
+
+
+def test_decoder_json_names_are_those_of_the_library() -> None:
+    """The codec reads the decoder's own JSON; a renamed field must be noticed here, not in somebody's output."""
+    assert json.loads(llama2().decoder.__getstate__())["decoders"][3] == {
+        "type": "Strip",
+        "content": " ",
+        "start": 1,
+        "stop": 0,
+    }

@@ -1,0 +1,170 @@
+"""Tokenizer: equal to transformers' own on a saved directory and on a loaded one; damaged files are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.tokenizer import Tokenizer
+
+CHAT = [{"role": "user", "content": "Grüße 🙂"}, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "?"}]
+
+
+@pytest.fixture
+def directory(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model's tokenizer files that a test may damage."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        if (tiny_model_dir / name).is_file():
+            shutil.copy(tiny_model_dir / name, tmp_path / name)
+    return tmp_path
+
+
+def edit(path: Path, **fields: Any) -> None:
+    old = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**old, **fields}))
+
+
+@given(text=st.text(max_size=30))
+def test_equals_transformers(tiny_model_dir: Path, text: str) -> None:
+    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
+    for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+
+def test_special_tokens_and_sizes(tiny_model_dir: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
+    for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
+        assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+        assert ours.vocab_size == len(theirs)
+        assert Tokenizer.from_transformers(ours) is ours
+
+
+def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
+    for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
+        assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+        ids = ours.encode_chat(CHAT)
+        assert ids == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+        assert ids.count(ours.bos_token_id) == 1
+        assert ids[0] == ours.bos_token_id
+
+
+@pytest.mark.parametrize("bos", [True, False, None])
+@pytest.mark.parametrize("eos", [True, False, None])
+def test_add_bos_and_eos_follow_the_config_as_in_transformers(directory: Path, bos: bool | None, eos: bool | None) -> None:
+    flags = {"add_bos_token": bos, "add_eos_token": eos}
+    edit(directory / "tokenizer_config.json", **{name: value for name, value in flags.items() if value is not None})
+    theirs = AutoTokenizer.from_pretrained(directory)
+    assert Tokenizer.from_dir(directory).encode("text") == theirs.encode("text")
+
+
+def test_tokens_that_only_the_config_knows_are_added(directory: Path) -> None:
+    count = Tokenizer.from_dir(directory).vocab_size
+    token = {"content": "<extra>", "special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    edit(directory / "tokenizer_config.json", added_tokens_decoder={str(count): token})
+    assert Tokenizer.from_dir(directory).encode("<extra>", add_special_tokens=False) == [count]
+    edit(directory / "tokenizer_config.json", added_tokens_decoder={str(count + 5): token})
+    with pytest.raises(ModelFormatError, match="<extra>"):
+        Tokenizer.from_dir(directory)
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    fields = {
+        "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "<pad>"},
+    }  # fmt: skip
+    edit(path, **fields)
+    assert len(Tokenizer.from_dir(directory).encode("x" * 20, add_special_tokens=False)) == 20
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [("jinja", None), ("config", "one"), ("config", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "one"}])],
+)
+def test_where_the_chat_template_may_be(directory: Path, file: str, field: Any) -> None:
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    if file == "jinja":
+        edit(directory / "tokenizer_config.json", chat_template="old")
+        (directory / "chat_template.jinja").write_text("one")
+    else:
+        edit(directory / "tokenizer_config.json", chat_template=field)
+    assert Tokenizer.from_dir(directory).apply_chat_template(CHAT) == "one"
+
+
+def test_no_chat_template_names_the_model(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    fields = json.loads((directory / "tokenizer_config.json").read_text())
+    fields.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(RequestError, match=directory.name):
+        Tokenizer.from_dir(directory).encode_chat(CHAT)
+
+
+def test_missing_and_damaged_files_are_named(directory: Path) -> None:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        good = (directory / name).read_bytes()
+        for bad in (good[: len(good) // 2], b"[]", b"\xff\xfe", b""):
+            (directory / name).write_bytes(bad)
+            with pytest.raises(ModelFormatError, match=name):
+                Tokenizer.from_dir(directory)
+        (directory / name).write_bytes(good)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_dir(directory)
+
+
+@pytest.mark.parametrize("text", [3, None, b"bytes", ["list"], "\ud800"])
+def test_what_is_no_text_is_refused(tiny_model_dir: Path, text: Any) -> None:
+    with pytest.raises(RequestError):
+        Tokenizer.from_dir(tiny_model_dir).encode(text)
+
+
+class Letters:
+    """A tokenizer as simple as can be: a letter is a token."""
+
+    vocab_size = 26
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(char) - 97 for char in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+
+class Spaced(Letters):
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(chr(97 + i) for i in ids)
+
+
+def test_a_simple_object_works_and_others_are_refused() -> None:
+    tokenizer = Tokenizer.from_transformers(Letters())
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert [detokenizer.push(i) for i in (*tokenizer.encode("hey"), 26, -1)] == ["h", "e", "y", "", ""]
+    with pytest.raises(ConfigError, match="Spaced"):
+        Tokenizer.from_transformers(Spaced())
+    with pytest.raises(ConfigError, match="object"):
+        Tokenizer.from_transformers(object())
+
+
+def test_a_fast_tokenizer_is_copied(tiny_model_dir: Path) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tiny_model_dir / "tokenizer.json"))
+    ours = Tokenizer.from_transformers(theirs)
+    before = ours.encode("text")
+    theirs.backend_tokenizer.enable_truncation(1)
+    assert ours.encode("text") == before

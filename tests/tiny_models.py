@@ -1,0 +1,166 @@
+"""Tiny random transformers models, one per supported family, for tests.
+
+`build_tiny_model("gemma2")` gives a seeded float32 model whose weights are scaled up so that attention is sharp: a
+wrong mask, position, window or scale changes the logits by far more than rounding does. `save_tiny_model` writes a
+complete model directory: weights, config, generation config, and a byte-level tokenizer with a chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+__all__ = ["FAMILIES", "VOCAB_SIZE", "build_tiny_model", "save_tiny_model"]
+
+VOCAB_SIZE = 300  # 256 bytes, 5 special tokens, the rest ids without a token
+CONTEXT = 512
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
+PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "tie_word_embeddings": False,
+}
+_LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-llama3rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama-yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "mistral": {"sliding_window": 24, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "gemma": {"head_dim": 32, "num_key_value_heads": 1},
+    "gemma2": {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "layer_types": _LOCAL_GLOBAL,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
+    "stablelm": {
+        "use_qkv_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    },
+    "starcoder2": {"sliding_window": 24},
+    "gpt_neox": {"num_key_value_heads": None, "hidden_act": "gelu"},
+}
+
+
+def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers model type;
+    `overrides` are config fields."""
+    fields = {"model_type": model_type, **_COMMON, **FAMILIES.get(model_type, {}), **overrides}
+    hf_type = fields.pop("model_type").partition("-")[0]
+    fields = {name: value for name, value in fields.items() if value is not None or name in overrides}
+    config = AutoConfig.for_model(hf_type, **fields)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _sharpen(model, torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
+@torch.no_grad()
+def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Weights of unit gain, queries and keys of about twice that; norms and biases away from their neutral values."""
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            weight.add_(0.2 * noise)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.add_(1.0)
+        elif weight.dim() == 1:
+            weight.copy_(0.3 * noise)
+        elif "embed" in name:
+            weight.copy_(noise if not model.config.tie_word_embeddings else 0.1 * noise)
+        else:
+            gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value")) else 1.0
+            weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+
+
+def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a complete model directory (safetensors) and return its path."""
+    directory = Path(directory)
+    model = build_tiny_model(model_type, seed=seed, **overrides)
+    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    model.save_pretrained(directory)
+    _save_tokenizer(directory)
+    return directory
+
+
+def _save_tokenizer(directory: Path) -> None:
+    """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds <bos>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
