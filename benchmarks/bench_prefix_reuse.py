@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import harness
 import numpy as np
 
+import harness
 from kvboost_edge.host.memory import process_peak, process_rss
 
 CONTENDERS = ("kvboost_edge", "transformers")
@@ -77,6 +77,7 @@ class Contender(Protocol):
     def warm(self, prefix: list[int], suffix: list[int]) -> tuple[float, list[int]]: ...
     def decode(self, prefix: list[int], suffix: list[int], num_tokens: int) -> tuple[float, list[int]]: ...
     def share(self, prefix: list[int], suffixes: Sequence[list[int]], num_tokens: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class OurEngine:
@@ -123,6 +124,9 @@ class OurEngine:
     def share(self, prefix: list[int], suffixes: Sequence[list[int]], num_tokens: int) -> None:
         options = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
         self.engine.generate_batch([prefix + suffix for suffix in suffixes], **options)
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 class Transformers:
@@ -173,6 +177,9 @@ class Transformers:
         rows = list(suffixes)
         for _ in range(num_tokens):
             rows = [[token] for token in self._next(rows, self.cache)]
+
+    def close(self) -> None:
+        """Nothing runs on its own here."""
 
 
 def work(contender: Contender, size: Size) -> None:
@@ -275,6 +282,7 @@ def main() -> None:
     if options.contender:
         made: Contender = (OurEngine if options.contender == CONTENDERS[0] else Transformers)(size, options.dtype)
         work(made, size)
+        made.close()
         return
     dtypes = [options.dtype] if options.dtype else ["bfloat16", "float32"]
     rows = [row for dtype in dtypes for row in compare(dtype, size, options.quick)]

@@ -210,7 +210,7 @@ def make_facts(rng: random.Random, count: int, fresh: bool, training: bool, sing
     subject nor the attribute alone tells the facts apart.  A share `single_share` of the texts has one
     attribute only, which leaves nothing but the subject to go by.
     """
-    single = single_share > 0 and rng.random() < single_share
+    single = rng.random() < single_share
     kinds = rng.sample(sorted(_ATTRIBUTES), 1 if single else rng.randint(1, 3))
     allowed = {
         kind: rng.sample(sorted(_ATTRIBUTES[kind]), 1 if single else rng.randint(1, len(_ATTRIBUTES[kind])))
@@ -237,7 +237,7 @@ def make_sample(
     *,
     training: bool = True,
     fresh_share: float = 0.1,
-    single_share: float = 0.4,
+    single_share: float = 0.5,
     style: str | None = None,
 ) -> Sample:
     """A text of `count` facts with `questions` of them asked (outside training: held-out ones)."""
@@ -306,8 +306,19 @@ def _plain_pieces(rng: random.Random, sample: Sample) -> list[Piece]:
     return pieces[:-1]
 
 
+def _drill_pieces(sample: Sample) -> list[Piece]:
+    """The documents, then the facts again in another order, with loss on the values alone."""
+    pieces: list[Piece] = [(BOS, 0.0), *document_pieces(sample)]
+    for fact in sample.asked:
+        pieces += [("The", 0.0), *((fragment, 0.0) for fragment, _ in answer_pieces(fact)[1:4])]
+        pieces += [(f" {fact.value}", 2.0), (".", 0.5), ("\n", 0.0)]
+    return pieces
+
+
 def text_pieces(rng: random.Random, sample: Sample, small_talk: float = 0.03) -> list[Piece]:
     """The whole text exactly as the chat template renders it (or plain, by the sample's style)."""
+    if sample.style == "drill":
+        return _drill_pieces(sample)
     if sample.style == "plain":
         return _plain_pieces(rng, sample)
     pieces: list[Piece] = [(BOS, 0.0)]

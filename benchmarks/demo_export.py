@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import demo_corpus as corpus
 import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import demo_corpus as corpus
 
 VOCABULARY = 1664
 _SETTINGS = (
@@ -144,7 +145,12 @@ def export(
     _write(
         folder / "config.json",
         {key: settings[key] for key in _SETTINGS}
-        | {"architectures": ["LlamaForCausalLM"], "dtype": "float16", "torch_dtype": "float16", "rope_theta": 10000.0},
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "dtype": "float16",
+            "torch_dtype": "float16",
+            "rope_theta": settings["rope_parameters"]["rope_theta"],
+        },
     )
     ids = {name: tokenizer.token_to_id(getattr(corpus, name)) for name in ("PAD", "BOS", "END")}
     _write(

@@ -17,12 +17,10 @@ import math
 import os
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-import demo_corpus as corpus
-import demo_export
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,8 +28,13 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import demo_corpus as corpus
+import demo_export
+import demo_init
+
 MAX_LENGTH = 2048
 MAX_FACTS = 128
+ROPE_THETA = 1e6  # slow enough that content is comparable at any distance
 
 
 @dataclass
@@ -39,9 +42,10 @@ class Progress:
     """What a resumed run needs besides the tensors."""
 
     step: int = 0
-    max_facts: float = 6.0
+    max_facts: float = 12.0
     right: float = 0.0
     seconds: float = 0.0
+    runs: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -115,32 +119,34 @@ def repeat_batch(encoder: Encoder, rng: np.random.Generator, tokens: int, step: 
     return make_batch(texts, 0, 0.0, rng)
 
 
-def fact_batch(encoder: Encoder, rng: random.Random, tokens: int, facts: int, single_share: float) -> Batch:
+def fact_batch(encoder: Encoder, rng: random.Random, tokens: int, facts: int, drill: bool) -> Batch:
     """Texts of about `facts` facts, as many as make up `tokens` tokens."""
-    questions = max(3, min(12, facts))
+    questions = min(24, facts) if drill else max(3, min(12, facts))
     texts: list[tuple[list[int], list[float]]] = []
     longest = 0
     while True:
         count = max(2, round(facts * rng.uniform(0.85, 1.0)))
-        sample = corpus.make_sample(rng, count, questions, single_share=single_share)
+        style = "drill" if drill else None
+        sample = corpus.make_sample(rng, count, questions, style=style)
         text = encoder.pieces(corpus.text_pieces(rng, sample))
         longest = max(longest, len(text[0]))
         if texts and longest * (len(texts) + 1) > tokens:
             break
         texts.append(text)
-    return make_batch(texts, facts, 0.05, np.random.default_rng(rng.getrandbits(32)))
+    return make_batch(texts, facts, 0.0 if drill else 0.05, np.random.default_rng(rng.getrandbits(32)))
 
 
 def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress) -> Batch:
     """The batch of this step; it depends only on the seed, the step and the number of facts reached."""
     rng = random.Random(f"{options.seed} {progress.step}")
     after = progress.step - options.repeat_steps
-    if after < 0 or rng.random() < max(0.02, 0.2 - after / 2000):
-        return repeat_batch(encoder, np.random.default_rng(rng.getrandbits(32)), options.tokens, progress.step)
-    early = progress.step < options.early_steps
+    tokens = options.tokens if progress.max_facts >= 48 else options.tokens // 2
+    if after < 0 or rng.random() < 0.04:
+        return repeat_batch(encoder, np.random.default_rng(rng.getrandbits(32)), tokens, progress.step)
     low, high = math.log(2), math.log(progress.max_facts)
     facts = round(math.exp(low + (high - low) * rng.random() ** 0.5))
-    return fact_batch(encoder, rng, options.tokens, facts, 0.0 if early else 0.5)
+    drill = after < options.drill_steps and rng.random() < 0.6
+    return fact_batch(encoder, rng, tokens, facts, drill)
 
 
 def forward(body: torch.nn.Module, head: torch.nn.Linear, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,9 +195,12 @@ def build_model(vocabulary: int, seed: int) -> LlamaForCausalLM:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    demo_init.initialise(model)
+    return model
 
 
 def save_checkpoint(
@@ -242,11 +251,9 @@ def grow(progress: Progress, options: argparse.Namespace, facts: int, right: flo
         progress.right = 0.9 * progress.right + 0.1 * right
     if progress.right > 0.8:
         progress.max_facts = min(float(MAX_FACTS), progress.max_facts * 1.04)
-    if progress.step >= options.early_steps:
-        progress.max_facts = max(12.0, progress.max_facts)
     late = (progress.step / options.steps - 0.5) / 0.3
     if late > 0:
-        progress.max_facts = max(progress.max_facts, min(float(MAX_FACTS), 6 * (MAX_FACTS / 6) ** late))
+        progress.max_facts = max(progress.max_facts, min(float(MAX_FACTS), 12 * (MAX_FACTS / 12) ** late))
 
 
 def train(options: argparse.Namespace) -> None:
@@ -262,6 +269,7 @@ def train(options: argparse.Namespace) -> None:
     body = torch.compile(model.model, dynamic=True) if options.compile else model.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters} parameters, vocabulary {encoder.size}, from step {progress.step}", flush=True)
+    progress.runs.append(f"from step {progress.step}: --tokens {options.tokens} --steps {options.steps}")
     loss_sum, started = 0.0, time.perf_counter()
     while progress.step < options.steps:
         batch = next_batch(encoder, options, progress)
@@ -315,9 +323,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path("demo_train"), help="tokenizer and checkpoints")
-    parser.add_argument("--steps", type=int, default=3600)
-    parser.add_argument("--repeat-steps", type=int, default=300, help="first steps: repeated random tokens")
-    parser.add_argument("--early-steps", type=int, default=900, help="first steps: no text of a single attribute")
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--repeat-steps", type=int, default=60, help="first steps: repeated random tokens")
+    parser.add_argument("--drill-steps", type=int, default=300, help="then: some texts only repeat their facts")
     parser.add_argument("--tokens", type=int, default=6000, help="tokens a step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,7 +84,7 @@ class PagedDriver:
             done = sequence.table.num_computed_tokens + count
             self.manager.commit(sequence.table, sequence.token_ids, done)
         self.manager.check_invariants([sequence.table for sequence in self.live])
-        return [logits[first:stop] for first, stop in zip(starts, starts[1:], strict=False)]
+        return [logits[first:stop] for first, stop in itertools.pairwise(starts)]
 
     def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
         """Compute all that is left, at most `chunk` tokens a pass; logits of the computed tokens."""
@@ -92,7 +93,9 @@ class PagedDriver:
             parts += self.step([(sequence, min(chunk, sequence.num_left))])
         return np.concatenate(parts)
 
-    def decode(self, sequences: Sequence[Sequence_], last_logits: Sequence[npt.NDArray[np.float32]], steps: int) -> None:
+    def decode(
+        self, sequences: Sequence[Sequence_], last_logits: Sequence[npt.NDArray[np.float32]], steps: int
+    ) -> None:
         """Greedy decoding of several sequences in one batch; appends to their tokens."""
         rows = list(last_logits)
         for step in range(steps):

@@ -15,13 +15,16 @@ import numpy as np
 import torch
 
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.backends.numpy_blocks import check_layout
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["TorchBackend", "TorchBatch"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_MAX_SCORES = 1 << 24  # scores held at once (float32, 64 MB); more query rows are computed in turns
+# float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in the cache.
+_MAX_SCORES = {"cpu": 1 << 20}
+_MAX_SCORES_ELSEWHERE = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,9 +36,11 @@ class _Group:
     q_positions int64 [num_seqs, q_len]
     k_positions int64 [num_seqs, max_blocks * block]  absolute positions of the gathered slots
     k_valid     bool, like k_positions                slots that some query of the sequence sees
+    lead        the gathered column of the first query, in the sequence where it is largest
     """
 
     q_len: int
+    lead: int
     rows: torch.Tensor
     blocks: torch.Tensor
     q_positions: torch.Tensor
@@ -80,6 +85,7 @@ class TorchBatch:
         rows = layout.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
         return _Group(
             q_len,
+            int((q_first - first_block * size).max()),
             self._tensor(rows.ravel()),
             self._tensor(blocks.astype(np.int64)),
             self._tensor(q_first[:, None] + np.arange(q_len)),
@@ -108,6 +114,8 @@ class TorchBackend:
         self.device = device
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
+        if spec.dtype not in _DTYPES:
+            raise ConfigError(f"KV dtype {spec.dtype!r} is not one of {tuple(_DTYPES)}")
         dtype = _DTYPES[spec.dtype]
         try:
             self._device = torch.device(device)
@@ -138,21 +146,15 @@ class TorchBackend:
         return sum(pool.numel() * pool.element_size() for pool in self._pool)
 
     def prepare(self, layout: BatchLayout) -> TorchBatch:
-        """Check the layout and bind it to the device; valid for one pass."""
-        num_seqs = len(layout.seq_lens)
-        num_tokens = int(layout.cu_seqlens_q[-1])
-        if len(layout.cu_seqlens_q) != num_seqs + 1 or len(layout.block_tables) != num_seqs:
-            raise ConfigError(
-                f"layout of {num_seqs} sequences has {len(layout.cu_seqlens_q)} cu_seqlens_q and "
-                f"{len(layout.block_tables)} block tables"
-            )
-        if len(layout.slot_mapping) != num_tokens:
-            raise ConfigError(f"slot_mapping has {len(layout.slot_mapping)} slots for {num_tokens} tokens")
+        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""
+        check_layout(layout, self.spec.block_size, self.num_blocks)
         return TorchBatch(layout, self.spec.block_size, self._device)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
         for src, dst in ops:
+            if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks):
+                raise ConfigError(f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}")
             for pool in self._pool:
                 pool[:, dst].copy_(pool[:, src])
 
@@ -172,10 +174,10 @@ class TorchBackend:
         for group in batch.groups(params.window):
             keys, values = self._gather(layer, group)
             for span in _query_spans(group, queries.shape[1]):
+                seen = slice(group.lead + span.stop)  # later columns are in the future of every query of the span
                 rows = group.rows.view(-1, group.q_len)[:, span]
-                part, part_lse = _attend(
-                    queries[rows], keys, values, _visible(group, span, params.window), params, sinks
-                )
+                visible = _visible(group, span, params.window)[:, :, seen]
+                part, part_lse = _attend(queries[rows], keys[:, :, seen], values[:, :, seen], visible, params, sinks)
                 out[rows] = part.to(out.dtype)
                 lse[rows] = part_lse
         return out, lse
@@ -211,11 +213,11 @@ class TorchBackend:
 
 
 def _query_spans(group: _Group, num_q_heads: int) -> Iterator[slice]:
-    """Cut the query rows of a group so that no more than _MAX_SCORES scores exist at once."""
+    """Cut the query rows of a group so that a limited number of scores exists at once."""
     per_query = group.k_positions.numel() * num_q_heads
-    step = max(1, _MAX_SCORES // per_query)
+    step = max(1, _MAX_SCORES.get(group.rows.device.type, _MAX_SCORES_ELSEWHERE) // per_query)
     for start in range(0, group.q_len, step):
-        yield slice(start, start + step)
+        yield slice(start, min(start + step, group.q_len))
 
 
 def _visible(group: _Group, span: slice, window: int) -> torch.Tensor:
@@ -240,16 +242,21 @@ def _attend(
     """
     num_seqs, q_len, num_q_heads, _ = queries.shape
     num_kv_heads, per_kv = keys.shape[1], num_q_heads // keys.shape[1]
-    grouped = queries.float().view(num_seqs, q_len, num_kv_heads, per_kv, -1).permute(0, 2, 3, 1, 4)
-    scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * params.softmax_scale
+    grouped = (queries.float() * params.softmax_scale).view(num_seqs, q_len, num_kv_heads, per_kv, -1)
+    scores = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3) @ keys.transpose(2, 3)
     if params.softcap:
-        scores = torch.tanh(scores / params.softcap) * params.softcap
-    scores = scores.view(num_seqs, num_kv_heads, per_kv, q_len, -1)
-    scores = torch.where(visible[:, None, None], scores, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
+        scores.div_(params.softcap).tanh_().mul_(params.softcap)
+    split = scores.view(num_seqs, num_kv_heads, per_kv, q_len, -1)
+    split.masked_fill_(~visible[:, None, None], float("-inf"))
+    top = split.amax(dim=-1, keepdim=True)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.view(num_kv_heads, per_kv, 1))
-    weights = torch.exp(scores - lse[..., None]).flatten(2, 3)
-    out = (weights @ values).view(num_seqs, num_kv_heads, per_kv, q_len, -1)
+        sinks = sinks.view(num_kv_heads, per_kv, 1, 1)
+        top = torch.maximum(top, sinks)
+    weights = split.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += torch.exp(sinks - top)
+    out = (weights.flatten(2, 3) @ values).view(num_seqs, num_kv_heads, per_kv, q_len, -1) / total
+    lse = (top + total.log()).squeeze(-1)
     shape = (num_seqs, q_len, num_q_heads)
     return out.permute(0, 3, 1, 2, 4).reshape(*shape, -1), lse.permute(0, 3, 1, 2).reshape(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ QUESTIONS = (
     ("What is the mine of Lake Brilo?", "lead"),
 )
 ONE_BY_ONE = 4
-SETTINGS = {"max_new_tokens": 24, "temperature": 0.0}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0}
 
 
 def run_demo(model: str, options: dict[str, Any]) -> None:
@@ -62,27 +61,22 @@ def _warm_up(engine: CPUPagedEngine) -> None:
 
 
 def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None:
-    """The first question computes the document, the others find it; the last runs again with the cache not read."""
+    """The first question computes the document, the others find it; the last one runs again with the cache off."""
     table = Table(title="Questions one after another", title_justify="left")
     for name in ("", "question", "answer"):
         table.add_column(name)
-    for name in ("prompt tokens", "from cache", "first token"):
-        table.add_column(name, justify="right")
-    results = []
+    for name in ("prompt", "cached", "first token"):
+        table.add_column(name, justify="right", no_wrap=True)
     for index, (question, expected) in enumerate(QUESTIONS[:ONE_BY_ONE]):
         result = _ask(engine, document, question)
-        results.append(result)
         _add_row(table, "warm" if index else "cold", question, expected, result)
-    question, expected = QUESTIONS[ONE_BY_ONE - 1]
-    baseline = _ask(engine, document, question, GenerationMode.BASELINE)
-    _add_row(table, "cache off", question, expected, baseline)
+    off = _ask(engine, document, question, GenerationMode.BASELINE)
+    _add_row(table, "off", question, expected, off)
     console.print(table)
-    cold = statistics.median([results[0].ttft_ms, baseline.ttft_ms])
-    warm = statistics.median(result.ttft_ms for result in results[1:])
-    same = "the same tokens" if baseline.output_token_ids == results[-1].output_token_ids else "OTHER TOKENS"
+    same = "the same tokens" if off.output_token_ids == result.output_token_ids else "OTHER TOKENS"
     console.print(
-        f"First token: cold {cold:.0f} ms, warm {warm:.0f} ms, [bold]{cold / warm:.1f} times sooner[/bold]; "
-        f"with and without the cache the last answer has {same}.\n"
+        f"The last question with the cache off and on: first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} ms, "
+        f"[bold]{off.ttft_ms / result.ttft_ms:.1f} times sooner[/bold], and {same}.\n"
     )
 
 

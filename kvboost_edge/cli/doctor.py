@@ -26,13 +26,8 @@ _PACKAGES = (
     "kvboost-edge", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "torch",
     "transformers",
 )  # fmt: skip
-# What each of numba's threading layers means for the kernels.
-_LAYERS = {
-    "omp": "OpenMP: parallel regions start in about a microsecond",
-    "tbb": "Intel TBB",
-    "workqueue": "Numba's own pool: needs no library, parallel regions cost some 20 microseconds each; "
-    "installing libgomp (Debian: apt install libgomp1) makes the faster one available",
-}
+# The paged kernels run on threads of their own, so Numba's layer, and the library it may need, do not matter to them.
+_KERNEL_THREADS = "own team of threads; needs neither OpenMP (libgomp) nor TBB"
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -62,7 +57,6 @@ def doctor_report(model: str, options: dict[str, Any], config: EngineConfig) -> 
 
 def _processor() -> dict[str, Any]:
     cpu = describe_cpu()
-    layer = threading_layer()
     return {
         "model": cpu.model,
         "architecture": cpu.arch,
@@ -70,7 +64,8 @@ def _processor() -> dict[str, Any]:
         "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
         "default_threads": default_num_threads(),
-        "threading_layer": f"{layer} ({_LAYERS.get(layer, 'unknown to this program')})",
+        "kernel_threads": _KERNEL_THREADS,
+        "numba_threading_layer": threading_layer(),
     }
 
 

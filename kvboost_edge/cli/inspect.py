@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.architectures import check_model_compatibility
-from kvboost_edge.models.config_file import read_config
+from kvboost_edge.models.config_file import context_length, read_config, size_of, text_config
 from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.safetensors_check import check_weights
 
-__all__ = ["model_report", "print_report", "route", "run_inspect"]
+__all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
+
+_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -37,20 +39,22 @@ def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
     """Figures of a model directory by name. Raises ModelFormatError for what the engine would refuse to read."""
     fields = read_config(path)
     weights = check_weights(path, fields)
-    shape = fields.get("text_config", fields)
-    per_token = kv_bytes_per_token(shape, stored_dtype(shape, fields, config))
+    inner = text_config(fields)
+    path_taken = route(path, config)
+    dtype = kv_dtype(fields, config, path_taken["device"])
+    per_token = kv_bytes_per_token(fields, dtype)
     return {
         "path": str(path),
-        **route(path, config),
-        "layers": shape.get("num_hidden_layers"),
-        "hidden_size": shape.get("hidden_size"),
-        "vocab_size": shape.get("vocab_size"),
-        "context": shape.get("max_position_embeddings"),
+        **path_taken,
+        "layers": size_of(inner, "num_hidden_layers"),
+        "hidden_size": size_of(inner, "hidden_size"),
+        "vocab_size": size_of(inner, "vocab_size"),
+        "context": context_length(fields),
         "parameters": weights.num_params,
         "weight_bytes": weights.nbytes,
         "weight_dtypes": ", ".join(sorted(weights.dtypes)),
-        "weight_files": ", ".join(Path(name).name for name in weights.files),
-        "kv_dtype": stored_dtype(shape, fields, config),
+        "weight_files": ", ".join(file.name for file in weights.files),
+        "kv_dtype": dtype,
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_block": per_token * config.block_size,
         "fingerprint": model_fingerprint(path),
@@ -73,27 +77,27 @@ def route(path: Path, config: EngineConfig) -> dict[str, Any]:
     try:
         choice = choose_backend(config.backend, config.device)
     except KVBoostError as error:
-        return {**report, "backend": "none", "backend_reason": str(error)}
-    return {**report, "backend": f"{choice.name} ({choice.device})", "backend_reason": choice.reason}
+        return {**report, "backend": "none", "device": "none", "backend_reason": str(error)}
+    return {**report, "backend": choice.name, "device": choice.device, "backend_reason": choice.reason}
 
 
-def stored_dtype(shape: dict[str, Any], fields: dict[str, Any], config: EngineConfig) -> str:
-    """The dtype of KV in the pool: that of the compute, which is the option's or else the checkpoint's."""
+def kv_dtype(fields: Mapping[str, Any], config: EngineConfig, device: str) -> str:
+    """The dtype of KV in the pool, which is that of the compute: the option's, else the checkpoint's."""
     if config.dtype != "auto":
         return config.dtype
-    for source in (fields, shape):
-        named = source.get("dtype") or source.get("torch_dtype")
-        if named:
-            return str(named)
-    return "float32"
+    inner = text_config(fields)
+    named = [part.get(key) for part in (inner, fields) for key in ("dtype", "torch_dtype")]
+    stored = next((str(name) for name in named if name), "float32")
+    return "float32" if stored == "float16" and device == "cpu" else stored
 
 
-def kv_bytes_per_token(shape: dict[str, Any], dtype: str) -> int:
-    """Bytes of keys and values of one token over all layers, from the config's text part."""
-    heads = int(shape["num_attention_heads"])
-    kv_heads = int(shape.get("num_key_value_heads") or heads)
-    head_dim = int(shape.get("head_dim") or int(shape["hidden_size"]) // heads)
-    return 2 * int(shape["num_hidden_layers"]) * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+def kv_bytes_per_token(fields: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of keys and values of one token over all layers."""
+    inner = text_config(fields)
+    layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
+    kv_heads = size_of(inner, "num_key_value_heads") or heads
+    head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
+    return 2 * layers * kv_heads * head_dim * (4 if dtype == "float32" else 2)
 
 
 def print_report(report: dict[str, Any], *, title: str) -> None:
@@ -111,6 +115,4 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, int):
         megabytes = f" ({value / 1e6:,.1f} MB)" if "bytes" in name and value >= 1e6 else ""
         return f"{value:,}{megabytes}"
-    if dataclasses.is_dataclass(value) or isinstance(value, (list, tuple)):
-        return json.dumps(value, default=str)
     return str(value)

@@ -15,45 +15,45 @@ __all__ = ["block_map", "pool_panel"]
 # State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without colour too.
 STATES = (
     ("·", "bright_black", "free"),
-    ("░", "blue", "cached, idle"),
-    ("▒", "green", "in use by one request"),
-    ("█", "magenta", "shared by several requests"),
+    ("░", "blue", "idle, cached"),
+    ("▒", "green", "one request"),
+    ("█", "magenta", "shared"),
 )
 MAX_CELLS = 512
 
 
-def block_map(states: Sequence[int], *, width: int) -> Text:
-    """One glyph per block, `width` to a line. A pool of more than MAX_CELLS blocks is drawn with several blocks to a
-    glyph, which then shows the busiest of them."""
+def block_map(states: Sequence[int], *, width: int) -> Group:
+    """One glyph per block, `width` to a line, and a legend that counts them. A pool of more than MAX_CELLS blocks is
+    drawn with several blocks to a glyph, which then shows the busiest of them."""
     per_cell = -(-len(states) // MAX_CELLS) or 1
     cells = [max(states[start : start + per_cell]) for start in range(0, len(states), per_cell)]
     picture = Text(no_wrap=True)
     for start in range(0, len(cells), width):
         for state in cells[start : start + width]:
-            glyph, style, _ = STATES[state]
-            picture.append(glyph, style)
+            picture.append(STATES[state][0], STATES[state][1])
         picture.append("\n")
-    for index, (glyph, style, meaning) in enumerate(STATES):
-        picture.append("   " if index else "")
-        picture.append(glyph, style)
-        picture.append(f" {meaning} {states.count(index)}")
+    legend = Text()
+    for state, (glyph, style, meaning) in enumerate(STATES):
+        legend.append("   " if state else "")
+        legend.append(glyph, style)
+        legend.append(f" {meaning}: {states.count(state)}")
     if per_cell > 1:
-        picture.append(f"\na glyph is {per_cell} blocks and shows the busiest of them")
-    return picture
+        legend.append(f"\na glyph is {per_cell} blocks and shows the busiest of them")
+    return Group(picture, legend)
 
 
 def pool_panel(states: Sequence[int], stats: dict[str, Any], *, width: int, title: str = "Block pool") -> Panel:
     """The block map above all figures of `paged_stats()`."""
-    parts: list[RenderableType] = [block_map(list(states), width=max(16, min(width, 120) - 6)), Text()]
-    parts.append(_stats_table(stats))
-    return Panel(Group(*parts), title=title, expand=False)
+    picture = block_map(list(states), width=max(16, min(width, 120) - 6))
+    columns = 3 if width >= 110 else 2
+    return Panel(Group(picture, Text(), _stats_table(stats, columns)), title=title, expand=False)
 
 
-def _stats_table(stats: dict[str, Any]) -> Table:
-    """The figures in three columns of name and value."""
+def _stats_table(stats: dict[str, Any], columns: int) -> Table:
+    """The figures, so many columns of name and value."""
     table = Table.grid(padding=(0, 2))
     cells = [(name, _figure(name, value)) for name, value in stats.items()]
-    rows = -(-len(cells) // 3)
+    rows = -(-len(cells) // columns)
     for row in range(rows):
         line: list[RenderableType] = []
         for name, value in cells[row::rows]:

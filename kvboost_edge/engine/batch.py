@@ -66,7 +66,8 @@ def pad_and_mask(suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int) ->
     """Left-pad: (ids, masks), both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on padding.
 
     Left, so that the last column holds each row's last token. Behind a shared prefix of P tokens the attention mask
-    is P ones followed by the row's mask, and the positions are P + cumsum(mask) - 1.
+    is P ones followed by the row's mask, and the positions are P + cumsum(mask) - 1. transformers measures a sliding
+    window in slots, padding included: for models that have one, pad whole prompts, not what follows a prefix.
     """
     import torch
 
@@ -115,7 +116,7 @@ def batched_decode(
             f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over {slots} slots of {batch} rows "
             "do not agree: each row must see exactly start_pos slots"
         )
-    cache = DynamicCache([(k, v) for k, v in past_kv])
+    cache, mask = DynamicCache(_left_padded(past_kv, mask)), mask.sort(dim=1).values
     outputs: list[list[int]] = [[int(token)] for token in tokens[:, 0]]
     done = [row[0] in eos for row in outputs]
     for _ in range(max_new_tokens - 1):
@@ -133,6 +134,19 @@ def batched_decode(
                 outputs[row].append(token)
                 done[row] = token in eos
     return outputs, tuple((layer.keys, layer.values) for layer in cache.layers)
+
+
+def _left_padded(kv: LegacyKV, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The KV with each row's hidden slots moved to its front: distances in slots are then distances in positions,
+    which sliding windows count on. A copy only where something moves."""
+    order = mask.argsort(dim=1, stable=True)
+    if bool((order[:, 1:] > order[:, :-1]).all()):
+        return list(kv)
+
+    def move(part: torch.Tensor) -> torch.Tensor:
+        return part.gather(2, order[:, None, :, None].expand(part.shape))
+
+    return [(move(keys), move(values)) for keys, values in kv]
 
 
 def _next_tokens(logits: torch.Tensor, temperature: float, do_sample: bool) -> torch.Tensor:

@@ -6,9 +6,11 @@ Callers put messages into the inbox and wait on handles. The lock guards the boo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,6 +81,7 @@ class EngineCore:
     def start(self) -> None:
         """Start the engine thread."""
         self._thread.start()
+        _started.add(self)
 
     def check_open(self) -> None:
         """Raise KVBoostError if the engine was closed or stopped by an error."""
@@ -318,3 +321,13 @@ def _num_logits(chunk: Chunk) -> int:
     """How many of a chunk's last rows need logits: one, which samples or at least shows NaN, or those asked for."""
     start = chunk.sequence.request.logits_start
     return 1 if start is None else max(1, chunk.stop - max(chunk.start, start))
+
+
+_started: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_started() -> None:
+    """End engines that nobody closed: a thread still inside torch while the interpreter is taken down aborts it."""
+    for core in list(_started):
+        core.close()

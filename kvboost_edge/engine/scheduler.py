@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from operator import attrgetter
 
 from kvboost_edge.engine.request import Request
@@ -20,6 +21,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 __all__ = ["Chunk", "Scheduler", "StepPlan"]
 
 _BY_ARRIVAL = attrgetter("index")
+_BY_TURN = attrgetter("last_turn", "index")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._step = 0
+        self._turns = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +104,6 @@ class Scheduler:
             if count:
                 start = sequence.num_computed_tokens
                 plan.chunks.append(Chunk(sequence, start, start + count))
-                sequence.last_step = self._step
         return plan
 
     # Letting sequences in.
@@ -164,17 +166,21 @@ class Scheduler:
         # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
         kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
         # The least recently served go first, which matters only when the budget is smaller than their number.
-        chosen = sorted(decoding, key=attrgetter("last_step", "index"))[: budget - kept]
+        chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
         shares = {s.index: 1 for s in chosen}
         budget -= len(chosen)
-        hungry = sorted(filling, key=attrgetter("last_step", "index"))
+        hungry = sorted(filling, key=_BY_TURN)
         while budget > 0 and hungry:
             share = max(1, budget // len(hungry))
             for sequence in hungry:
                 given = min(share, sequence.num_pending - shares.get(sequence.index, 0), budget)
                 shares[sequence.index] = shares.get(sequence.index, 0) + given
                 budget -= given
+                chosen.append(sequence)
             hungry = [s for s in hungry if shares[s.index] < s.num_pending]
+        for sequence in chosen:
+            if shares[sequence.index]:
+                sequence.last_turn = next(self._turns)
         return shares
 
     # Memory.

@@ -42,7 +42,7 @@ class Sequence:
     back to what the cache still holds when the sequence is let in again; sampled tokens stay.
 
     table           the blocks, None unless RUNNING
-    last_step       number of the last step that computed something for it (fairness)
+    last_turn       when the scheduler last gave it something, counted over all sequences (fairness)
     blocked_at      free blocks to spare at the last failed try to let it in; None: not tried
     """
 
@@ -55,7 +55,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.preemptions = 0
-        self.last_step = -1
+        self.last_turn = -1
         self.blocked_at: int | None = None
         self.admitted_at: float | None = None
         self.logits: list[Floats] = []

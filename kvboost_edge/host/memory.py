@@ -37,7 +37,8 @@ def process_peak() -> int:
         # Not getrusage: its ru_maxrss is inherited from the process that started this one.
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
-                return max(int(line.split()[1]) * 1024, 0)
+                # The kernel batches its counts, so the mark can lag a little behind what is resident now.
+                return max(int(line.split()[1]) * 1024, process_rss())
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource

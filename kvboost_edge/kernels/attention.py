@@ -7,6 +7,8 @@ and the spans are merged in order. So a row's bits depend on its own sequence an
 A group of 16 tokens is read in place where it is float32, complete, and head_dim a multiple of 16; otherwise it is
 staged: widened to float32, padded, and zero where no token of the item's range lies. What was never written is
 therefore never multiplied by anything.
+
+Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the compiler to look at.
 """
 
 from __future__ import annotations
@@ -15,23 +17,37 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.paged import SPAN, Floats, Ints
+from kvboost_edge.kernels.paged import ITEM_COLUMNS, SPAN
 from kvboost_edge.kernels.tiles import (
     GROUPS,
     ROWS,
     TILE,
+    fill,
+    hide_row,
+    mix_row,
+    scale_row,
     scores_tile,
+    scores_tile_prefetching,
     softcap_row,
-    softmax_row,
+    softmax_rows,
     stage_rows,
     values_tile,
 )
-from kvboost_edge.kernels.vectors import KIND_F32, LANES, address_of, exp_f32, fetch_add, load_scalar
+from kvboost_edge.kernels.vectors import (
+    KIND_F32,
+    LANES,
+    exp_f32,
+    fetch_add,
+    load_f32,
+    load_i32,
+    load_scalar,
+    store_f32,
+    store_i64,
+)
 
-__all__ = ["NEXT_UNIT", "NUM_COUNTERS", "NUM_SCRATCH_USERS", "UNITS_DONE", "AttentionJob", "Shape", "attend"]
+__all__ = ["NUM_COUNTERS", "UNITS_DONE", "AttentionJob", "Shape", "attend", "scratch_floats", "state_floats"]
 
 _VALUES_4, _VALUES_2, _VALUES_1 = values_tile[4], values_tile[2], values_tile[1]
 _LOWEST = np.float32(-np.inf)
@@ -48,6 +64,8 @@ class Shape(NamedTuple):
     head_dim: int
     padded_dim: int
     padded_rows: int
+    state_floats: int
+    scratch_floats: int
     block_size: int
     kind: int
     window: int
@@ -56,304 +74,306 @@ class Shape(NamedTuple):
 
 
 class AttentionJob(NamedTuple):
-    """All that the threads of one call share.
+    """All that the threads of one call share, as addresses (an array in here would cost atomic reference counts).
 
     queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens, num_q_heads]
-    keys, values  addresses of the pool's arrays
-    items         as in WorkPlan
-    sinks         float32 [num_q_heads], or [0] for none
+    keys, values  the pool's arrays
+    sinks         float32 [num_q_heads], or address 0 for none
+    parts         float32 [num_parts * num_kv_heads, state_floats]: states of split spans
+    scratch       float32 [num_threads, scratch_floats]; a thread takes a row when it joins
     counters      int64, see NUM_COUNTERS
-    scratch       float32 [num_threads, `scratch_floats`]; a thread takes a row when it joins
-    parts         float32 [num_parts * num_kv_heads, `part_floats`]: sums, maxima and totals of split spans
+    cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
     """
 
-    queries: Floats
-    out: Floats
-    lse: Floats
+    queries: int
+    out: int
+    lse: int
     keys: int
     values: int
-    cu_seqlens_q: Ints
-    seq_lens: Ints
-    block_tables: Ints
-    items: Ints
-    sinks: Floats
-    counters: npt.NDArray[np.int64]
-    scratch: Floats
-    parts: Floats
+    sinks: int
+    parts: int
+    scratch: int
+    counters: int
+    cu_seqlens_q: int
+    seq_lens: int
+    block_tables: int
+    max_blocks: int
+    items: int
+    num_items: int
+    num_threads: int
     shape: Shape
 
 
-class _Rows(NamedTuple):
-    """The running state of an item's rows, views of a thread's scratch. All float32.
+class _Unit(NamedTuple):
+    """Where a unit works. Positions are absolute; the rows see tokens [low, high) at most.
 
-    query [rows * head_dim] scaled; scores [rows * 64]; sums, merged [rows * padded_dim]; the others [rows].
+    query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0
+    scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
+    stage   address of the staged groups: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a row of zeros
+    table   address of the tile table, see tiles.py
+
+    A state is float32 sums [padded_rows, padded_dim], maxima [padded_rows], totals [padded_rows].
     """
 
-    query: Any
-    scores: Any
-    sums: Any
-    maximum: Any
-    total: Any
-    rescale: Any
-    merged: Any
-    merged_maximum: Any
-    merged_total: Any
-    stage: Any
-    table: Any
+    sequence: Any
+    head: int
+    num_rows: Any
+    first_position: Any
+    low: Any
+    high: Any
+    query: int
+    scores: int
+    rescale: int
+    stage: int
+    table: int
 
 
-def part_floats(shape: Shape) -> int:
-    """Floats of one partial result: sums, maxima, totals."""
-    return shape.padded_rows * (shape.padded_dim + 2)
+def state_floats(padded_rows: int, padded_dim: int) -> int:
+    """Floats of one state: sums, maxima, totals; a multiple of 16, so that states in a row stay aligned."""
+    return -(-padded_rows * (padded_dim + 2) // LANES) * LANES
 
 
-def scratch_floats(shape: Shape) -> int:
+def scratch_floats(padded_rows: int, head_dim: int, padded_dim: int) -> int:
     """Floats of scratch that one thread needs, a multiple of 16."""
-    rows = shape.padded_rows * (shape.head_dim + TILE + 2 * shape.padded_dim + 5)
-    stage = GROUPS * LANES * (shape.head_dim + shape.padded_dim) + shape.padded_dim + LANES
-    return -(-(rows + stage + 11 * LANES) // LANES) * LANES
+    rows = padded_rows * (head_dim + TILE + 1)
+    stage = GROUPS * LANES * (head_dim + padded_dim) + padded_dim
+    total = 2 * state_floats(padded_rows, padded_dim) + rows + stage + 12 * GROUPS + 8 * LANES
+    return -(-total // LANES) * LANES
 
 
 @kernel
-def _take(scratch: Floats, start: int, size: int) -> tuple[Floats, int]:
-    """A view of `size` floats and the next 64-byte aligned start."""
-    return scratch[start : start + size], start + (size + LANES - 1) // LANES * LANES
+def _after(address: int, floats: int) -> int:
+    """The next cache line after `floats` floats at an aligned address."""
+    return address + (floats + LANES - 1) // LANES * LANES * 4
 
 
 @kernel
-def _carve(scratch: Floats, table: npt.NDArray[np.int64], shape: Shape) -> _Rows:
-    rows, dim = shape.padded_rows, shape.padded_dim
-    query, at = _take(scratch, 0, rows * shape.head_dim)
-    scores, at = _take(scratch, at, rows * TILE)
-    sums, at = _take(scratch, at, rows * dim)
-    merged, at = _take(scratch, at, rows * dim)
-    maximum, at = _take(scratch, at, rows)
-    total, at = _take(scratch, at, rows)
-    rescale, at = _take(scratch, at, rows)
-    merged_maximum, at = _take(scratch, at, rows)
-    merged_total, at = _take(scratch, at, rows)
-    stage, at = _take(scratch, at, GROUPS * LANES * (shape.head_dim + dim) + dim)
-    return _Rows(query, scores, sums, maximum, total, rescale, merged, merged_maximum, merged_total, stage, table)
-
-
-@kernel
-def _stage_values(out: int, source: int, low: int, high: int, shape: Shape) -> None:
-    """Stage tokens [low, high) of 16 at float32 address `out`, rows of padded_dim; the rest becomes 0."""
-    size = 4 if shape.kind == KIND_F32 else 2
-    row_bytes, out_bytes = shape.head_dim * size, shape.padded_dim * 4
-    full = shape.head_dim // LANES
-    # An empty lane range zeroes without looking at what the (valid) source address holds.
-    stage_rows(out, source, low, 0, out_bytes, full, 0, 0, shape.kind)
-    stage_rows(
-        out + low * out_bytes, source + low * row_bytes, high - low, row_bytes, out_bytes, full, 0, LANES, shape.kind
-    )
-    stage_rows(out + high * out_bytes, source, LANES - high, 0, out_bytes, full, 0, 0, shape.kind)
-
-
-@kernel
-def _stage_value_tail(stage: Floats, start: int, source: int, low: int, high: int, shape: Shape) -> None:
-    """The channels after the last full 16, one by one."""
-    size = 4 if shape.kind == KIND_F32 else 2
-    for token in range(LANES):
-        for channel in range(shape.head_dim // LANES * LANES, shape.padded_dim):
-            value = np.float32(0.0)
-            if low <= token < high and channel < shape.head_dim:
-                value = load_scalar(source + (token * shape.head_dim + channel) * size, shape.kind)
-            stage[start + token * shape.padded_dim + channel] = value
-
-
-@kernel
-def _place_group(
-    job: AttentionJob, rows: _Rows, sequence: int, head: int, group: int, position: int, low: int, high: int
-) -> None:
-    """Fill column `group` of the tile table for the 16 tokens at `position`, of which [low, high) are to be seen."""
+def _place_group(job: AttentionJob, unit: _Unit, group: int, position: int) -> None:
+    """Fill column `group` of the tile table for the 16 tokens at `position`, staging them where they need it."""
     shape = job.shape
-    table, stage = rows.table, rows.stage
-    key_stage = group * LANES * shape.head_dim
-    value_stage = GROUPS * LANES * shape.head_dim + group * LANES * shape.padded_dim
-    if high <= position or low >= position + LANES:
+    at = unit.table + 8 * group
+    values_staged = GROUPS * LANES * shape.head_dim
+    first, end = max(0, unit.low - position), min(LANES, unit.high - position)
+    if first >= end:
         # Nothing to see: one row of zeros stands for all of them.
-        zeros = GROUPS * LANES * (shape.head_dim + shape.padded_dim)
-        stage[zeros : zeros + shape.padded_dim] = np.float32(0.0)
-        at = address_of(stage) + 4 * zeros
-        for row in range(6):
-            table[row * GROUPS + group] = 0 if row % 2 == 1 and row < 4 else at
+        zeros = unit.stage + 4 * GROUPS * LANES * (shape.head_dim + shape.padded_dim)
+        fill(zeros, shape.padded_dim, np.float32(0.0))
+        _set_column(at, zeros, 0, zeros, 0, zeros, zeros)
         return
+    keys, values = _locate(job, unit, position)
+    next_keys, next_values = keys, values
+    if position + TILE < unit.high:
+        next_keys, next_values = _locate(job, unit, position + TILE)
     size = 4 if shape.kind == KIND_F32 else 2
-    block = np.int64(job.block_tables[sequence, position // shape.block_size])
-    offset = position % shape.block_size
-    base = (block * shape.num_kv_heads + head) * shape.head_dim * shape.block_size * size
-    keys = job.keys + base + offset * size
-    values = job.values + base + offset * shape.head_dim * size
-    first, end = max(0, low - position), min(LANES, high - position)
-    if shape.kind == KIND_F32 and first == 0 and end == LANES and shape.head_dim == shape.padded_dim:
-        table[group], table[GROUPS + group] = keys, shape.block_size * size
-        table[2 * GROUPS + group], table[3 * GROUPS + group] = values, shape.head_dim * size
-    else:
-        key_out = address_of(stage) + 4 * key_stage
-        value_out = address_of(stage) + 4 * value_stage
-        stage_rows(key_out, keys, shape.head_dim, shape.block_size * size, 4 * LANES, 1, first, end, shape.kind)
-        _stage_values(value_out, values, first, end, shape)
-        if shape.head_dim != shape.padded_dim:
-            _stage_value_tail(stage, value_stage, values, first, end, shape)
-        table[group], table[GROUPS + group] = key_out, 4 * LANES
-        table[2 * GROUPS + group], table[3 * GROUPS + group] = value_out, 4 * shape.padded_dim
-    table[4 * GROUPS + group] = keys
-    table[5 * GROUPS + group] = values
+    key_step, value_step = shape.block_size * size, shape.head_dim * size
+    if shape.kind == KIND_F32 and end - first == LANES and shape.head_dim == shape.padded_dim:
+        _set_column(at, keys, key_step, values, value_step, next_keys, next_values)
+        return
+    key_out = unit.stage + 4 * group * LANES * shape.head_dim
+    value_out = unit.stage + 4 * (values_staged + group * LANES * shape.padded_dim)
+    stage_rows(key_out, keys, next_keys, shape.head_dim, key_step, 4 * LANES, 1, first, end, shape.kind)
+    fill(value_out, LANES * shape.padded_dim, np.float32(0.0))
+    full, row = shape.head_dim // LANES, 4 * shape.padded_dim
+    source, out = values + first * value_step, value_out + first * row
+    stage_rows(out, source, next_values, end - first, value_step, row, full, 0, LANES, shape.kind)
+    for token in range(end - first):
+        for channel in range(full * LANES, shape.head_dim):
+            value = load_scalar(source + token * value_step + channel * size, shape.kind)
+            store_f32(out + token * row + 4 * channel, value)
+    _set_column(at, key_out, 4 * LANES, value_out, row, key_out, value_out)
 
 
 @kernel
-def _attend_tile(job: AttentionJob, rows: _Rows, num_rows: int, start: int, first_position: int) -> None:
-    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
+def _locate(job: AttentionJob, unit: _Unit, position: int) -> tuple[Any, Any]:
+    """Addresses of the keys and values stored for a position."""
     shape = job.shape
-    query, scores, table = address_of(rows.query), address_of(rows.scores), address_of(rows.table)
-    sums, rescale = address_of(rows.sums), address_of(rows.rescale)
-    maximum, total = address_of(rows.maximum), address_of(rows.total)
+    size = 4 if shape.kind == KIND_F32 else 2
+    block = load_i32(job.block_tables + 4 * (unit.sequence * job.max_blocks + position // shape.block_size))
+    offset = position % shape.block_size
+    base = (block * shape.num_kv_heads + unit.head) * shape.head_dim * shape.block_size
+    return job.keys + (base + offset) * size, job.values + (base + offset * shape.head_dim) * size
+
+
+@kernel
+def _set_column(at: int, keys: int, key_step: int, values: int, value_step: int, ahead: int, ahead_values: int) -> None:
+    store_i64(at, keys)
+    store_i64(at + 8 * GROUPS, key_step)
+    store_i64(at + 16 * GROUPS, values)
+    store_i64(at + 24 * GROUPS, value_step)
+    store_i64(at + 32 * GROUPS, ahead)
+    store_i64(at + 40 * GROUPS, ahead_values)
+
+
+@kernel
+def _attend_tile(shape: Shape, unit: _Unit, start: int, state: int) -> None:
+    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
     dim = shape.padded_dim
-    for row in range(0, num_rows, ROWS):
-        at = scores + row * TILE * 4
-        scores_tile(query + row * shape.head_dim * 4, table, shape.head_dim, 0, at)
-        for each in range(row, min(row + ROWS, num_rows)):
-            position = first_position + each // shape.heads_per_group
-            low = position - shape.window + 1 - start if shape.window > 0 else 0
-            here = scores + each * TILE * 4
-            if shape.softcap > 0:
-                softcap_row(here, np.float32(shape.softcap))
-            softmax_row(here, low, position + 1 - start, maximum + 4 * each, total + 4 * each, rescale + 4 * each)
-    for row in range(0, num_rows, ROWS):
-        at, out, factors = scores + row * TILE * 4, sums + row * dim * 4, rescale + row * 4
+    maxima = state + 4 * shape.padded_rows * dim
+    totals = maxima + 4 * shape.padded_rows
+    hides = start + TILE > unit.first_position + 1
+    if shape.window > 0 and start < unit.high - shape.window:
+        hides = True
+    for row in range(0, unit.num_rows, ROWS):
+        at = unit.scores + row * TILE * 4
+        if row == 0:
+            scores_tile_prefetching(unit.query, unit.table, shape.head_dim, at)
+        else:
+            scores_tile(unit.query + row * shape.head_dim * 4, unit.table, shape.head_dim, at)
+        if shape.softcap > 0:
+            for each in range(ROWS):
+                softcap_row(at + each * TILE * 4, np.float32(shape.softcap))
+        if hides:
+            for each in range(ROWS):
+                end = unit.first_position + (row + each) // shape.heads_per_group + 1 - start
+                low = end - shape.window if shape.window > 0 else 0
+                hide_row(at + each * TILE * 4, low, end)
+        softmax_rows(at, maxima + 4 * row, totals + 4 * row, unit.rescale + 4 * row)
+    for row in range(0, unit.num_rows, ROWS):
+        at, out, factors = unit.scores + row * TILE * 4, state + row * dim * 4, unit.rescale + row * 4
         channel = 0
         while dim - channel >= 64:
-            _VALUES_4(at, table, channel, factors, out, dim * 4, 0)
+            _VALUES_4(at, unit.table, channel, factors, out, dim * 4)
             channel += 64
         if dim - channel >= 32:
-            _VALUES_2(at, table, channel, factors, out, dim * 4, 0)
+            _VALUES_2(at, unit.table, channel, factors, out, dim * 4)
             channel += 32
         if dim - channel >= 16:
-            _VALUES_1(at, table, channel, factors, out, dim * 4, 0)
+            _VALUES_1(at, unit.table, channel, factors, out, dim * 4)
 
 
 @kernel
-def _attend_span(job: AttentionJob, rows: _Rows, item: int, head: int, span: int) -> None:
-    """Softmax of the item's rows over one span, into rows.sums, rows.maximum and rows.total."""
-    shape = job.shape
-    sequence = job.items[item, 0]
-    num_rows = job.items[item, 2] * shape.heads_per_group
-    num_queries = job.cu_seqlens_q[sequence + 1] - job.cu_seqlens_q[sequence]
-    first_position = np.int64(job.seq_lens[sequence] - num_queries + job.items[item, 1])
-    low = max(0, first_position - shape.window + 1) if shape.window > 0 else 0
-    high = first_position + job.items[item, 2]
-    rows.sums[:] = np.float32(0.0)
-    rows.maximum[:] = _LOWEST
-    rows.total[:] = np.float32(0.0)
-    start = max(low, span * SPAN) // TILE * TILE
-    end = min(high, span * SPAN + SPAN)
+def _clear_state(shape: Shape, num_rows: int, state: int) -> None:
+    rows = (num_rows + ROWS - 1) // ROWS * ROWS
+    size = shape.padded_rows * shape.padded_dim
+    fill(state, rows * shape.padded_dim, np.float32(0.0))
+    fill(state + 4 * size, rows, _LOWEST)
+    fill(state + 4 * (size + shape.padded_rows), rows, np.float32(0.0))
+
+
+@kernel
+def _attend_span(job: AttentionJob, unit: _Unit, span: int, state: int) -> None:
+    """Softmax of the unit's rows over one span, into a state."""
+    _clear_state(job.shape, unit.num_rows, state)
+    start = max(unit.low, span * SPAN) // TILE * TILE
+    end = min(unit.high, span * SPAN + SPAN)
     while start < end:
         for group in range(GROUPS):
-            _place_group(job, rows, sequence, head, group, start + group * LANES, low, high)
-        _attend_tile(job, rows, num_rows, start, first_position)
+            _place_group(job, unit, group, start + group * LANES)
+        _attend_tile(job.shape, unit, start, state)
         start += TILE
 
 
 @kernel
-def _merge_rows(rows: _Rows, num_rows: int, dim: int, sums: Floats, maximum: Floats, total: Floats) -> None:
-    """Merge a later span's (sums, maximum, total) into the rows' merged state."""
+def _merge_state(shape: Shape, num_rows: int, merged: int, state: int) -> None:
+    """Merge a later span's state into the merged state."""
+    dim = shape.padded_dim
+    maxima = 4 * shape.padded_rows * dim
+    totals = maxima + 4 * shape.padded_rows
     for row in range(num_rows):
-        old, new = rows.merged_maximum[row], maximum[row]
+        old, new = load_f32(merged + maxima + 4 * row), load_f32(state + maxima + 4 * row)
         top = max(old, new)
         base = np.float32(0.0) if top == _LOWEST else top
         keep, add = exp_f32(old - base), exp_f32(new - base)
-        for at in range(row * dim, row * dim + dim):
-            rows.merged[at] = rows.merged[at] * keep + sums[at] * add
-        rows.merged_maximum[row] = top
-        rows.merged_total[row] = rows.merged_total[row] * keep + total[row] * add
+        mix_row(merged + 4 * row * dim, state + 4 * row * dim, dim, keep, add)
+        mix_row(merged + totals + 4 * row, state + totals + 4 * row, 1, keep, add)
+        store_f32(merged + maxima + 4 * row, top)
 
 
 @kernel
-def _clear_merged(rows: _Rows) -> None:
-    rows.merged[:] = np.float32(0.0)
-    rows.merged_maximum[:] = _LOWEST
-    rows.merged_total[:] = np.float32(0.0)
+def _first_row(job: AttentionJob, item: int) -> Any:
+    """First query row of an item in the flat batch; `item` is the address of its numbers, see WorkPlan."""
+    return load_i32(job.cu_seqlens_q + 4 * load_i32(item)) + load_i32(item + 4)
 
 
 @kernel
-def _load_queries(job: AttentionJob, rows: _Rows, item: int, head: int) -> None:
-    """Copy the item's query rows, scaled; rows that pad to a multiple of 4 become 0."""
+def _open_unit(job: AttentionJob, item: int, head: int, scratch: int) -> _Unit:
+    """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
     shape = job.shape
-    first = job.cu_seqlens_q[job.items[item, 0]] + job.items[item, 1]
-    num_rows = job.items[item, 2] * shape.heads_per_group
-    scale = np.float32(shape.softmax_scale)
+    group, dim = shape.heads_per_group, shape.head_dim
+    sequence, num_tokens = load_i32(item), load_i32(item + 8)
+    num_rows = num_tokens * group
+    cu_seqlens = job.cu_seqlens_q + 4 * sequence
+    num_queries = load_i32(cu_seqlens + 4) - load_i32(cu_seqlens)
+    first_position = load_i32(job.seq_lens + 4 * sequence) - num_queries + load_i32(item + 4)
+    low = max(0, first_position - shape.window + 1) if shape.window > 0 else 0
+    query = scratch
+    scores = _after(query, shape.padded_rows * dim)
+    rescale = _after(scores, shape.padded_rows * TILE)
+    stage = _after(rescale, shape.padded_rows)
+    table = _after(stage, GROUPS * LANES * (dim + shape.padded_dim) + shape.padded_dim)
+    first = _first_row(job, item) * shape.num_kv_heads * group
     for row in range(num_rows):
-        token, q_head = first + row // shape.heads_per_group, row % shape.heads_per_group + head * shape.heads_per_group
-        for dim in range(shape.head_dim):
-            rows.query[row * shape.head_dim + dim] = job.queries[token, q_head, dim] * scale
-    rows.query[num_rows * shape.head_dim :] = np.float32(0.0)
-    rows.scores[num_rows * TILE :] = np.float32(0.0)
-    rows.rescale[:] = np.float32(0.0)
+        source = first + (row // group * shape.num_kv_heads + head) * group + row % group
+        scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
+    fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
+    high = first_position + num_tokens
+    return _Unit(sequence, head, num_rows, first_position, low, high, query, scores, rescale, stage, table)
 
 
 @kernel
-def _store_rows(job: AttentionJob, rows: _Rows, item: int, head: int) -> None:
-    """Add the sinks, divide, and write the item's rows of out and lse."""
+def _store_rows(job: AttentionJob, unit: _Unit, item: int, merged: int) -> None:
+    """Add the sinks, divide, and write the unit's rows of out and lse."""
     shape = job.shape
-    first = job.cu_seqlens_q[job.items[item, 0]] + job.items[item, 1]
-    for row in range(job.items[item, 2] * shape.heads_per_group):
-        token, q_head = first + row // shape.heads_per_group, row % shape.heads_per_group + head * shape.heads_per_group
-        maximum, total, factor = rows.merged_maximum[row], rows.merged_total[row], np.float32(1.0)
-        if job.sinks.size > 0:
-            top = max(maximum, job.sinks[q_head])
+    group, dim = shape.heads_per_group, shape.head_dim
+    maxima = merged + 4 * shape.padded_rows * shape.padded_dim
+    first = _first_row(job, item) * shape.num_kv_heads * group
+    for row in range(unit.num_rows):
+        q_head = unit.head * group + row % group
+        target = first + row // group * shape.num_kv_heads * group + q_head
+        maximum, total = load_f32(maxima + 4 * row), load_f32(maxima + 4 * (shape.padded_rows + row))
+        factor = np.float32(1.0)
+        if job.sinks != 0:
+            sink = load_f32(job.sinks + 4 * q_head)
+            top = max(maximum, sink)
             factor = exp_f32(maximum - top)
-            total = total * factor + exp_f32(job.sinks[q_head] - top)
+            total = total * factor + exp_f32(sink - top)
             maximum = top
-        inverse = factor / total
-        for dim in range(shape.head_dim):
-            job.out[token, q_head, dim] = rows.merged[row * shape.padded_dim + dim] * inverse
-        job.lse[token, q_head] = maximum + np.float32(math.log(total))
-
-
-@kernel
-def _attend_split(job: AttentionJob, rows: _Rows, item: int, head: int) -> None:
-    """One span of a split sequence; the thread that finishes the group's last span merges all of them, in order."""
-    shape = job.shape
-    group, first_span, num_spans = job.items[item, 5], job.items[item, 6], job.items[item, 7]
-    num_rows, dim = job.items[item, 2] * shape.heads_per_group, shape.padded_dim
-    base = np.int64(job.items[item, 8]) * shape.num_kv_heads + np.int64(head) * num_spans
-    size = shape.padded_rows * dim
-    _attend_span(job, rows, item, head, job.items[item, 3])
-    part = job.parts[base + job.items[item, 3] - first_span]
-    part[: num_rows * dim] = rows.sums[: num_rows * dim]
-    part[size : size + num_rows] = rows.maximum[:num_rows]
-    part[size + shape.padded_rows : size + shape.padded_rows + num_rows] = rows.total[:num_rows]
-    counter = NUM_COUNTERS + np.int64(group) * shape.num_kv_heads + head
-    if fetch_add(address_of(job.counters) + 8 * counter, 1) == num_spans - 1:
-        _clear_merged(rows)
-        for span in range(num_spans):
-            part = job.parts[base + span]
-            _merge_rows(rows, num_rows, dim, part, part[size:], part[size + shape.padded_rows :])
-        _store_rows(job, rows, item, head)
+        scale_row(job.out + 4 * target * dim, merged + 4 * row * shape.padded_dim, dim, factor / total)
+        store_f32(job.lse + 4 * target, maximum + np.float32(math.log(total)))
 
 
 @kernel
 def attend(job: AttentionJob) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same job."""
+    """Take units until none is left. Every thread of a team runs this on the same job.
+
+    A unit of a split sequence is one span, whose state goes to `parts`; the thread that finishes the last span of a
+    group merges all of them, in order.
+    """
     shape = job.shape
-    counters = address_of(job.counters)
-    num_units = job.items.shape[0] * shape.num_kv_heads
-    scratch = job.scratch[fetch_add(counters + 8 * NUM_SCRATCH_USERS, 1)]
-    rows = _carve(scratch, np.empty(6 * GROUPS, dtype=np.int64), shape)
+    counters = job.counters
+    num_units = job.num_items * shape.num_kv_heads
+    user = fetch_add(counters + 8 * NUM_SCRATCH_USERS, 1)
+    if user >= job.num_threads:
+        return
+    merged = job.scratch + 4 * user * shape.scratch_floats
+    own_state = _after(merged, shape.state_floats)
+    scratch = _after(own_state, shape.state_floats)
+    part_bytes = 4 * shape.state_floats
     while True:
-        unit = fetch_add(counters + 8 * NEXT_UNIT, 1)
-        if unit >= num_units:
+        unit_index = fetch_add(counters + 8 * NEXT_UNIT, 1)
+        if unit_index >= num_units:
             return
-        item, head = unit // shape.num_kv_heads, unit % shape.num_kv_heads
-        _load_queries(job, rows, item, head)
-        if job.items[item, 5] >= 0:
-            _attend_split(job, rows, item, head)
-        else:
-            _clear_merged(rows)
-            num_rows = job.items[item, 2] * shape.heads_per_group
-            for span in range(job.items[item, 3], job.items[item, 4]):
-                _attend_span(job, rows, item, head, span)
-                _merge_rows(rows, num_rows, shape.padded_dim, rows.sums, rows.maximum, rows.total)
-            _store_rows(job, rows, item, head)
+        item = job.items + 4 * ITEM_COLUMNS * (unit_index // shape.num_kv_heads)
+        head = unit_index % shape.num_kv_heads
+        unit = _open_unit(job, item, head, scratch)
+        first_span, end_span, group = load_i32(item + 12), load_i32(item + 16), load_i32(item + 20)
+        num_spans = load_i32(item + 28)
+        parts = job.parts + part_bytes * (load_i32(item + 32) * shape.num_kv_heads + head * num_spans)
+        last = True
+        if group < 0:
+            _clear_state(shape, unit.num_rows, merged)
+        for span in range(first_span, end_span):
+            state = own_state if group < 0 else parts + part_bytes * (span - load_i32(item + 24))
+            _attend_span(job, unit, span, state)
+            if group < 0:
+                _merge_state(shape, unit.num_rows, merged, state)
+        if group >= 0:
+            counter = counters + 8 * (NUM_COUNTERS + group * shape.num_kv_heads + head)
+            last = fetch_add(counter, 1) == num_spans - 1
+            if last:
+                _clear_state(shape, unit.num_rows, merged)
+                for span in range(num_spans):
+                    _merge_state(shape, unit.num_rows, merged, parts + part_bytes * span)
+        if last:
+            _store_rows(job, unit, item, merged)
         fetch_add(counters + 8 * UNITS_DONE, 1)

@@ -14,8 +14,8 @@ from kvboost_edge.kernels.attention import (
     AttentionJob,
     Shape,
     attend,
-    part_floats,
     scratch_floats,
+    state_floats,
 )
 from kvboost_edge.kernels.paged import (
     AttentionOptions,
@@ -33,15 +33,13 @@ from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["AttentionWorkspace", "paged_attention"]
 
-_NO_SINKS = np.empty(0, dtype=np.float32)
-
 
 class AttentionWorkspace:
     """Threads and buffers that calls share; buffers grow to the largest call and stay."""
 
     def __init__(self, num_threads: int) -> None:
         self.team = KernelTeam(num_threads)
-        self._scratch: Floats = aligned_empty((0, 0), np.float32)
+        self._scratch: Floats = aligned_empty((0,), np.float32)
         self._parts: Floats = aligned_empty((0,), np.float32)
 
     @property
@@ -49,10 +47,10 @@ class AttentionWorkspace:
         return self.team.num_threads
 
     def scratch(self, num_floats: int) -> Floats:
-        """float32 [num_threads, at least num_floats], rows aligned to cache lines, contents undefined."""
-        if self._scratch.shape[1] < num_floats:
-            self._scratch = aligned_empty((self.num_threads, num_floats), np.float32)
-        return self._scratch
+        """float32 [num_threads, num_floats], contents undefined."""
+        if self._scratch.size < self.num_threads * num_floats:
+            self._scratch = aligned_empty((self.num_threads * num_floats,), np.float32)
+        return self._scratch[: self.num_threads * num_floats].reshape(self.num_threads, num_floats)
 
     def parts(self, num_parts: int, num_floats: int) -> Floats:
         """float32 [num_parts, num_floats], contents undefined."""
@@ -92,12 +90,15 @@ def paged_attention(
     group = num_q_heads // num_kv_heads
     if plan is None:
         plan = plan_work(batch, group, num_kv_heads, options.window, space.num_threads)
+    padded_dim, padded_rows = _round_up(head_dim, LANES), _round_up(plan.tile_rows * group, ROWS)
     shape = Shape(
         num_kv_heads=num_kv_heads,
         heads_per_group=group,
         head_dim=head_dim,
-        padded_dim=_round_up(head_dim, LANES),
-        padded_rows=_round_up(plan.tile_rows * group, ROWS),
+        padded_dim=padded_dim,
+        padded_rows=padded_rows,
+        state_floats=state_floats(padded_rows, padded_dim),
+        scratch_floats=scratch_floats(padded_rows, head_dim, padded_dim),
         block_size=block_size,
         kind=kind,
         window=options.window,
@@ -107,20 +108,29 @@ def paged_attention(
     out = np.empty((num_tokens, num_q_heads, head_dim), dtype=np.float32)
     lse = np.empty((num_tokens, num_q_heads), dtype=np.float32)
     counters = np.zeros(NUM_COUNTERS + plan.num_groups * num_kv_heads, dtype=np.int64)
+    # Each has a name because the job knows it by address only: it must live until the call is over.
+    rows = np.ascontiguousarray(queries, dtype=np.float32)
+    sinks = None if options.sinks is None else np.ascontiguousarray(options.sinks, dtype=np.float32)
+    cu_seqlens_q, seq_lens, tables = _int32(batch.cu_seqlens_q), _int32(batch.seq_lens), _int32(batch.block_tables)
+    scratch = space.scratch(shape.scratch_floats)
+    parts = space.parts(plan.num_parts * num_kv_heads, shape.state_floats)
     job = AttentionJob(
-        queries=np.ascontiguousarray(queries, dtype=np.float32),
-        out=out,
-        lse=lse,
+        queries=rows.ctypes.data,
+        out=out.ctypes.data,
+        lse=lse.ctypes.data,
         keys=pool.keys.ctypes.data,
         values=pool.values.ctypes.data,
-        cu_seqlens_q=_int32(batch.cu_seqlens_q),
-        seq_lens=_int32(batch.seq_lens),
-        block_tables=_int32(batch.block_tables),
-        items=plan.items,
-        sinks=_NO_SINKS if options.sinks is None else np.ascontiguousarray(options.sinks, dtype=np.float32),
-        counters=counters,
-        scratch=space.scratch(scratch_floats(shape)),
-        parts=space.parts(plan.num_parts * num_kv_heads, part_floats(shape)),
+        sinks=0 if sinks is None else sinks.ctypes.data,
+        parts=parts.ctypes.data,
+        scratch=scratch.ctypes.data,
+        counters=counters.ctypes.data,
+        cu_seqlens_q=cu_seqlens_q.ctypes.data,
+        seq_lens=seq_lens.ctypes.data,
+        block_tables=tables.ctypes.data,
+        max_blocks=tables.shape[1],
+        items=plan.items.ctypes.data,
+        num_items=len(plan.items),
+        num_threads=space.num_threads,
         shape=shape,
     )
     space.team.run(attend, job, counters, UNITS_DONE, len(plan.items) * num_kv_heads)

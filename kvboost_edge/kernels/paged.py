@@ -11,6 +11,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
 
 __all__ = [
+    "ITEM_COLUMNS",
     "SPAN",
     "AttentionOptions",
     "KVPool",
@@ -27,6 +28,7 @@ Ints = npt.NDArray[np.int32]
 
 SPAN = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
 _KINDS = {"float32": KIND_F32, "float16": KIND_F16, "uint16": KIND_BF16}
+ITEM_COLUMNS = 9
 _ROWS_PER_ITEM = 64  # query rows (tokens x heads of a group) that share one reading of the keys and values
 _ITEMS_PER_THREAD = 4  # fewer items than this per thread: split the sequence's spans over the threads
 
@@ -114,7 +116,7 @@ def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window
     is_split = split[source]
     group = (np.cumsum(split) - 1)[source]
     part_base = (np.cumsum(np.where(split, spans, 0)) - np.where(split, spans, 0))[source]
-    items = np.empty((source.size, 9), dtype=np.int32)
+    items = np.empty((source.size, ITEM_COLUMNS), dtype=np.int32)
     items[:, 0] = sequence[source]
     items[:, 1] = first_row[source]
     items[:, 2] = rows[source]

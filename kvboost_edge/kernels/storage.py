@@ -90,7 +90,9 @@ def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArr
 def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
     """pool: uint8 [num_blocks, bytes]; ops: int64 [num_ops, 2]."""
     for op in range(ops.shape[0]):
-        pool[ops[op, 1]] = pool[ops[op, 0]]
+        src, dst = ops[op, 0], ops[op, 1]
+        for at in range(pool.shape[1]):
+            pool[dst, at] = pool[src, at]
 
 
 def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
@@ -113,10 +115,9 @@ def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse:
         if weight_a > 0 and weight_b > 0:
             for dim in range(out.shape[1]):
                 out[row, dim] = (v_a[row, dim] * weight_a + v_b[row, dim] * weight_b) / total
-        elif total > 0:
-            out[row] = v_a[row] if weight_a > 0 else v_b[row]
         else:
-            out[row] = np.float32(0.0)
+            for dim in range(out.shape[1]):
+                out[row, dim] = v_a[row, dim] if weight_a > 0 else (v_b[row, dim] if weight_b > 0 else np.float32(0.0))
 
 
 def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:

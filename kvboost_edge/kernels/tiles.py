@@ -5,7 +5,7 @@ group:
 
     row 0  address of the group's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one dim to the next
     row 2  address of the group's values: 16 rows of channels                  row 3  bytes from one token to the next
-    row 4  address to prefetch keys from                                       row 5  address to prefetch values from
+    row 4  address of the next tile's keys, row 5 of its values: both are asked for while this tile is computed
 
 Each lane of each accumulator is one fma chain in a fixed order (dims for scores, tokens for values), so a row's result
 does not depend on which rows share its registers.
@@ -35,12 +35,27 @@ from kvboost_edge.kernels.vectors import (
     emit_load_as_f32,
     emit_max,
     emit_prefetch,
-    emit_reduce,
+    emit_reduce_rows,
+    emit_shuffle,
     emit_splat,
     emit_store,
 )
 
-__all__ = ["GROUPS", "ROWS", "TILE", "scores_tile", "softcap_row", "softmax_row", "stage_rows", "values_tile"]
+__all__ = [
+    "GROUPS",
+    "ROWS",
+    "TILE",
+    "fill",
+    "hide_row",
+    "mix_row",
+    "scale_row",
+    "scores_tile",
+    "scores_tile_prefetching",
+    "softcap_row",
+    "softmax_rows",
+    "stage_rows",
+    "values_tile",
+]
 
 GROUPS = 4
 TILE = GROUPS * LANES
@@ -71,41 +86,53 @@ def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
     b.store(emit_fma(b, x, y, b.load(slot)), slot)
 
 
-@intrinsic
-def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, prefetch_step: Any, scores: Any) -> Any:
-    """Scores of four rows against the tile's 64 tokens.
+def _scores_tile(prefetch: bool) -> Any:
+    @intrinsic
+    def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
+        """Scores of four rows against the tile's 64 tokens.
 
-    query          address of float32 [4, head_dim], rows contiguous
-    prefetch_step  bytes of next keys to ask for per dim and group (0: ask again for what is there)
-    scores         address of float32 [4, 64], written
-    """
+        query   address of float32 [4, head_dim], rows contiguous
+        scores  address of float32 [4, 64], written
+        """
 
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        query, table, head_dim, prefetch_step, scores = arguments
-        keys, steps, ahead = (_table(b, table, row) for row in (0, 1, 4))
-        row_bytes = b.mul(head_dim, _int(4))
-        sums = _accumulators(b, ROWS * GROUPS)
-        with cgutils.for_range(b, head_dim, intp=I64) as loop:
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            _emit_scores(b, arguments, prefetch)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), codegen
+
+    return scores_tile
+
+
+def _emit_scores(b: Builder, arguments: Sequence[Value], prefetch: bool) -> None:
+    query, table, head_dim, scores = arguments
+    keys, steps, next_keys, next_values = (_table(b, table, row) for row in (0, 1, 4, 5))
+    row_bytes = b.mul(head_dim, _int(4))
+    sums = _accumulators(b, ROWS * GROUPS)
+    with cgutils.for_range(b, head_dim, intp=I64) as loop:
+        if prefetch:
             for group in range(GROUPS):
-                emit_prefetch(b, b.add(ahead[group], b.mul(loop.index, prefetch_step)))
-            vectors = [emit_load(b, V16, b.add(keys[g], b.mul(loop.index, steps[g]))) for g in range(GROUPS)]
-            at = b.add(query, b.mul(loop.index, _int(4)))
-            for row in range(ROWS):
-                scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
-                splat = emit_splat(b, scalar)
-                for group in range(GROUPS):
-                    _accumulate(b, sums[row * GROUPS + group], splat, vectors[group])
-        for position, slot in enumerate(sums):
-            emit_store(b, b.load(slot), b.add(scores, _int(position * _VECTOR_BYTES)))
-        return context.get_dummy_value()
+                emit_prefetch(b, b.add(next_keys[group], b.mul(loop.index, steps[group])))
+                emit_prefetch(b, b.add(next_values[group], b.mul(loop.index, _int(_VECTOR_BYTES))))
+        vectors = [emit_load(b, V16, b.add(keys[g], b.mul(loop.index, steps[g]))) for g in range(GROUPS)]
+        at = b.add(query, b.mul(loop.index, _int(4)))
+        for row in range(ROWS):
+            scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
+            splat = emit_splat(b, scalar)
+            for group in range(GROUPS):
+                _accumulate(b, sums[row * GROUPS + group], splat, vectors[group])
+    for position, slot in enumerate(sums):
+        emit_store(b, b.load(slot), b.add(scores, _int(position * _VECTOR_BYTES)))
 
-    return types.void(*[types.int64] * 5), codegen
+
+scores_tile = _scores_tile(prefetch=False)
+scores_tile_prefetching = _scores_tile(prefetch=True)
 
 
 def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int) -> None:
     """`values_tile` for a panel of num_vectors * 16 channels."""
-    weights, table, channel, scales, out, out_row_bytes, prefetch_step = arguments
-    bases, steps, ahead = (_table(b, table, row) for row in (2, 3, 5))
+    weights, table, channel, scales, out, out_row_bytes = arguments
+    bases, steps = _table(b, table, 2), _table(b, table, 3)
     offset = b.mul(channel, _int(4))
     places = [
         b.add(b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES)))
@@ -120,9 +147,6 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int)
         at = b.add(weights, _int(group * _VECTOR_BYTES))
         base = b.add(bases[group], offset)
         with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
-            ask = b.add(ahead[group], b.mul(b.add(b.mul(loop.index, out_row_bytes), offset), prefetch_step))
-            for vector in range(num_vectors):
-                emit_prefetch(b, b.add(ask, b.mul(prefetch_step, _int(vector * _VECTOR_BYTES))))
             row_at = b.add(base, b.mul(loop.index, steps[group]))
             vectors = [emit_load(b, V16, b.add(row_at, _int(v * _VECTOR_BYTES))) for v in range(num_vectors)]
             for row in range(ROWS):
@@ -136,23 +160,20 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int)
 
 def _values_tile(num_vectors: int) -> Any:
     @intrinsic
-    def values_tile(
-        typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any, prefetch_step: Any
-    ) -> Any:
+    def values_tile(typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any) -> Any:
         """out[row] = out[row] * scale[row] + sum over the tile's tokens of weight[row, token] * value[token].
 
-        weights        address of float32 [4, 64]
-        channel        first of the panel's channels
-        scales         address of float32 [4]
-        out            address of float32 [4, row_bytes / 4], updated in the panel's columns
-        prefetch_step  1 to ask for the next tile's values (laid out as rows of row_bytes), 0 not to
+        weights  address of float32 [4, 64]
+        channel  first of the panel's channels
+        scales   address of float32 [4]
+        out      address of float32 [4, row_bytes / 4], updated in the panel's columns
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             _emit_values_panel(b, arguments, num_vectors)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 6), codegen
 
     return values_tile
 
@@ -183,50 +204,81 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
 
 
 @intrinsic
-def softmax_row(typing: Any, scores: Any, low: Any, high: Any, maximum: Any, total: Any, rescale: Any) -> Any:
-    """One step of the running softmax of one row over one tile.
+def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
+    """In place on float32 [64]: -inf outside [low, high)."""
 
-    scores   address of float32 [64]: scores in, exp(score - new maximum) out; exactly 0 outside [low, high)
-    maximum  address of the row's running maximum (-inf before the first visible token), updated
-    total    address of the row's running sum of exponentials, updated
-    rescale  address of a float32, written: what earlier sums are to be multiplied by (1 where nothing changed)
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        scores, low, high = arguments
+        hidden = ir.Constant(V16, [float("-inf")] * LANES)
+        for group in range(GROUPS):
+            at = b.add(scores, _int(group * _VECTOR_BYTES))
+            visible = emit_lanes_in(b, group * LANES, low, high)
+            emit_store(b, b.select(visible, emit_load(b, V16, at), hidden), at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: Any) -> Any:
+    """One step of the running softmax of four rows over one tile; a score of -inf is a token not seen.
+
+    scores   address of float32 [4, 64]: scores in, exp(score - new maximum) out, exactly 0 for -inf
+    maxima   address of float32 [4]: running maxima (-inf before the first visible token), updated
+    totals   address of float32 [4]: running sums of exponentials, updated
+    rescale  address of float32 [4], written: what earlier sums are to be multiplied by (1 where nothing changed)
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        scores, low, high, maximum, total, rescale = arguments
-        lowest = ir.Constant(F32, float("-inf"))
-        places = [b.add(scores, _int(group * _VECTOR_BYTES)) for group in range(GROUPS)]
-        hidden = emit_splat(b, lowest)
-        rows = []
-        for group, place in enumerate(places):
-            visible = emit_lanes_in(b, group * LANES, low, high)
-            rows.append(b.select(visible, emit_load(b, V16, place), hidden))
-        top = emit_max(b, emit_max(b, rows[0], rows[1]), emit_max(b, rows[2], rows[3]))
-        old = emit_load(b, F32, maximum)
-        new = emit_max(b, emit_reduce(b, top, lambda x, y: emit_max(b, x, y)), old)
-        nothing_yet = b.fcmp_ordered("==", new, lowest)
-        base = b.select(nothing_yet, ir.Constant(F32, 0.0), new)
-        splat = emit_splat(b, base)
-        weights = [emit_exp(b, b.fsub(row, splat)) for row in rows]
-        for weight, place in zip(weights, places, strict=True):
-            emit_store(b, weight, place)
-        added = b.fadd(b.fadd(weights[0], weights[1]), b.fadd(weights[2], weights[3]))
-        tile_sum = emit_reduce(b, added, b.fadd)
-        factor = emit_exp(b, b.fsub(old, base))
-        emit_store(b, emit_fma(b, emit_load(b, F32, total), factor, tile_sum), total)
-        emit_store(b, new, maximum)
-        emit_store(b, factor, rescale)
+        _emit_softmax(b, *arguments)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+    return types.void(*[types.int64] * 4), codegen
+
+
+def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, rescale: Value) -> None:
+    quad = ir.VectorType(F32, ROWS)
+    spread = [lane // ROWS for lane in range(LANES)]
+
+    def load_quad(address: Value) -> Value:
+        four = emit_load(b, quad, address)
+        return emit_shuffle(b, four, four, spread)
+
+    def store_quad(vector: Value, address: Value) -> None:
+        emit_store(b, emit_shuffle(b, vector, vector, range(0, LANES, ROWS)), address)
+
+    def fold(vectors: Sequence[Value], combine: Any) -> Value:
+        return combine(combine(vectors[0], vectors[1]), combine(vectors[2], vectors[3]))
+
+    def largest(x: Value, y: Value) -> Value:
+        return emit_max(b, x, y)
+
+    places = [[b.add(scores, _int((row * GROUPS + g) * _VECTOR_BYTES)) for g in range(GROUPS)] for row in range(ROWS)]
+    rows = [[emit_load(b, V16, place) for place in row] for row in places]
+    old = load_quad(maxima)
+    new = largest(emit_reduce_rows(b, [fold(row, largest) for row in rows], largest), old)
+    lowest, zero = ir.Constant(V16, [float("-inf")] * LANES), ir.Constant(V16, [0.0] * LANES)
+    base = b.select(b.fcmp_ordered("==", new, lowest), zero, new)
+    sums = []
+    for index, row in enumerate(rows):
+        own_base = emit_shuffle(b, base, base, [index * ROWS] * LANES)
+        weights = [emit_exp(b, b.fsub(vector, own_base)) for vector in row]
+        for weight, place in zip(weights, places[index], strict=True):
+            emit_store(b, weight, place)
+        sums.append(fold(weights, b.fadd))
+    factor = emit_exp(b, b.fsub(old, base))
+    store_quad(emit_fma(b, load_quad(totals), factor, emit_reduce_rows(b, sums, b.fadd)), totals)
+    store_quad(new, maxima)
+    store_quad(factor, rescale)
 
 
 def _emit_stage(b: Builder, arguments: Sequence[Value], kind: int) -> None:
-    out, source, rows, source_step, out_step, vectors, low, high = arguments[:8]
+    out, source, ahead, rows, source_step, out_step, vectors, low, high = arguments[:9]
     element = 4 if kind == KIND_F32 else 2
     zero = ir.Constant(V16, [0.0] * LANES)
     visible = emit_lanes_in(b, 0, low, high)
     with cgutils.for_range(b, rows, intp=I64) as row:
+        emit_prefetch(b, b.add(ahead, b.mul(row.index, source_step)))
         from_row = b.add(source, b.mul(row.index, source_step))
         to_row = b.add(out, b.mul(row.index, out_step))
         with cgutils.for_range(b, vectors, intp=I64) as vector:
@@ -239,6 +291,7 @@ def stage_rows(
     typing: Any,
     out: Any,
     source: Any,
+    ahead: Any,
     rows: Any,
     source_step: Any,
     out_step: Any,
@@ -249,13 +302,55 @@ def stage_rows(
 ) -> Any:
     """Widen rows of `vectors` * 16 stored values to float32; lanes outside [low, high) become 0 whatever they held.
 
-    Addresses and steps (from one row to the next) are in bytes; kind is KIND_F32, KIND_F16 or KIND_BF16.
+    Addresses and steps (from one row to the next) are in bytes; kind is KIND_F32, KIND_F16 or KIND_BF16. Rows at
+    `ahead`, laid out like the source, are asked for on the way.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         for kind in (KIND_F32, KIND_F16, KIND_BF16):
-            with b.if_then(b.icmp_signed("==", arguments[8], _int(kind))):
+            with b.if_then(b.icmp_signed("==", arguments[9], _int(kind))):
                 _emit_stage(b, arguments, kind)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), codegen
+    return types.void(*[types.int64] * 10), codegen
+
+
+def _row_intrinsic(num_floats: int, combine: Any) -> Any:
+    """An intrinsic f(out, source, count, *floats): out[i] = combine(b, out[i], source[i], *floats) for i < count."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        out, source, count = arguments[:3]
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            offset = b.mul(loop.index, _int(4))
+            place = b.add(out, offset)
+            old, new = emit_load(b, F32, place), emit_load(b, F32, b.add(source, offset))
+            emit_store(b, combine(b, old, new, *arguments[3:]), place)
+        return context.get_dummy_value()
+
+    kinds = [types.int64] * 3 + [types.float32] * num_floats
+    return types.void(*kinds), codegen
+
+
+@intrinsic
+def mix_row(typing: Any, out: Any, source: Any, count: Any, keep: Any, add: Any) -> Any:
+    """float32, addresses: out = out * keep + source * add for `count` elements."""
+    return _row_intrinsic(2, lambda b, old, new, keep, add: emit_fma(b, new, add, b.fmul(old, keep)))
+
+
+@intrinsic
+def scale_row(typing: Any, out: Any, source: Any, count: Any, factor: Any) -> Any:
+    """float32, addresses: out = source * factor for `count` elements."""
+    return _row_intrinsic(1, lambda b, old, new, factor: b.fmul(new, factor))
+
+
+@intrinsic
+def fill(typing: Any, out: Any, count: Any, value: Any) -> Any:
+    """float32, address: out = value for `count` elements (none if count <= 0)."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        out, count, value = arguments
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            emit_store(b, value, b.add(out, b.mul(loop.index, _int(4))))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), codegen

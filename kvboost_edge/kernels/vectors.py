@@ -33,12 +33,17 @@ __all__ = [
     "emit_load_as_f32",
     "emit_max",
     "emit_prefetch",
-    "emit_reduce",
+    "emit_reduce_rows",
+    "emit_shuffle",
     "emit_splat",
     "emit_store",
     "exp_f32",
     "fetch_add",
+    "load_f32",
+    "load_i32",
     "load_scalar",
+    "store_f32",
+    "store_i64",
     "store_scalar",
 ]
 
@@ -72,7 +77,7 @@ def emit_store(b: Builder, value: Value, address: Value) -> None:
 def emit_splat(b: Builder, scalar: Value, kind: ir.VectorType = V16) -> Value:
     """The same scalar in every lane."""
     first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+    return emit_shuffle(b, first, first, [0] * LANES)
 
 
 def _constant(kind: ir.Type, value: float) -> ir.Constant:
@@ -95,13 +100,25 @@ def emit_max(b: Builder, x: Value, y: Value) -> Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def emit_reduce(b: Builder, vector: Value, combine: Any) -> Value:
-    """Fold the 16 lanes in the fixed order 8 + 8, 4 + 4, 2 + 2, 1 + 1; returns a scalar."""
-    undefined = ir.Constant(V16, ir.Undefined)
-    for half in (8, 4, 2, 1):
-        order = [(lane + half) % LANES for lane in range(LANES)]
-        vector = combine(vector, b.shuffle_vector(vector, undefined, ir.Constant(_VI32, order)))
-    return b.extract_element(vector, ir.Constant(I32, 0))
+def emit_shuffle(b: Builder, x: Value, y: Value, lanes: Sequence[int]) -> Value:
+    """Lanes of x (0..15) and of y (16..31) in the given order."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+
+
+def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
+    """Fold the 16 lanes of each of four vectors; lanes 4 r to 4 r + 3 of the result hold row r's value.
+
+    The order is 8 + 8, 4 + 4, 2 + 2, 1 + 1 for each row, whatever its place among the four.
+    """
+    low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+    pairs = [combine(emit_shuffle(b, x, y, low), emit_shuffle(b, x, y, high)) for x, y in (rows[:2], rows[2:])]
+    low = [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27]
+    quads = combine(
+        emit_shuffle(b, pairs[0], pairs[1], low), emit_shuffle(b, pairs[0], pairs[1], [lane + 4 for lane in low])
+    )
+    for step in (2, 1):
+        quads = combine(quads, emit_shuffle(b, quads, quads, [lane ^ step for lane in range(LANES)]))
+    return quads
 
 
 # Cephes expf: 2^n * p(r) with |r| <= ln2 / 2; the relative error stays under 2e-7 and exp(0) is exactly 1.
@@ -113,11 +130,10 @@ _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the
 
 
 def emit_exp(b: Builder, x: Value) -> Value:
-    """exp(x) for x <= 88, scalar or vector; exactly 1 at 0, exactly 0 below -87, NaN for NaN."""
+    """exp(x) for x <= 88, scalar or vector; exactly 1 at 0, exactly 0 below -87 and for -inf, NaN for NaN."""
     kind = x.type
     integers = _integers_like(kind)
     too_low = b.fcmp_ordered("<", x, _constant(kind, _EXP_LOWEST))
-    x = b.select(too_low, _constant(kind, _EXP_LOWEST), x)
     shifted = emit_fma(b, x, _constant(kind, _LOG2_E), _constant(kind, _ROUNDER))
     n = b.fsub(shifted, _constant(kind, _ROUNDER))
     r = emit_fma(b, n, _constant(kind, -_LN2_HIGH), x)
@@ -127,10 +143,8 @@ def emit_exp(b: Builder, x: Value) -> Value:
         p = emit_fma(b, p, r, _constant(kind, coefficient))
     p = b.fadd(emit_fma(b, b.fmul(r, r), p, r), _constant(kind, 1.0))
     exponent = b.shl(b.bitcast(shifted, integers), _constant(integers, 23))
-    result = b.bitcast(b.add(b.bitcast(p, integers), exponent), kind)
-    is_nan = b.fcmp_unordered("uno", x, x)
-    result = b.select(is_nan, x, result)
-    return b.select(too_low, _constant(kind, 0.0), result)
+    power = b.bitcast(b.add(exponent, _constant(integers, 127 << 23)), kind)
+    return b.select(too_low, _constant(kind, 0.0), b.fmul(p, power))
 
 
 def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
@@ -166,6 +180,48 @@ def exp_f32(typing: Any, x: Any) -> Any:
         return emit_exp(b, arguments[0])
 
     return types.float32(types.float32), codegen
+
+
+@intrinsic
+def load_f32(typing: Any, address: Any) -> Any:
+    """The float32 at a byte address."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_load(b, F32, arguments[0])
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def load_i32(typing: Any, address: Any) -> Any:
+    """The int32 at a byte address, as int64."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return b.sext(emit_load(b, I32, arguments[0]), I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_f32(typing: Any, address: Any, value: Any) -> Any:
+    """Store a float32 at a byte address."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        emit_store(b, arguments[1], arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic
+def store_i64(typing: Any, address: Any, value: Any) -> Any:
+    """Store an int64 at a byte address."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        b.store(arguments[1], b.inttoptr(arguments[0], _POINTER), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -185,7 +185,6 @@ class KVCacheManager:
         self._fresh.pop(new, None)  # it receives a copy: nothing to poison
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
-        table._withdrawn.pop(block_index, None)
         if entry is not None:
             table._twins[block_index] = (block_id, entry.serial)
         self.cow_copies += 1

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config_file import read_config, text_config
+from kvboost_edge.models.json_file import read_config_object, text_config
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "check_model_compatibility"]
 
@@ -131,7 +131,7 @@ def _config_of(model: Any) -> Mapping[str, Any]:
     if isinstance(model, Mapping):
         return model
     if isinstance(model, (str, Path)):
-        return read_config(Path(model))
+        return read_config_object(Path(model))
     config = getattr(model, "config", model)
     to_dict = getattr(config, "to_dict", None)
     if not callable(to_dict):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES
+from kvboost_edge.models.json_file import read_config_object, read_json_object, text_config
 
 __all__ = [
     "GenerationDefaults",
@@ -16,7 +17,6 @@ __all__ = [
     "generation_defaults",
     "read_config",
     "read_generation_config",
-    "read_json_object",
     "size_of",
     "text_config",
 ]
@@ -44,34 +44,25 @@ class GenerationDefaults:
     pad_token_id: int | None = None
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """The object in config.json, with the keys every causal language model needs checked.
+def read_config(model_dir: Path | str) -> dict[str, Any]:
+    """The object in config.json. For a supported family the keys that every causal language model needs are checked;
+    another one's are left to `check_model_compatibility`, which says more than that a key is missing.
 
     Raises ModelFormatError that names the file and the key.
     """
     path = Path(model_dir) / "config.json"
-    if not path.is_file():
-        raise ModelFormatError(f"{path} is missing; {model_dir} is not a Hugging Face model directory")
-    config = read_json_object(path)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise ModelFormatError(f"{path} lacks the key 'model_type'")
+    config = read_config_object(Path(model_dir))
+    if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
+        return config
     inner = text_config(config)
     for name in _REQUIRED:
-        value = size_of(inner, name, path)
         # A config of several parts leaves out what equals the defaults of its architecture.
-        if value is None and inner is config:
+        if size_of(inner, name, path) is None and inner is config:
             raise ModelFormatError(f"{path} lacks the key {name!r}")
     if inner is config:
         context_length(config, path)
         _check_heads(config, path)
     return config
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of the config that describes the language model: the config itself, or its 'text_config'."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
 
 
 def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
@@ -93,7 +84,7 @@ def context_length(config: Mapping[str, Any], path: Path | str = "config") -> in
 
 
 def read_generation_config(
-    model_dir: Path, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
+    model_dir: Path | str, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
 ) -> GenerationDefaults:
     """EOS ids and special ids of a model directory; generation_config.json may be missing."""
     path = Path(model_dir) / "generation_config.json"
@@ -120,17 +111,6 @@ def generation_defaults(
     for key in ("bos_token_id", "pad_token_id"):
         first[key] = next(iter([*_ids(generation, key, path), *_ids(inner, key, "config.json")]), None)
     return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"])
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ModelFormatError names the file when it is damaged or holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _check_heads(config: Mapping[str, Any], path: Path) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.models.config_file import read_json_object
 from kvboost_edge.models.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.finite import DTYPE_BITS, first_non_finite
+from kvboost_edge.models.json_file import read_json_object
 from kvboost_edge.models.weight_shapes import check_shapes
 
 __all__ = ["TensorEntry", "WeightSummary", "check_weights", "read_header", "weight_files"]
@@ -26,6 +26,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The format's own limit on the header.
 _MAX_HEADER_BYTES = 100_000_000
+# A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no model reads it.
+_MASK_CONSTANT = ".masked_bias"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -70,7 +72,11 @@ def check_weights(
     check_shapes({name: (path, entry.shape) for name, (path, entry) in entries.items()}, config)
     if check_finite:
         for path in files:
-            _check_finite(path, [entry for where, entry in entries.values() if where == path], cache_dir)
+            _check_finite(
+                path,
+                [e for where, e in entries.values() if where == path and not e.name.endswith(_MASK_CONSTANT)],
+                cache_dir,
+            )
     dtypes: dict[str, int] = {}
     for _, entry in entries.values():
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + _count(entry.shape)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config_file import size_of, text_config
+from kvboost_edge.models.config_file import size_of
+from kvboost_edge.models.json_file import text_config
 
 __all__ = ["check_shapes"]
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -63,6 +65,8 @@ class AttentionPass(Protocol):
     def wants_params(self) -> bool: ...
 
 
+# The name of the attention function stands in the model's config: passes of engines that share a model take turns.
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.Lock] = weakref.WeakKeyDictionary()
 _active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar("kvboost_edge_pass", default=None)
 
 
@@ -169,6 +173,7 @@ class AttentionHook:
             if hasattr(config, "_attn_implementation"):
                 configs[id(config)] = config
         self._configs = list(configs.values())
+        self._lock = _locks.setdefault(model, threading.Lock())
 
     @contextlib.contextmanager
     def active(self, attention_pass: AttentionPass) -> Iterator[None]:
@@ -186,14 +191,15 @@ class AttentionHook:
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation = {"": name}  # the dict form leaves sub-configs alone
-            yield
-        finally:
-            for config, earlier in zip(self._configs, before, strict=True):
-                config._attn_implementation = {"": earlier}
+        with self._lock:
+            before = [config._attn_implementation for config in self._configs]
+            try:
+                for config in self._configs:
+                    config._attn_implementation = {"": name}  # the dict form leaves sub-configs alone
+                yield
+            finally:
+                for config, earlier in zip(self._configs, before, strict=True):
+                    config._attn_implementation = {"": earlier}
 
 
 def _current() -> AttentionPass:

@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES
+from kvboost_edge.models.config_file import context_length
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.runners.eager_check import check_against_eager
 from kvboost_edge.runners.hf_attention import AttentionHook, LayerPlan, PagedPass, ProbePass
@@ -25,16 +29,16 @@ __all__ = ["TorchRunner"]
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LOADING_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 class TorchRunner:
     """Implements `Runner` over a loaded transformers model.
 
     A pass of one token at construction finds each layer's KV shape, window, scale, softcap and sinks as transformers
-    itself uses them, and refuses with ModelFormatError what paged attention cannot do. Between forward passes the
-    model is unchanged and usable by its owner.
+    itself uses them, and refuses with ModelFormatError what paged attention cannot do; a family that no test covers
+    is compared with eager attention as well. Between forward passes the model is unchanged and usable by its owner.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class TorchRunner:
                 _NAMES[model.dtype],
             ),
         )
-        check_against_eager(self)
+        known = SUPPORTED_ARCHITECTURES.get(self.info.architecture)
+        if known is None or not known.tested:
+            check_against_eager(self)
 
     @classmethod
     def from_dir(
@@ -86,6 +92,8 @@ class TorchRunner:
         dtype "auto" is the checkpoint's, but float16 becomes float32 on the CPU, where half precision arithmetic is
         slow. Raises ModelFormatError when the directory cannot be loaded completely.
         """
+        if dtype != "auto" and dtype not in _DTYPES:
+            raise ConfigError(f"dtype={dtype!r} is not one of {('auto', *_DTYPES)}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         try:
@@ -100,7 +108,7 @@ class TorchRunner:
                     trust_remote_code=False,
                     output_loading_info=True,
                 )
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except _LOADING_ERRORS as error:
             raise ModelFormatError(f"{model_dir}: transformers cannot load this model: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:
@@ -176,13 +184,13 @@ class TorchRunner:
 def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
     """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in the call (dynamic,
     longrope) are pinned to their first range, where they are constant, so that a batch cannot change a result."""
-    known = [int(getattr(config, key)) for key in _CONTEXT_KEYS if getattr(config, key, None)]
-    if not known and asked is None:
-        raise ModelFormatError(f"the config of {config.model_type!r} names no context length ({_CONTEXT_KEYS})")
-    length = min([*known[:1], *([] if asked is None else [asked])])
+    length = context_length(config.to_dict())
+    if asked is not None:
+        length = min(length, asked)
     for rope in _rope_settings(config):
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            pinned = int(rope.get("original_max_position_embeddings") or length)
+            stored = getattr(config, "original_max_position_embeddings", None)
+            pinned = int(rope.get("original_max_position_embeddings") or stored or length)
             if pinned < length:
                 _LOG.warning(
                     "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its frequencies depend on "
@@ -204,8 +212,6 @@ def _rope_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dtype | str:
     """The dtype to load in; "auto" leaves it to the checkpoint where the config does not say."""
     if name != "auto":
-        if name not in _DTYPES:
-            raise ConfigError(f"dtype={name!r} is not one of ('auto', {', '.join(map(repr, _DTYPES))})")
         return _DTYPES[name]
     stored = config.get_text_config().dtype or config.dtype
     if stored == torch.float16 and torch.device(device).type == "cpu":

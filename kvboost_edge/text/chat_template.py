@@ -117,6 +117,13 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Refuses an unsafe attribute at once, where jinja2 would print it as nothing and go on."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        raise jinja2.exceptions.SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
+
+
 class _Namespace(jinja2.utils.Namespace):
     """Jinja's namespace without names that begin with an underscore."""
 
@@ -158,9 +165,7 @@ def _tojson(
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _tojson
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict, namespace=_make_namespace

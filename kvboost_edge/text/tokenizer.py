@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.text.chat_template import ChatTemplate
@@ -62,7 +62,6 @@ class Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         special = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
         _add_missing_tokens(backend, config, special, path)
-        _set_post_processor(backend, config, special)
         return cls(
             FastCodec(backend),
             name=directory.name,
@@ -174,21 +173,6 @@ def _add_missing_tokens(
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     named = [text for text in special.values() if text not in known and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(named)])
-
-
-def _set_post_processor(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token`, where tokenizer_config.json gives them, overrule tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    ids = {name: backend.token_to_id(special[name]) for name in ("bos_token", "eos_token") if name in special}
-    bos = special["bos_token"] if config.get("add_bos_token") and ids.get("bos_token") is not None else None
-    eos = special["eos_token"] if config.get("add_eos_token") and ids.get("eos_token") is not None else None
-    parts = [part for part in (bos, "$A", eos) if part]
-    # The pieces form of a template, since a token's text may hold a space or a colon.
-    backend.post_processor = processors.TemplateProcessing(
-        single=[part if part == "$A" else f"{part}:0" for part in parts],
-        special_tokens=[(text, ids[name]) for name, text in (("bos_token", bos), ("eos_token", eos)) if text],
-    )
 
 
 def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

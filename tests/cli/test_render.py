@@ -35,7 +35,7 @@ def test_a_large_pool_is_drawn_several_blocks_to_a_glyph_and_shows_the_busiest()
 
 
 def test_an_empty_pool_is_drawn():
-    assert "free 0" in drawn(block_map([], width=10))
+    assert "free: 0" in drawn(block_map([], width=10))
 
 
 def test_the_panel_shows_every_figure():

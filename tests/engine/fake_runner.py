@@ -17,10 +17,14 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.engine.request import Request, SamplingParams
+from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -42,7 +46,9 @@ def token_logits(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArra
     return logits
 
 
-def expected_tokens(prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+def expected_tokens(
+    prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
     """The greedy output, computed without any engine."""
     ids = list(prompt_ids)
     for _ in range(max_new_tokens):
@@ -175,3 +181,61 @@ def runner_of(engine: CPUPagedEngine) -> FakeRunner:
     runner = engine._parts.runner
     assert isinstance(runner, FakeRunner)
     return runner
+
+
+class Bench:
+    """An engine core without its thread: requests go in, `step` is called by hand, invariants are checked each time."""
+
+    def __init__(
+        self, num_blocks: int = 64, *, max_num_seqs: int = 16, max_batch_tokens: int = 64, debug_checks: bool = True
+    ) -> None:
+        self.parts = fake_parts(num_blocks)
+        self.manager = self.parts.manager
+        self.runner = self.parts.runner
+        self.scheduler = Scheduler(self.manager, ROOT, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+        self.core = EngineCore(
+            self.parts.runner, self.parts.backend, self.scheduler, self.parts.tokenizer, debug_checks=debug_checks
+        )
+        self.num_requests = 0
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 8,
+        mode: GenerationMode = GenerationMode.PREFIX_CACHE,
+        stop_ids: frozenset[int] = frozenset(),
+        **options: Any,
+    ) -> RequestHandle:
+        params = SamplingParams(max_new_tokens=max_new_tokens, **options)
+        self.num_requests += 1
+        request = Request(
+            index=self.num_requests,
+            prompt="",
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            mode=mode,
+            max_tokens=len(prompt_ids) + max_new_tokens,
+            seed=params.seed or 0,
+            stop_ids=stop_ids,
+            entered_at=0.0,
+            tokenized_at=0.0,
+        )
+        return self.core.submit(request)
+
+    def step(self) -> bool:
+        worked = self.core.step()
+        self.check()
+        return worked
+
+    def check(self) -> None:
+        running = self.scheduler.running
+        self.manager.check_invariants([s.table for s in running if s.table is not None])
+        assert all(s.table is None for s in self.scheduler.waiting)
+        assert [s.index for s in running] == sorted(s.index for s in running)
+
+    def run(self, limit: int = 10_000) -> int:
+        """Step until nothing is left; returns the number of steps."""
+        for count in range(limit):
+            if not self.step():
+                return count
+        raise AssertionError(f"not done after {limit} steps")

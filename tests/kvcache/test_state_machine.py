@@ -131,7 +131,6 @@ class PoolMachine(RuleBasedStateMachine):
             assert (seq.table.block_ids[index] != before[index]) == shared
             if shared:
                 self.cow_copies += 1
-                seq.withdrawn.pop(index, None)
             else:
                 self.withdraw_if_published(seq, index)
 
@@ -235,7 +234,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def fork(self, number: int) -> None:
         seq = self.pick(number)
-        if len(self.live) == 6 or seq.extended > seq.computed or seq.withdrawn:
+        if len(self.live) == 6 or seq.extended > seq.computed:
             return
         child = dataclasses.replace(seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={})
         assert child.table.block_ids == seq.table.block_ids
@@ -301,10 +300,9 @@ class PoolMachine(RuleBasedStateMachine):
         manager.check_invariants(seq.table for seq in self.live)
         published = {block_id for block_id, _ in self.cached.values()}
         assert len(published) == len(self.cached)
-        assert manager.block_states() == [
-            (BLOCK_REFERENCED if refs[b] == 1 else BLOCK_SHARED if refs[b] else BLOCK_CACHED if b in published else BLOCK_FREE)
-            for b in range(manager.num_blocks)
-        ]
+        idle = [BLOCK_CACHED if block_id in published else BLOCK_FREE for block_id in range(manager.num_blocks)]
+        held = {block_id: BLOCK_REFERENCED if count == 1 else BLOCK_SHARED for block_id, count in refs.items()}
+        assert manager.block_states() == [held.get(block_id, idle[block_id]) for block_id in range(manager.num_blocks)]
         assert manager.free_block_count == manager.num_blocks - len(refs)
         assert manager.used_block_count == len(refs)
         assert manager.published_block_count == len(published)
@@ -335,5 +333,5 @@ def _cut_hash(bits: int) -> Any:
 
 def test_random_operations_agree_with_the_model() -> None:
     run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=25, deadline=None)
+        PoolMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
     )

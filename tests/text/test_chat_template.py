@@ -18,12 +18,13 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + (m['content'] if m.content is string else "
-    "m.content[0].text) + '<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% endif %}",
-    "bos, namespace and loop controls": "{{ bos_token }}\n{% set ns = namespace(last='') %}\n  {% for m in messages %}\n"
-    "{% if loop.index > 2 %}{% break %}{% endif %}\n{% set ns.last = m.role %}\n{{ m.content | trim }}\n{% endfor %}\n"
-    "{{ ns.last }}{{ eos_token }}",
-    "tojson": "{{ messages | tojson }}|{{ messages[1] | tojson(indent=2) }}|{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
+    "m.content[0].text) + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "bos, namespace and loop controls": "{{ bos_token }}\n{% set ns = namespace(last='') %}\n"
+    "  {% for m in messages %}\n{% if loop.index > 2 %}{% break %}{% endif %}\n{% set ns.last = m.role %}\n"
+    "{{ m.content | trim }}\n{% endfor %}\n{{ ns.last }}{{ eos_token }}",
+    "tojson": "{{ messages | tojson }}|{{ messages[1] | tojson(indent=2) }}|"
+    "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.role }};{% endgeneration %}{% endfor %}",
     "tools": "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ extra | default('none') }}{{ dict(a=1) }}",
 }
@@ -48,37 +49,34 @@ def test_date() -> None:
     assert len(make("{{ strftime_now('%Y-%m-%d') }}").render(MESSAGES)) == 10
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ ''.__class__ }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ ''['__class__'].mro() }}",
-        "{{ (''|attr('__class__')).mro() }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ strftime_now.__globals__['datetime'] }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-        "{% set ns = namespace(__class__=1) %}{{ ns }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = dict %}{{ ns }}",
-        "{{ range(100000000) | list }}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ 1 // 0 }}",
-        "{{ messages[99].content.x.y }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    ],
-)
-def test_attack_or_failure_is_a_request_error_and_changes_nothing(attack: str) -> None:
+REFUSED = [
+    "{{ ''.__class__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__'].mro() }}",
+    "{{ (''|attr('__class__')).mro() }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='x') }}",
+    "{{ strftime_now.__globals__['datetime'] }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{% set ns = namespace(__class__=1) %}{{ ns }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = dict %}{{ ns }}",
+    "{{ range(100000000) | list }}",
+    "{{ raise_exception('roles must alternate') }}",
+    "{{ 1 // 0 }}",
+    "{{ messages[99].content.x.y }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+]
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_attack_or_failure_is_a_request_error_and_changes_nothing(source: str) -> None:
     before = [dict(message) for message in MESSAGES]
     with pytest.raises(RequestError, match="tiny"):
-        # Jinja answers an unsafe attribute with an undefined value; using it is what raises.
-        text = make(attack).render(MESSAGES)
-        assert text == ""
-        raise RequestError("tiny: harmless, the value was undefined")
+        make(source).render(MESSAGES)
     assert before == MESSAGES
 
 

@@ -16,7 +16,11 @@ from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 
-CHAT = [{"role": "user", "content": "Grüße 🙂"}, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "?"}]
+CHAT = [
+    {"role": "user", "content": "Grüße 🙂"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "?"},
+]
 
 
 @pytest.fixture
@@ -55,7 +59,9 @@ def test_special_tokens_and_sizes(tiny_model_dir: Path) -> None:
 def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tiny_model_dir)
     for ours in (Tokenizer.from_dir(tiny_model_dir), Tokenizer.from_transformers(theirs)):
-        assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+        assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(
+            CHAT, tokenize=False, add_generation_prompt=True
+        )
         ids = ours.encode_chat(CHAT)
         assert ids == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
         assert ids.count(ours.bos_token_id) == 1
@@ -64,16 +70,25 @@ def test_chat_has_one_bos_and_equals_transformers(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("bos", [True, False, None])
 @pytest.mark.parametrize("eos", [True, False, None])
-def test_add_bos_and_eos_follow_the_config_as_in_transformers(directory: Path, bos: bool | None, eos: bool | None) -> None:
+def test_bos_and_eos_are_those_of_tokenizer_json_as_in_transformers(
+    directory: Path, bos: bool | None, eos: bool | None
+) -> None:
     flags = {"add_bos_token": bos, "add_eos_token": eos}
-    edit(directory / "tokenizer_config.json", **{name: value for name, value in flags.items() if value is not None})
+    edit(directory / "tokenizer_config.json", **{name: flag for name, flag in flags.items() if flag is not None})
     theirs = AutoTokenizer.from_pretrained(directory)
     assert Tokenizer.from_dir(directory).encode("text") == theirs.encode("text")
 
 
 def test_tokens_that_only_the_config_knows_are_added(directory: Path) -> None:
     count = Tokenizer.from_dir(directory).vocab_size
-    token = {"content": "<extra>", "special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    token = {
+        "content": "<extra>",
+        "special": True,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+        "normalized": False,
+    }
     edit(directory / "tokenizer_config.json", added_tokens_decoder={str(count): token})
     assert Tokenizer.from_dir(directory).encode("<extra>", add_special_tokens=False) == [count]
     edit(directory / "tokenizer_config.json", added_tokens_decoder={str(count + 5): token})
@@ -94,7 +109,11 @@ def test_truncation_and_padding_of_the_file_are_switched_off(directory: Path) ->
 
 @pytest.mark.parametrize(
     ("file", "field"),
-    [("jinja", None), ("config", "one"), ("config", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "one"}])],
+    [
+        ("jinja", None),
+        ("config", "one"),
+        ("config", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "one"}]),
+    ],
 )
 def test_where_the_chat_template_may_be(directory: Path, file: str, field: Any) -> None:
     (directory / "chat_template.jinja").unlink(missing_ok=True)

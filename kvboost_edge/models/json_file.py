@@ -1,0 +1,41 @@
+"""JSON files of a model directory, read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["read_config_object", "read_json_object", "text_config"]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelFormatError names the file when it is damaged or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_config_object(model_dir: Path) -> dict[str, Any]:
+    """The object in config.json, known to name a `model_type`; nothing else is checked."""
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelFormatError(f"{path} is missing; {model_dir} is not a Hugging Face model directory")
+    config = read_json_object(path)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelFormatError(f"{path} lacks the key 'model_type'")
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of the config that describes the language model: the config itself, or its 'text_config'."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config

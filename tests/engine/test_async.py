@@ -1,0 +1,119 @@
+"""The asyncio forms: results, streams, cancellation, a loop that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.fake_runner import expected_tokens, fake_engine, runner_of
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.errors import KVBoostError, RequestError
+
+
+@pytest.fixture
+def engine() -> Iterator[CPUPagedEngine]:
+    with fake_engine() as engine:
+        yield engine
+
+
+async def drained(engine: CPUPagedEngine) -> None:
+    """A request queued behind a cancel is done after it; then nothing is held."""
+    await engine.agenerate([1], max_new_tokens=1)
+    assert engine.paged_stats()["used_blocks"] == 0
+    assert not engine._core._live
+
+
+async def test_many_at_once_equal_single_runs(engine: CPUPagedEngine) -> None:
+    prompts = [[i] * (10 + i) for i in range(12)]
+    results = await asyncio.gather(*(engine.agenerate(prompt, max_new_tokens=9) for prompt in prompts))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert list(result.output_token_ids) == expected_tokens(prompt, 9)
+    await drained(engine)
+
+
+async def test_astream_gives_the_text(engine: CPUPagedEngine) -> None:
+    pieces = [piece async for piece in engine.astream([1, 2, 3], max_new_tokens=20)]
+    assert all(pieces)
+    assert "".join(pieces) == engine.generate([1, 2, 3], max_new_tokens=20).output_text
+
+
+async def test_cancelling_the_task_cancels_the_request(engine: CPUPagedEngine) -> None:
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    runner_of(engine).on_forward = lambda batch: loop.call_soon_threadsafe(started.set) and None
+    task = asyncio.create_task(engine.agenerate([1, 2, 3], max_new_tokens=None))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    runner_of(engine).on_forward = None
+    await drained(engine)
+
+
+async def test_cancelling_while_the_prompt_is_tokenized(
+    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go, submitted = threading.Event(), threading.Event(), threading.Event()
+    handles: list[RequestHandle] = []
+    real = engine.submit
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        entered.set()
+        assert go.wait(30)
+        handles.append(real(*args, **kwargs))
+        submitted.set()
+        return handles[0]
+
+    monkeypatch.setattr(engine, "submit", slow)
+    task = asyncio.create_task(engine.agenerate([1, 2, 3], max_new_tokens=None))
+    await asyncio.to_thread(entered.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()
+    monkeypatch.undo()
+    await asyncio.to_thread(submitted.wait, 30)
+    assert (await handles[0].aresult()).finish_reason == "cancelled"
+    await drained(engine)
+
+
+async def test_leaving_a_stream_cancels(engine: CPUPagedEngine) -> None:
+    stream = engine.astream([1, 2, 3], max_new_tokens=None)
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    await drained(engine)
+
+
+async def test_errors_reach_the_awaiting_task(engine: CPUPagedEngine) -> None:
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        await engine.agenerate([])
+    runner_of(engine).nan_for = {3}
+    with pytest.raises(KVBoostError, match="NaN"):
+        await engine.agenerate([1, 2, 3])
+    with pytest.raises(KVBoostError, match="NaN"):
+        async for _ in engine.astream([1, 2, 3]):
+            pass
+    await drained(engine)
+
+
+def test_a_loop_that_is_gone_cancels_its_requests(engine: CPUPagedEngine) -> None:
+    go = threading.Event()
+    runner_of(engine).on_forward = lambda batch: None if go.wait(30) else None
+    handle = engine.submit([1, 2, 3], max_new_tokens=None)
+    loop = asyncio.new_event_loop()
+
+    async def listen() -> None:
+        handle._listen()
+
+    loop.run_until_complete(listen())
+    loop.close()
+    go.set()
+    assert handle.result(30).finish_reason == "cancelled"
+    gc.collect()

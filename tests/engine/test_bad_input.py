@@ -1,0 +1,239 @@
+"""Each kind of bad input: an error that names what is wrong, nothing held, and the next request is fine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, expected_tokens, fake_engine
+from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.ledger import check_weights_fit, plan_num_blocks
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+
+NAN, INF = float("nan"), float("inf")
+CANARY = [5, 6, 7]
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "the prompt is empty"),
+    ([], "the prompt is empty"),
+    (np.array([], np.int64), "the prompt is empty"),
+    ([-1], r"token 0 of the prompt is -1; the model's vocabulary is 0\.\.259"),
+    ([3, VOCAB_SIZE], "token 1 of the prompt is 260"),
+    ([2**70], "token 0 of the prompt is 1180591620717411303424"),
+    ([1.0], r"token 0 of the prompt=1\.0 must be an integer"),
+    ([1, True], "token 1 of the prompt=True must be an integer"),
+    ([1, None], "token 1 of the prompt=None"),
+    (["a"], "token 0 of the prompt='a'"),
+    ([[1, 2]], r"token 0 of the prompt=\[1, 2\]"),
+    (np.array([0.5]), "token 0 of the prompt=0.5"),
+    (None, "not NoneType"),
+    (7, "not int"),
+    (b"bytes", "not bytes"),
+    ({"role": "user", "content": "x"}, "not dict"),
+    (iter([1, 2]), "a prompt must be a string, a list of token ids or a list of chat messages"),
+    ("lone \ud800 surrogate", "lone surrogate at character 5"),
+    ([{"role": "user"}], "chat message 0"),
+    ([{"content": "x"}], "chat message 0"),
+    ([{"role": "user", "content": "x"}, 3], "chat message 1"),
+    ([{"role": 3, "content": "x"}], "chat message 0"),
+    ([{"role": "user", "content": "x"}], "no chat template"),
+    ([1] * CONTEXT, "the prompt has 400 tokens and leaves no room"),
+    ([1] * (CONTEXT + 1), "the prompt has 401 tokens"),
+]
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+    ({"max_new_tokens": -3}, "max_new_tokens=-3"),
+    ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0 must be an integer"),
+    ({"max_new_tokens": True}, "max_new_tokens=True must be an integer"),
+    ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
+    ({"max_new_tokens": CONTEXT}, "3 prompt tokens \\+ max_new_tokens=400 make 403; the model's context is 400"),
+    ({"temperature": -0.1}, r"temperature=-0\.1 must be in \[0, inf\)"),
+    ({"temperature": NAN}, "temperature=nan"),
+    ({"temperature": INF}, "temperature=inf"),
+    ({"temperature": "1"}, "temperature='1' must be a number"),
+    ({"temperature": True}, "temperature=True must be a number"),
+    ({"top_p": 0.0}, r"top_p=0\.0 must be in \(0, 1\]"),
+    ({"top_p": 1.0001}, "top_p=1.0001"),
+    ({"top_p": -1}, "top_p=-1"),
+    ({"top_p": NAN}, "top_p=nan"),
+    ({"top_p": [0.5]}, r"top_p=\[0\.5\] must be a number"),
+    ({"top_k": -1}, "top_k=-1 must be at least 0"),
+    ({"top_k": 1.5}, "top_k=1.5 must be an integer"),
+    ({"min_p": -0.1}, r"min_p=-0\.1 must be in \[0, 1\]"),
+    ({"min_p": 1.1}, "min_p=1.1"),
+    ({"repetition_penalty": 0}, r"repetition_penalty=0 must be in \(0, inf\)"),
+    ({"repetition_penalty": NAN}, "repetition_penalty=nan"),
+    ({"repetition_penalty": None}, "repetition_penalty=None must be a number"),
+    ({"presence_penalty": 2.5}, r"presence_penalty=2\.5 must be in \[-2, 2\]"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty=-2.5"),
+    ({"seed": -1}, "seed=-1 must be in"),
+    ({"seed": 2**64}, "seed=18446744073709551616"),
+    ({"seed": 1.0}, "seed=1.0 must be an integer"),
+    ({"logprobs": -1}, r"logprobs=-1 must be in 0\.\.100"),
+    ({"logprobs": 101}, "logprobs=101"),
+    ({"logprobs": True}, "logprobs=True must be an integer"),
+    ({"do_sample": 1}, "do_sample=1 must be True, False or None"),
+    ({"ignore_eos": "no"}, "ignore_eos='no' must be True or False"),
+    ({"stop": ""}, "stop holds ''"),
+    ({"stop": ["a", 3]}, "stop holds 3"),
+    ({"stop": 3}, "stop=3 must be a string or a list"),
+    ({"stop": ["x"] * 65}, "stop holds 65 strings"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids holds token id 260"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids holds token id -1"),
+    ({"stop_token_ids": "12"}, "stop_token_ids='12' must be a list"),
+    ({"stop_token_ids": [1.0]}, "an entry of stop_token_ids=1.0"),
+    ({"logit_bias": [1]}, r"logit_bias=\[1\] must map"),
+    ({"logit_bias": {1: NAN}}, r"logit_bias\[1\]=nan must be a finite number"),
+    ({"logit_bias": {1: "x"}}, r"logit_bias\[1\]='x'"),
+    ({"logit_bias": {"1": 1.0}}, "a key of logit_bias='1' must be an integer"),
+    ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds token id 260"),
+    ({"mode": "fast"}, "mode='fast' is not one of 'baseline', 'prefix_cache', 'chunk_kv_reuse'"),
+    ({"mode": None}, "mode=None"),
+    ({"mode": GenerationMode.CHUNK_KV_REUSE}, "mode='chunk_kv_reuse' is refused: .* not built yet"),
+    ({"temprature": 1.0}, "unknown sampling option 'temprature'; known options: temperature"),
+    ({"sampling": {"temperature": 1.0}}, "must be a SamplingParams"),
+    ({"sampling": SamplingParams(), "top_k": 3}, "sampling= and top_k= are both given"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CPUPagedEngine]:
+    with fake_engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def canary(engine: CPUPagedEngine) -> Iterator[None]:
+    """After the test nothing is held and the next request is fine."""
+    yield
+    stats = engine.paged_stats()
+    assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
+    assert list(engine.generate(CANARY, max_new_tokens=4).output_token_ids) == expected_tokens(CANARY, 4)
+
+
+@pytest.mark.usefixtures("canary")
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v)[:30])
+def test_bad_prompts(engine: CPUPagedEngine, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.generate(prompt, max_new_tokens=8)
+
+
+@pytest.mark.usefixtures("canary")
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda v: repr(v)[:40])
+def test_bad_options(engine: CPUPagedEngine, options: dict[str, Any], message: str) -> None:
+    for call in (engine.submit, engine.stream, lambda p, **o: engine.generate_batch([CANARY, p], **o)):
+        with pytest.raises(RequestError, match=message):
+            call(CANARY, **options)
+
+
+@pytest.mark.usefixtures("canary")
+def test_bad_batches(engine: CPUPagedEngine) -> None:
+    with pytest.raises(RequestError, match="prompts must be a list of prompts, not str"):
+        engine.generate_batch("text")
+    with pytest.raises(RequestError, match="sampling has 1 entries for 2 prompts"):
+        engine.generate_batch([[1], [2]], sampling=[SamplingParams()])
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.generate_many([[1], []])
+    assert engine.generate_batch([]) == []
+    assert engine.generate_many([]) == []
+
+
+@pytest.mark.usefixtures("canary")
+def test_bad_warm_logits_and_verify(engine: CPUPagedEngine) -> None:
+    with pytest.raises(RequestError, match="position_offset=3 is refused"):
+        engine.warm([1], position_offset=3)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.warm("")
+    with pytest.raises(RequestError, match="401 tokens are more than the model's context of 400"):
+        engine.warm([1] * 401)
+    with pytest.raises(RequestError, match=r"start=3 must be in 0\.\.2"):
+        engine.logits([1, 2, 3], start=3)
+    with pytest.raises(RequestError, match="start=-1"):
+        engine.logits([1, 2, 3], start=-1)
+    with pytest.raises(RequestError, match=r"start=1\.5 must be an integer"):
+        engine.logits([1, 2, 3], start=1.5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="not text"):
+        engine.logits("abc")
+    with pytest.raises(RequestError, match="prompts is an empty list"):
+        engine.verify_correctness([])
+    assert not engine.verify_correctness([[1, 2, 3]]), "a prompt too short to reuse anything cannot pass"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blok_size": 16}, "unknown option 'blok_size'"),
+        ({"block_size": 15}, "block_size=15"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
+        ({"max_cache_bytes": NAN}, "max_cache_bytes=nan"),
+        ({"num_blocks": 4, "max_cache_bytes": 1e9}, "both size the pool"),
+        ({"kv_cache_bits": 4}, "not built yet"),
+        ({"runner": "native"}, "not built yet"),
+        ({"backend": "tpu"}, "backend='tpu' is not one of"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
+        ({"num_threads": 0}, "num_threads=0"),
+        ({"strict": "yes"}, "strict='yes'"),
+    ],
+    ids=lambda v: repr(v)[:40],
+)
+def test_bad_engine_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options)
+
+
+def test_numpy_numbers_are_numbers(engine: CPUPagedEngine) -> None:
+    options = {
+        "max_new_tokens": np.int64(4),
+        "temperature": np.float32(0.5),
+        "top_k": np.int32(5),
+        "seed": np.uint64(3),
+    }
+    one = engine.generate(np.array(CANARY, np.int32), **options)
+    assert one.output_token_ids == engine.generate(CANARY, 4, temperature=0.5, top_k=5, seed=3).output_token_ids
+
+
+def test_the_whole_context_may_be_filled(engine: CPUPagedEngine) -> None:
+    result = engine.generate([1] * (CONTEXT - 2), max_new_tokens=None, ignore_eos=True)
+    assert (result.generated_tokens, result.finish_reason) == (2, "length")
+    assert engine.generate([1] * (CONTEXT - 1), max_new_tokens=1, ignore_eos=True).finish_reason == "length"
+    assert engine.logits([1] * CONTEXT, start=CONTEXT - 1).shape == (1, VOCAB_SIZE)
+    assert EOS_ID < VOCAB_SIZE
+
+
+SPEC = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float32")  # 4 * 2 * 2 * 64 * 16 * 4 = 65,536 bytes a block
+GB = 10**9
+
+
+def test_pool_sizes() -> None:
+    assert SPEC.bytes_per_block == 65_536
+    plan = lambda available, **options: plan_num_blocks(EngineConfig(**options), SPEC, 2048, 10**8, available)
+    assert plan(GB, num_blocks=7) == 7
+    assert plan(GB, max_chunks=9) == 9
+    assert plan(GB, max_cache_bytes=1e6) == 15
+    assert plan(100 * GB) == 128 * 16, "context x max_num_seqs"
+    assert plan(65_536 * 400) == 100, "a quarter of the available memory"
+    assert plan(65_536) == 1
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    plan = lambda available, **options: plan_num_blocks(EngineConfig(**options), SPEC, 2048, 2 * GB, available)
+    with pytest.raises(CapacityError, match=r"max_cache_bytes=1000 holds no block: .* 65536 bytes"):
+        plan(GB, max_cache_bytes=1000)
+    with pytest.raises(
+        CapacityError, match=r"weights 2\.00 GB \+ pool 1\.31 GB \(20000 blocks .*1\.00 GB are available"
+    ):
+        plan(GB, num_blocks=20_000)
+    with pytest.raises(CapacityError, match="max_cache_bytes"):
+        plan(GB, max_cache_bytes=4e9)
+    with pytest.raises(CapacityError, match=r"the weights take 3\.00 GB, 1\.00 GB of memory are available"):
+        check_weights_fit(3 * GB, GB)
+    check_weights_fit(GB, GB)

@@ -1,0 +1,174 @@
+"""Real tiny models: the engine's greedy tokens equal transformers' own, however they come about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvboost_edge import CPUPagedEngine, GenerationMode
+from kvboost_edge.errors import CapacityError, ModelFormatError
+from tiny_models import EOS_ID, save_tiny_model
+
+FAMILIES = ["llama", "gemma2", "qwen3"]
+NEW = 64
+BLOCK = 16
+# One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last member.
+OPTIONS: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "debug_checks": True, "num_threads": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Truth:
+    """transformers alone, one prompt at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], count: int = NEW) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=-1
+        )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> np.ndarray:
+        return np.asarray(self.model(torch.tensor([ids])).logits[0])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture
+def engine(truth: Truth) -> Iterator[CPUPagedEngine]:
+    with CPUPagedEngine.from_pretrained(truth.directory, num_blocks=64, max_batch_tokens=64, **OPTIONS) as engine:
+        yield engine
+        assert engine.paged_stats()["used_blocks"] == 0
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, count)]
+
+
+def greedy(engine: CPUPagedEngine, prompt: list[int], count: int = NEW, **options: Any) -> list[int]:
+    return list(engine.generate(prompt, max_new_tokens=count, ignore_eos=True, **options).output_token_ids)
+
+
+def test_cold_and_every_prefix_cut(truth: Truth, engine: CPUPagedEngine) -> None:
+    prompt = tokens(1, 3 * BLOCK + 5)
+    expected = truth.greedy(prompt)
+    assert greedy(engine, prompt) == expected
+    for cut in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3):
+        other = prompt[:cut] + tokens(100 + cut, 40)
+        result = engine.generate(other, max_new_tokens=NEW, ignore_eos=True)
+        assert result.cached_tokens == cut // BLOCK * BLOCK
+        assert list(result.output_token_ids) == truth.greedy(other)
+    warm = engine.generate(prompt, max_new_tokens=NEW, ignore_eos=True)
+    assert (warm.cached_tokens, list(warm.output_token_ids)) == (3 * BLOCK, expected)
+    baseline = engine.generate(prompt, NEW, GenerationMode.BASELINE, ignore_eos=True)
+    assert (baseline.cached_tokens, list(baseline.output_token_ids)) == (0, expected)
+
+
+def test_batch_with_preemption(truth: Truth) -> None:
+    prompts = [tokens(9, 20) + tokens(i, 5 + 9 * i) for i in range(5)]
+    expected = [truth.greedy(prompt) for prompt in prompts]
+    options = {"num_blocks": 12, "max_num_seqs": 4, "max_batch_tokens": 24, **OPTIONS}
+    with CPUPagedEngine.from_pretrained(truth.directory, **options) as engine:
+        results = engine.generate_batch(prompts, max_new_tokens=NEW, ignore_eos=True)
+        assert [list(result.output_token_ids) for result in results] == expected
+        assert engine.paged_stats()["preemptions"] > 0
+        assert engine.paged_stats()["used_blocks"] == 0
+
+
+def test_second_turn_reuses_the_generated_tokens(truth: Truth, engine: CPUPagedEngine) -> None:
+    first = tokens(4, 30)
+    history = first + greedy(engine, first)
+    turn = history + tokens(5, 10)
+    result = engine.generate(turn, max_new_tokens=NEW, ignore_eos=True)
+    assert result.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
+    assert list(result.output_token_ids) == truth.greedy(turn)
+
+
+def test_logits_equal_transformers(truth: Truth, engine: CPUPagedEngine) -> None:
+    ids = tokens(6, 75)
+    expected = truth.logits(ids)
+    for start in (0, 33, 64):
+        rows = engine.logits(ids, start=start)
+        difference = np.linalg.norm(rows - expected[start:]) / np.linalg.norm(expected[start:])
+        assert difference < 1e-4
+
+
+def test_verify_correctness_passes(engine: CPUPagedEngine) -> None:
+    report = engine.verify_correctness()
+    assert report, str(report)
+
+
+def test_a_loaded_transformers_model(truth: Truth) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(truth.directory)
+    prompt = tokens(8, 40)
+    with CPUPagedEngine(truth.model, tokenizer, num_blocks=32, backend="cpu") as engine:
+        assert greedy(engine, prompt, 20) == truth.greedy(prompt, 20)
+        assert engine.tokenizer.encode("hé") == tokenizer("hé").input_ids
+    assert truth.greedy(prompt, 3) == truth.greedy(prompt, 3), "the model is its owner's again"
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)])
+def test_other_backends_and_all_threads_give_the_same(llama_dir: Path, backend: str, num_threads: int | None) -> None:
+    prompt = tokens(1, 50)
+    expected = Truth(llama_dir).greedy(prompt, 24)
+    options = {**OPTIONS, "backend": backend, "num_threads": num_threads, "num_blocks": 16, "max_batch_tokens": 20}
+    with CPUPagedEngine.from_pretrained(llama_dir, **options) as engine:
+        for _ in range(2):
+            assert greedy(engine, prompt, 24) == expected
+        assert engine.paged_stats()["backend"] == backend
+    torch.set_num_threads(1)
+
+
+def test_text_chat_and_eos(llama_dir: Path) -> None:
+    with CPUPagedEngine.from_pretrained(str(llama_dir), num_blocks=32, **OPTIONS) as engine:
+        tokenizer = AutoTokenizer.from_pretrained(llama_dir)
+        text = engine.generate("hello", max_new_tokens=5)
+        assert text.prompt_tokens == len(tokenizer("hello").input_ids)
+        chat = [{"role": "user", "content": "hello"}]
+        result = engine.generate(chat, max_new_tokens=5)
+        template = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert result.prompt == template
+        assert result.prompt_tokens == len(tokenizer(template, add_special_tokens=False).input_ids)
+        stopped = engine.generate("hello", max_new_tokens=5, logit_bias={EOS_ID: 1000.0})
+        assert stopped.output_token_ids == (EOS_ID,)
+        assert (stopped.finish_reason, stopped.output_text) == ("stop", "")
+
+
+def test_a_pool_larger_than_memory_is_refused(llama_dir: Path) -> None:
+    with pytest.raises(CapacityError, match=r"weights .* \+ pool .* exceed memory"):
+        CPUPagedEngine.from_pretrained(llama_dir, num_blocks=10**10, **OPTIONS)
+    with pytest.raises(CapacityError, match="holds no block"):
+        CPUPagedEngine.from_pretrained(llama_dir, max_cache_bytes=100, **OPTIONS)
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match="there is no model directory"):
+        CPUPagedEngine.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ModelFormatError, match=r"config\.json is missing"):
+        CPUPagedEngine.from_pretrained(tmp_path)

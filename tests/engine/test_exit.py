@@ -1,0 +1,24 @@
+"""A program may end without closing its engine, idle or in the middle of a request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("last_line", ["", "handle = engine.submit('Hello', max_new_tokens=400, ignore_eos=True)"])
+def test_a_forgotten_engine_lets_the_process_end_cleanly(tiny_model_dir, last_line):
+    code = (
+        "from kvboost_edge import CPUPagedEngine\n"
+        f"engine = CPUPagedEngine.from_pretrained({str(tiny_model_dir)!r}, num_blocks=64)\n"
+        "print(engine.generate('Hello', max_new_tokens=2).generated_tokens)\n" + last_line
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")

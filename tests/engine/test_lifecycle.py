@@ -1,0 +1,394 @@
+"""Whatever ends a request - finish, cancel, an error at any point, the engine's end - nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine.fake_runner import Bench, FakeRunner, expected_tokens, fake_engine, runner_of
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.sequence import Sequence
+from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.stop_strings import StopChecker
+
+CANARY = list(range(100, 140))
+
+
+@pytest.fixture
+def engine() -> Iterator[CPUPagedEngine]:
+    with fake_engine() as engine:
+        yield engine
+
+
+def assert_clean(engine: CPUPagedEngine) -> None:
+    """Every block is back and a canary prompt gives its known output."""
+    stats = engine.paged_stats()
+    assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
+    with engine._core.reading():
+        engine._parts.manager.check_invariants([])
+    assert not engine._core._live
+    assert list(engine.generate(CANARY, max_new_tokens=9).output_token_ids) == expected_tokens(CANARY, 9)
+
+
+class Boom(Exception):
+    """An error nobody expects."""
+
+
+def raise_on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> list[int]:
+    """Make the `at`-th call of a method raise Boom; returns a list that grows with the calls."""
+    real = getattr(owner, name)
+    calls: list[int] = []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if len(calls) == at:
+            raise Boom(f"{name} call {at}")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return calls
+
+
+POINTS = [
+    (KVCacheManager, "find_in_flight"),
+    (KVCacheManager, "open_table"),
+    (KVCacheManager, "blocks_needed"),
+    (KVCacheManager, "extend"),
+    (KVCacheManager, "commit"),
+    (FakeRunner, "forward"),
+    (Sequence, "accept"),
+    (IncrementalDetokenizer, "push"),
+    (IncrementalDetokenizer, "flush"),
+    (StopChecker, "push"),
+    (StopChecker, "flush"),
+    ("kvboost_edge.engine.sequence", "token_logprobs"),
+    ("kvboost_edge.engine.sampling", "uniform"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("at", [1, 2, 3, 7])
+def test_an_error_at_any_point_ends_at_most_its_own_requests(
+    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
+) -> None:
+    """RELIABILITY 6 and 8."""
+    if isinstance(owner, str):
+        owner = __import__(owner, fromlist=["_"])
+    prompts = [[i] * 20 for i in range(4)]
+    with monkeypatch.context() as patch:
+        raise_on_call(patch, owner, name, at)
+        options = {"max_new_tokens": 12, "logprobs": 1, "temperature": 0.7, "stop": "no such text", "seed": 1}
+        handles = [engine.submit(prompt, **options) for prompt in prompts]
+        outcomes = [_outcome(handle.result) for handle in handles]
+    failed = [o for o in outcomes if isinstance(o, Exception)]
+    assert all(isinstance(error, Boom) for error in failed)
+    if (owner, name) not in ((FakeRunner, "forward"), (StopChecker, "flush"), (IncrementalDetokenizer, "flush")):
+        assert len(failed) <= 1, "only the request that failed may end"
+    assert_clean(engine)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        if not isinstance(outcome, Exception):
+            again = engine.generate(prompt, **options)
+            assert again.output_token_ids == outcome.output_token_ids
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_an_error_while_tokenizing_holds_nothing(
+    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with monkeypatch.context() as patch:
+        raise_on_call(patch, type(engine.tokenizer), name, 1)
+        with pytest.raises(Boom):
+            engine.generate("some text" if name == "encode" else [1, 2, 3])
+    assert_clean(engine)
+
+
+def test_an_error_in_a_batch_reaches_the_caller_after_the_others_are_done(engine: CPUPagedEngine) -> None:
+    runner_of(engine).nan_for = {77}
+    with pytest.raises(KVBoostError, match="NaN"):
+        engine.generate_batch([[1, 2, 3], [4, 77], [5, 6]], max_new_tokens=5)
+    assert_clean(engine)
+
+
+def test_nan_logits_end_their_request_alone_and_publish_nothing() -> None:
+    bench = Bench(max_batch_tokens=64)
+    bench.runner.nan_for = {255}
+    bad = bench.submit([*range(47), 255], 5)
+    good = bench.submit([*range(60, 100)], 5)
+    bench.run()
+    with pytest.raises(KVBoostError, match="NaN or infinite logits near token 47"):
+        bad.result(0)
+    assert list(good.result(0).output_token_ids) == expected_tokens(range(60, 100), 5)
+    # The chunk that held the bad token was not published, whole blocks before it may be.
+    assert bench.manager.peek([*range(47), 255, 1], bench.parts.root) < 48
+
+
+def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_published() -> None:
+    bench = Bench(max_batch_tokens=16)
+    bench.runner.nan_for = {255}
+    bad = bench.submit([*range(31), 255, *range(40)], 5)
+    bench.run()
+    with pytest.raises(KVBoostError, match="near token 31"):
+        bad.result(0)
+    assert bench.manager.peek([*range(31), 255, *range(40)], bench.parts.root) == 16
+
+
+def test_cancel_in_every_state() -> None:
+    """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted, done."""
+    for steps in range(30):
+        bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
+        handles = [bench.submit([1] * 30, 40), bench.submit([2] * 30, 40), bench.submit([1] * 30 + [3], 20)]
+        for _ in range(steps):
+            bench.step()
+        for handle in handles:
+            handle.cancel()
+        bench.step()  # within one step
+        assert all(handle.done for handle in handles)
+        assert bench.manager.used_block_count == 0
+        assert not bench.scheduler.has_work
+        bench.manager.check_invariants([])
+        for handle, prompt in zip(handles, ([1] * 30, [2] * 30, [1] * 30 + [3]), strict=True):
+            result = handle.result(0)
+            assert result.finish_reason in ("cancelled", "length")
+            count = result.generated_tokens
+            assert list(result.output_token_ids) == expected_tokens(prompt, count)
+
+
+def test_cancel_of_a_preempted_request() -> None:
+    bench = Bench(6, max_num_seqs=2)
+    bench.submit([1] * 30, 50)
+    second = bench.submit([2] * 30, 50)
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    second.cancel()
+    second.cancel()
+    bench.step()
+    assert second.result(0).preemptions == 1
+    assert second.result(0).finish_reason == "cancelled"
+    bench.run()
+    assert bench.manager.used_block_count == 0
+
+
+def test_cancel_while_the_model_computes(engine: CPUPagedEngine) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def hold(batch: Any) -> None:
+        started.set()
+        assert go.wait(30)
+
+    runner_of(engine).on_forward = hold
+    handle = engine.submit(list(range(200)), max_new_tokens=100)
+    assert started.wait(30)
+    handle.cancel()
+    assert engine.paged_stats()["num_running"] == 1  # readable though the model computes
+    runner_of(engine).on_forward = None
+    go.set()
+    assert handle.result(30).finish_reason == "cancelled"
+    assert handle.result(30).generated_tokens <= 1
+    assert_clean(engine)
+
+
+def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine: CPUPagedEngine) -> None:
+    main = threading.get_ident()
+    passes = itertools.count()
+
+    def interrupt(batch: Any) -> None:
+        if next(passes) == 3:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    runner_of(engine).on_forward = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(list(range(50)), max_new_tokens=None)
+        # A signal that comes between two instructions of the wait is raised here at the latest.
+        threading.Event().wait(30)
+    runner_of(engine).on_forward = None
+    with pytest.raises(KeyboardInterrupt):
+        for count, _ in enumerate(engine.stream(list(range(50)), max_new_tokens=None)):
+            if count == 3:
+                raise KeyboardInterrupt
+    wait_until_idle(engine)
+    assert_clean(engine)
+
+
+def wait_until_idle(engine: CPUPagedEngine) -> None:
+    """A request queued behind a cancel is done after it."""
+    engine.generate([1], max_new_tokens=1)
+
+
+def test_closing_a_stream_cancels(engine: CPUPagedEngine) -> None:
+    stream = engine.stream(list(range(50)), max_new_tokens=None)
+    assert next(stream)
+    stream.close()
+    wait_until_idle(engine)
+    assert_clean(engine)
+    del stream
+    unread = engine.stream([1, 2, 3])
+    del unread
+    assert_clean(engine)
+
+
+def test_threads_share_one_engine(engine: CPUPagedEngine) -> None:
+    outputs: dict[int, tuple[int, ...]] = {}
+
+    def work(number: int) -> None:
+        for turn in range(6):
+            prompt = [number, turn, *range(30)]
+            outputs[number * 10 + turn] = engine.generate(prompt, max_new_tokens=10).output_token_ids
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for key, tokens in outputs.items():
+        assert list(tokens) == expected_tokens([key // 10, key % 10, *range(30)], 10)
+    assert len(outputs) == 48
+    assert max(runner_of(engine).batches) > 1
+    assert_clean(engine)
+
+
+def test_close_fails_what_runs_and_everything_after() -> None:
+    engine = fake_engine()
+    started, go = threading.Event(), threading.Event()
+
+    def hold(batch: Any) -> None:
+        started.set()
+        assert go.wait(30)
+
+    runner_of(engine).on_forward = hold
+    running = engine.submit(list(range(50)))
+    assert started.wait(30)
+    waiting = engine.submit([1, 2, 3])
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    go.set()
+    closer.join(30)
+    for handle in (running, waiting):
+        with pytest.raises(KVBoostError, match="closed before"):
+            handle.result(30)
+        handle.cancel()
+    engine.close()
+    assert runner_of(engine).closed
+    assert engine._parts.backend.closed  # type: ignore[attr-defined]
+    assert engine._parts.manager.used_block_count == 0
+    for call in (
+        lambda: engine.generate([1]),
+        lambda: engine.warm([1]),
+        lambda: engine.logits([1]),
+        lambda: list(engine.stream([1])),
+        engine.paged_stats,
+        engine.cache_stats,
+        engine.reset_cache,
+        engine.block_map,
+    ):
+        with pytest.raises(KVBoostError, match="the engine is closed"):
+            call()
+
+
+def test_a_forgotten_engine_ends_its_thread() -> None:
+    engine = fake_engine()
+    engine.generate([1, 2, 3], max_new_tokens=2)
+    thread, gone = engine._core._thread, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_handle_keeps_its_engine_until_it_is_done_with() -> None:
+    handle = fake_engine().submit(list(range(20)), max_new_tokens=10)
+    gc.collect()
+    assert list(handle.result(30).output_token_ids) == expected_tokens(range(20), 10)
+
+
+def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_engine() as engine:
+
+        def corrupt(*args: Any) -> None:
+            raise CacheCorruption("broken on purpose")
+
+        monkeypatch.setattr(KVCacheManager, "commit", corrupt)
+        handles = [engine.submit([i, 1], max_new_tokens=3) for i in range(3)]
+        for handle in handles:
+            error = _outcome(lambda handle=handle: handle.result(30))
+            assert isinstance(error, KVBoostError)
+        engine._core._thread.join(30)
+        with pytest.raises(KVBoostError, match="stopped after an error.*broken on purpose"):
+            engine.generate([1])
+
+
+def test_debug_checks_notice_a_write_into_a_shared_block() -> None:
+    bench = Bench()
+    bench.submit(list(range(32)), 1)
+    bench.run()
+    cached = bench.manager.block_states().index(1)
+
+    def scribble(batch: Any) -> None:
+        bench.parts.backend.tokens[cached] = 3  # type: ignore[attr-defined]
+
+    bench.runner.on_forward = scribble
+    bench.submit([200, 201], 1)
+    with pytest.raises(CacheCorruption, match="was written while it was shared or cached"):
+        bench.core.step()
+
+
+def test_a_kernel_that_writes_garbage_outside_its_slots_does_not_matter_to_others() -> None:
+    """RELIABILITY 3: free blocks are poisoned when handed out; outputs stay right after many generations reuse them."""
+    bench = Bench(8)
+    for round_number in range(20):
+        prompt = [round_number] * 40
+        handle = bench.submit(prompt, 20)
+        bench.run()
+        assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 20)
+    assert bench.manager.evictions > 0
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    with fake_engine(num_blocks=4) as small:
+        with pytest.raises(
+            CapacityError, match=r"needs 7 blocks \(60 prompt tokens and up to 50 new ones, 16 to a block\)"
+        ):
+            small.generate([1] * 60, max_new_tokens=50)
+        with pytest.raises(CapacityError):
+            small.warm([1] * 65)
+        with pytest.raises(CapacityError):
+            small.logits([1] * 65)
+        with pytest.raises(CapacityError):
+            small.generate_batch([[1], [1] * 60], max_new_tokens=50)
+        assert small.generate([1] * 60, max_new_tokens=5).generated_tokens == 5
+        assert small.paged_stats()["used_blocks"] == 0
+
+
+def test_result_times_out_without_ending_the_request(engine: CPUPagedEngine) -> None:
+    go = threading.Event()
+    runner_of(engine).on_forward = lambda batch: None if go.wait(30) else None
+    handle = engine.submit([1, 2, 3], max_new_tokens=3)
+    with pytest.raises(TimeoutError, match=r"timeout=0\.01"):
+        handle.result(0.01)
+    go.set()
+    assert handle.result(30).generated_tokens == 3
+
+
+def test_reset_forgets_what_is_idle(engine: CPUPagedEngine) -> None:
+    engine.generate(list(range(40)), max_new_tokens=2)
+    assert engine.reset_cache() == 2
+    assert engine.generate(list(range(40)), max_new_tokens=2).cached_tokens == 0
+    assert engine.cache_stats()["hot_chunks"] == 2

@@ -1,0 +1,264 @@
+"""What callers get back: text, tokens, stop reasons, times, statistics, warm, logits, verify."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engine.fake_runner import EOS_ID, expected_tokens, fake_engine, runner_of, token_logits
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.request import SamplingParams
+
+PROMPT = list(range(60, 100))
+
+CACHE_KEYS = """hot_chunks hot_memory_mb budget_mb budget_utilization cache_hits approximate_hits cache_misses evictions
+hit_rate exact_hit_rate""".split()
+PAGED_KEYS = """block_utilization free_blocks used_blocks cached_blocks num_blocks block_size loaded_chunks
+blocks_used_by_chunks shared_blocks cow_copies bytes_per_block pool_bytes weight_bytes process_rss_bytes
+process_peak_bytes tokens_held hit_tokens miss_tokens evictions preemptions num_running num_waiting backend runner isa
+threading_layer num_threads""".split()
+
+
+@pytest.fixture
+def engine() -> Iterator[CPUPagedEngine]:
+    with fake_engine() as engine:
+        yield engine
+
+
+def test_every_field_of_a_result(engine: CPUPagedEngine) -> None:
+    engine.generate(PROMPT, max_new_tokens=3)
+    result = engine.generate(PROMPT, max_new_tokens=12, logprobs=2)
+    tokens = expected_tokens(PROMPT, 12)
+    assert result.mode is GenerationMode.PREFIX_CACHE
+    assert result.prompt == engine.tokenizer.decode(PROMPT)
+    assert list(result.output_token_ids) == tokens
+    assert result.output_text == engine.tokenizer.decode(tokens)
+    assert result.generated_tokens == 12
+    assert result.finish_reason == "length"
+    assert (result.prompt_tokens, result.cached_tokens, result.kv_reuse_ratio) == (40, 32, 0.8)
+    assert result.hit_tokens_by_tier == {"memory": 32}
+    assert result.tokens_per_sec == pytest.approx(12 / result.total_ms * 1e3)
+    assert result.preemptions == 0
+    assert result.logprobs is not None
+    assert [entry.token_id for entry in result.logprobs] == tokens
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs), "greedy takes the top"
+    json.dumps(dataclasses.asdict(result))
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.BASELINE, "prefix_cache"])
+def test_phases_add_up_and_times_are_on_one_clock(engine: CPUPagedEngine, mode: GenerationMode | str) -> None:
+    for result in engine.generate_batch([PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode):
+        assert sum(result.phases.values()) == result.total_ms
+        assert list(result.phases) == ["tokenize", "lookup", "load", "prefill", "decode"]
+        assert all(value >= 0 for value in result.phases.values())
+        assert result.ttft_ms == result.token_times_ms[0]
+        assert result.ttft_ms == pytest.approx(result.total_ms - result.phases["decode"], abs=1e-6)
+        assert list(result.token_times_ms) == sorted(result.token_times_ms)
+        assert len(result.token_times_ms) == result.generated_tokens
+        assert 0 < result.token_times_ms[-1] <= result.total_ms
+
+
+def test_eos_ends_the_output_and_is_in_the_ids_only(engine: CPUPagedEngine) -> None:
+    plain = engine.generate(PROMPT, max_new_tokens=10)
+    forced = engine.generate(PROMPT, max_new_tokens=10, logit_bias={EOS_ID: 100.0})
+    assert forced.output_token_ids == (EOS_ID,)
+    assert (forced.output_text, forced.finish_reason) == ("", "stop")
+    ignored = engine.generate(PROMPT, max_new_tokens=10, logit_bias={EOS_ID: 100.0}, ignore_eos=True)
+    assert ignored.output_token_ids == (EOS_ID,) * 10
+    fifth = plain.output_token_ids[4]
+    assert fifth not in plain.output_token_ids[:4]
+    stopped = engine.generate(PROMPT, max_new_tokens=10, stop_token_ids=[fifth], ignore_eos=True)
+    assert stopped.output_token_ids == plain.output_token_ids[:5]
+    assert stopped.output_text == engine.tokenizer.decode(plain.output_token_ids[:4])
+    assert stopped.finish_reason == "stop"
+
+
+def forced_text(engine: CPUPagedEngine, prompt: list[int], text: str, **options: object) -> list[str]:
+    """Stream while the runner spells `text`, one byte a token, and then EOS."""
+    ids = [*engine.tokenizer.encode(text), EOS_ID]
+    positions = {len(prompt) + i: token for i, token in enumerate(ids)}
+    runner = runner_of(engine)
+    real = type(runner)._row
+
+    def spell(batch: object, row: int) -> np.ndarray:
+        real(runner, batch, row)  # type: ignore[arg-type]
+        logits = np.zeros(260, np.float32)
+        logits[positions[int(batch.positions[row]) + 1]] = 9.0  # type: ignore[attr-defined]
+        return logits
+
+    runner._row = spell  # type: ignore[method-assign,assignment]
+    return list(engine.stream(prompt, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one END two", "END", "one "),
+        ("one EN two", "END", "one EN two"),
+        ("aaab", "aab", "a"),
+        ("xyz", ["q", "yz", "z"], "x"),
+        ("END", "END", ""),
+        ("näïve END", "ïve", "nä"),
+        ("日本語です。終わり", "終", "日本語です。"),
+        ("tail E", "END", "tail E"),
+        ("🙂🙃 ok", "🙃", "🙂"),
+    ],
+)
+def test_stop_strings_across_token_borders(
+    engine: CPUPagedEngine, text: str, stop: str | list[str], expected: str
+) -> None:
+    pieces = forced_text(engine, [1, 2, 3], text, stop=stop)
+    assert "".join(pieces) == expected
+    assert all("\ufffd" not in piece for piece in pieces), "no half character is ever shown"
+    result = engine.generate([1, 2, 3], stop=stop)
+    assert result.output_text == expected
+    assert result.finish_reason == "stop"
+
+
+def test_no_half_character_is_streamed(engine: CPUPagedEngine) -> None:
+    text = "naïve 日本 🙂 e\u0301 done"
+    pieces = forced_text(engine, [1, 2, 3], text)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_an_open_character_at_the_length_limit_is_shown_as_replacement(engine: CPUPagedEngine) -> None:
+    forced_text(engine, [1, 2, 3], "é")
+    result = engine.generate([1, 2, 3], max_new_tokens=1)
+    assert (result.output_text, result.finish_reason) == ("\ufffd", "length")
+
+
+def test_events_carry_every_token(engine: CPUPagedEngine) -> None:
+    handle = engine.submit(PROMPT, max_new_tokens=9, logprobs=0)
+    events = list(handle.events())
+    result = handle.result()
+    assert tuple(event.token_id for event in events) == result.output_token_ids
+    assert "".join(event.text for event in events) == result.output_text
+    assert tuple(event.time_ms for event in events) == result.token_times_ms
+    assert tuple(event.logprobs for event in events) == result.logprobs
+    assert list(handle) == [], "each event is handed out once"
+
+
+def test_seeds_reproduce_and_are_recorded(engine: CPUPagedEngine) -> None:
+    first, second = (engine.generate(PROMPT, max_new_tokens=16, temperature=1.5) for _ in range(2))
+    assert first.seed != second.seed
+    assert first.output_token_ids != second.output_token_ids
+    again = engine.generate(PROMPT, max_new_tokens=16, temperature=1.5, seed=first.seed)
+    assert again.output_token_ids == first.output_token_ids
+    with fake_engine(seed=0) as same, fake_engine(seed=1) as other:
+        same.generate(PROMPT, max_new_tokens=3)
+        seeds = [e.generate(PROMPT, max_new_tokens=16, temperature=1.5).seed for e in (same, other)]
+    assert seeds[0] == second.seed or seeds[0] != seeds[1]
+    assert len(set(seeds)) == 2
+
+
+def test_each_request_of_a_batch_has_its_own_parameters(engine: CPUPagedEngine) -> None:
+    params = [
+        SamplingParams(max_new_tokens=4),
+        SamplingParams(max_new_tokens=9, temperature=2.0, seed=5),
+        SamplingParams(max_new_tokens=2, logit_bias={7: 100.0}),
+    ]
+    results = engine.generate_batch([PROMPT] * 3, sampling=params)
+    assert list(results[0].output_token_ids) == expected_tokens(PROMPT, 4)
+    alone = engine.generate(PROMPT, sampling=params[1])
+    assert results[1].output_token_ids == alone.output_token_ids
+    assert results[2].output_token_ids == (7, 7)
+
+
+def test_generate_many_keeps_the_order_and_shares_prefixes() -> None:
+    with fake_engine(num_blocks=8, max_num_seqs=1) as engine:
+        a, b = [1] * 64, [2] * 64
+        prompts = [[*(a if i % 2 == 0 else b), i] for i in range(8)]
+        results = engine.generate_many(prompts, max_new_tokens=3)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert list(result.output_token_ids) == expected_tokens(prompt, 3)
+        # The pool holds one prefix at a time: only running the equal ones next to each other reuses it.
+        assert sum(result.cached_tokens == 64 for result in results) == 6
+
+
+def test_warm_stores_whole_chunks(engine: CPUPagedEngine) -> None:
+    result = engine.warm("x" * 40)
+    assert (result.chunks_stored, result.token_count, result.chunk_size) == (2, 40, 16)
+    assert (result.partial_tail_tokens, result.chunk_boundary_aligned, result.alignment_warning) == (8, True, None)
+    assert result
+    assert int(result) == 2
+    assert engine.generate("x" * 40 + "y", max_new_tokens=1).cached_tokens == 32
+    assert not engine.warm("short")
+    assert engine.warm_chunks([1] * 32).chunks_stored == 2
+    with fake_engine(block_size=64) as coarse:
+        unaligned = coarse.warm([1] * 100)
+        assert (unaligned.chunk_boundary_aligned, unaligned.partial_tail_tokens) == (False, 36)
+        assert unaligned.alignment_warning == "the last 36 tokens do not fill a chunk of 64 and are not cached"
+
+
+def test_logits_are_those_of_each_position(engine: CPUPagedEngine) -> None:
+    truth = np.stack([token_logits(PROMPT[: i + 1]) for i in range(40)])
+    with fake_engine(max_batch_tokens=7) as chunked:
+        for start in (0, 1, 15, 16, 31, 32, 39):
+            for each in (engine, chunked):
+                rows = each.logits(PROMPT, start=start)
+                assert rows.dtype == np.float32
+                np.testing.assert_array_equal(rows, truth[start:])
+    before = runner_of(engine).computed
+    engine.logits(PROMPT, start=33)
+    assert runner_of(engine).computed - before == 8, "tokens before start may come from the cache"
+
+
+def test_verify_correctness_passes_and_reports(engine: CPUPagedEngine) -> None:
+    report = engine.verify_correctness()
+    assert report
+    assert all(check.reused_tokens > 0 and check.text_equal for check in report.checks)
+    assert len(str(report).splitlines()) == 2
+    sampled = engine.verify_correctness(["z" * 50], max_new_tokens=8, temperature=0.9, top_p=0.9)
+    assert sampled
+    assert sampled.checks[0].kl_divergence == 0.0
+
+
+def test_verify_correctness_can_fail(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(engine)
+    real = runner._row
+
+    def drift(batch: object, row: int) -> np.ndarray:
+        """Wrong whenever part of the prompt came from the cache: the pass starts behind position 0."""
+        logits = real(batch, row)  # type: ignore[arg-type]
+        if int(batch.positions[0]) == 48:  # type: ignore[attr-defined]
+            logits = logits + np.linspace(0, 9, len(logits), dtype=np.float32)
+        return logits
+
+    monkeypatch.setattr(runner, "_row", drift)
+    report = engine.verify_correctness()
+    assert not report
+    assert all("the logits differ" in str(check.problem) for check in report.checks)
+    assert "FAILED" in str(report)
+    short = engine.verify_correctness([[1, 2, 3]])
+    assert not short
+    assert "nothing was reused" in str(short.checks[0].problem)
+
+
+def test_stats_have_every_key(engine: CPUPagedEngine) -> None:
+    engine.generate(PROMPT, max_new_tokens=3)
+    engine.generate(PROMPT, max_new_tokens=3)
+    cache, paged = engine.cache_stats(), engine.paged_stats()
+    assert set(CACHE_KEYS) <= cache.keys()
+    assert set(PAGED_KEYS) <= paged.keys()
+    assert (cache["hot_chunks"], cache["cache_hits"], cache["approximate_hits"]) == (2, 2, 0)
+    assert cache["hit_rate"] == 32 / 80
+    assert paged["free_blocks"] == paged["num_blocks"] - paged["used_blocks"] == 64
+    assert (paged["cached_blocks"], paged["tokens_held"]) == (2, 32)
+    assert (paged["hit_tokens"], paged["miss_tokens"]) == (32, 48)
+    assert paged["process_rss_bytes"] > paged["pool_bytes"] == 64 * paged["bytes_per_block"]
+    assert engine.block_map().count(1) == 2
+    json.dumps([cache, paged])
+
+
+def test_tenants_do_not_share() -> None:
+    """The root of the hash chain differs; the same engine options give the same root."""
+    from kvboost_edge.kvcache.hashing import root_hash
+
+    roots = {root_hash(model_fingerprint="m", kv_format="f", tenant=tenant) for tenant in ("", "a", "b", "a")}
+    assert len(roots) == 3

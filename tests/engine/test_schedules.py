@@ -1,0 +1,246 @@
+"""Batch equals single: random schedules over tiny pools, checked against the output each prompt has alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.fake_runner import EOS_ID, Bench, expected_tokens
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.errors import CapacityError
+
+EOS = frozenset({EOS_ID})
+
+
+def run_schedule(seed: int) -> tuple[int, int]:
+    """One random schedule; returns (preemptions, cached tokens) so that the caller sees both happened."""
+    rng = random.Random(seed)
+    bench = Bench(
+        rng.choice((6, 7, 8, 40)),
+        max_num_seqs=rng.choice((1, 2, 4, 8)),
+        max_batch_tokens=rng.choice((1, 2, 7, 16, 33, 64)),
+    )
+    stems = [[rng.randrange(256) for _ in range(rng.choice((15, 16, 17, 32, 48)))] for _ in range(2)]
+    wanted: list[tuple[RequestHandle, list[int]]] = []
+    cancelled: list[RequestHandle] = []
+    pending = rng.randrange(3, 9)
+    idle = 0
+    while pending or bench.scheduler.has_work or idle < 1:
+        if pending and rng.random() < 0.4:
+            pending -= 1
+            tail = [rng.randrange(256) for _ in range(rng.choice((0, 1, 5, 20)))]
+            prompt = rng.choice(stems)[: rng.choice((16, 48))] + tail
+            count = rng.choice((1, 3, 30, 50))
+            if len(prompt) + count - 1 > bench.manager.num_blocks * 16:
+                with pytest.raises(CapacityError):
+                    bench.submit(prompt, count)
+                continue
+            mode = rng.choice((GenerationMode.PREFIX_CACHE,) * 4 + (GenerationMode.BASELINE,))
+            handle = bench.submit(prompt, count, mode, EOS)
+            if rng.random() < 0.15:
+                cancelled.append(handle)
+            else:
+                wanted.append((handle, expected_tokens(prompt, count, EOS)))
+        if cancelled and rng.random() < 0.2:
+            rng.choice(cancelled).cancel()
+        if rng.random() < 0.03:
+            bench.manager.reset()
+        idle = 0 if bench.step() else idle + 1
+    for handle in cancelled:
+        handle.cancel()
+    bench.run()
+    for handle, tokens in wanted:
+        assert list(handle.result(0).output_token_ids) == tokens, f"seed {seed}, request {handle.index}"
+    assert all(handle.done for handle in cancelled)
+    assert bench.manager.used_block_count == 0
+    bench.manager.check_invariants([])
+    return bench.scheduler.num_preemptions, sum(h.result(0).cached_tokens for h, _ in wanted)
+
+
+def test_random_schedules_equal_single_runs(scale: Callable[[int, int], int]) -> None:
+    """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget; no schedule hangs."""
+    outcomes = [run_schedule(seed) for seed in range(scale(300, 3000))]
+    assert sum(preemptions for preemptions, _ in outcomes) > 100
+    assert sum(cached for _, cached in outcomes) > 1000
+
+
+@pytest.mark.parametrize("budget", [1, 2, 16, 64])
+def test_sampling_is_the_same_in_any_batch(budget: int) -> None:
+    prompts = [[i, *range(20 + i)] for i in range(6)]
+    options = {"temperature": 1.3, "top_p": 0.95, "repetition_penalty": 1.2}
+    alone = []
+    for i, prompt in enumerate(prompts):
+        bench = Bench()
+        handle = bench.submit(prompt, 44, seed=100 + i, **options)
+        bench.run()
+        alone.append(handle.result(0).output_token_ids)
+    bench = Bench(7, max_num_seqs=4, max_batch_tokens=budget)  # small enough to preempt
+    handles = [bench.submit(prompt, 44, seed=100 + i, **options) for i, prompt in enumerate(prompts)]
+    bench.run()
+    assert [handle.result(0).output_token_ids for handle in handles] == alone
+    assert len(set(alone)) == len(alone)
+    assert bench.scheduler.num_preemptions > 0
+
+
+def test_a_shared_prefix_in_flight_is_computed_once() -> None:
+    bench = Bench(64, max_batch_tokens=32)
+    prefix = list(range(160))
+    handles = [bench.submit([*prefix, 200 + i], 1) for i in range(8)]
+    bench.run()
+    assert bench.runner.computed == len(prefix) + 8
+    assert [handle.result(0).cached_tokens for handle in handles] == [0] + [160] * 7
+
+
+def test_the_waiting_request_takes_over_when_the_computing_one_is_cancelled() -> None:
+    bench = Bench(64, max_batch_tokens=32)
+    prefix = list(range(160))
+    first, second = (bench.submit([*prefix, 200 + i], 4) for i in range(2))
+    bench.step()
+    bench.step()
+    assert len(bench.scheduler.running) == 1
+    first.cancel()
+    bench.run()
+    assert first.result(0).finish_reason == "cancelled"
+    assert second.result(0).cached_tokens == 64
+    assert list(second.result(0).output_token_ids) == expected_tokens([*prefix, 201], 4)
+
+
+def test_the_kv_of_generated_tokens_serves_the_next_turn() -> None:
+    bench = Bench()
+    prompt = list(range(30))
+    turn = bench.submit(prompt, 40)
+    bench.run()
+    so_far = [*prompt, *turn.result(0).output_token_ids]
+    second = bench.submit([*so_far, 1, 2, 3], 4)
+    bench.run()
+    # 69 of the 70 tokens were computed; the four full blocks among them are served.
+    assert second.result(0).cached_tokens == 64
+    assert list(second.result(0).output_token_ids) == expected_tokens([*so_far, 1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("length", [16, 32, 33])
+def test_a_fully_cached_prompt_computes_its_last_token_only(length: int) -> None:
+    bench = Bench()
+    prompt = list(range(length))
+    for expected_work in (length, 1):
+        before = bench.runner.computed
+        handle = bench.submit(prompt, 1)
+        bench.run()
+        assert bench.runner.computed - before == expected_work
+        assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 1)
+
+
+def test_two_fully_cached_prompts_at_once_copy_on_write() -> None:
+    """The recompute of the last token goes into a block the other one reads."""
+    bench = Bench(max_batch_tokens=64)
+    prompt = list(range(32))
+    bench.submit(prompt, 1)
+    bench.run()
+    long_runner = bench.submit([*prompt, 9, 9], 30)
+    bench.step()
+    again = bench.submit(prompt, 5)
+    bench.run()
+    assert bench.manager.cow_copies == 1
+    assert list(again.result(0).output_token_ids) == expected_tokens(prompt, 5)
+    assert list(long_runner.result(0).output_token_ids) == expected_tokens([*prompt, 9, 9], 30)
+
+
+def test_baseline_reads_nothing_and_gives_the_same() -> None:
+    bench = Bench()
+    prompt = list(range(50))
+    warm = [bench.submit(prompt, 6)]
+    bench.run()
+    baseline = bench.submit(prompt, 6, GenerationMode.BASELINE)
+    bench.run()
+    assert baseline.result(0).cached_tokens == 0
+    assert baseline.result(0).mode is GenerationMode.BASELINE
+    assert baseline.result(0).output_token_ids == warm[0].result(0).output_token_ids
+
+
+@pytest.mark.parametrize("budget", [1, 2, 8])
+def test_prefill_and_decode_both_advance_under_any_budget(budget: int) -> None:
+    """Decodes never starve a prefill and a prefill never starves decodes."""
+    bench = Bench(max_batch_tokens=budget)
+    decoding = [bench.submit([i] * 3, 60) for i in range(3)]
+    while any(s.num_pending != 1 or s.num_tokens < 5 for s in bench.scheduler.running) or bench.scheduler.waiting:
+        bench.step()
+    long_prompt = bench.submit(list(range(60)), 1)
+    bench.step()
+    before = [s.num_tokens for s in bench.scheduler.running[:3]]
+    steps = 0
+    while not long_prompt.done:
+        bench.step()
+        steps += 1
+    assert steps <= 4 * 60
+    after = [s.num_tokens for s in bench.scheduler.running[:3]]
+    assert all(new > old for new, old in zip(after, before, strict=True)) or all(h.done for h in decoding)
+    bench.run()
+
+
+def test_decodes_take_turns_when_the_budget_is_smaller_than_their_number() -> None:
+    bench = Bench(max_batch_tokens=2)
+    for i in range(5):
+        bench.submit([i], 40)
+    for _ in range(60):
+        bench.step()
+    lengths = [s.num_tokens for s in bench.scheduler.running]
+    assert len(lengths) == 5
+    assert max(lengths) - min(lengths) <= 1
+    bench.run()
+
+
+def test_prefills_share_the_budget_so_a_short_one_is_not_stuck_behind_a_long_one() -> None:
+    bench = Bench(max_batch_tokens=32)
+    bench.submit(list(range(250)), 1)
+    short = bench.submit([7] * 30, 1)
+    for _ in range(2):
+        bench.step()
+    assert short.done
+    bench.run()
+
+
+def test_a_large_request_is_served_though_small_ones_keep_coming() -> None:
+    bench = Bench(8, max_num_seqs=4, max_batch_tokens=64)
+    small = [bench.submit([i, i], 12) for i in range(3)]
+    large = bench.submit(list(range(110)), 4)
+    steps = 0
+    while not large.done:
+        small.append(bench.submit([steps % 200, 5], 12))
+        bench.step()
+        steps += 1
+        assert steps < 100
+    bench.run()
+    assert all(handle.result(0).generated_tokens == 12 for handle in small)
+
+
+def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens() -> None:
+    bench = Bench(6, max_num_seqs=2)
+    first, second = bench.submit([1] * 30, 50), bench.submit([2] * 30, 50)
+    bench.run()
+    assert first.result(0).preemptions == 0
+    assert second.result(0).preemptions > 0
+    for token_id, handle in ((1, first), (2, second)):
+        assert list(handle.result(0).output_token_ids) == expected_tokens([token_id] * 30, 50)
+
+
+def test_a_request_that_fills_the_whole_pool_runs() -> None:
+    bench = Bench(4)
+    prompt = list(range(64))
+    for _ in range(2):  # the second time its prompt is cached and every block of the pool is its own
+        handle = bench.submit(prompt, 1)
+        bench.run()
+        assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 1)
+    with pytest.raises(CapacityError, match=r"needs 5 blocks .* the pool has 4"):
+        bench.submit(prompt, 2)
+
+
+def test_steps_are_not_wasted() -> None:
+    """A batch of equal requests decodes in lockstep: as many steps as the longest needs."""
+    bench = Bench(max_batch_tokens=64)
+    for i in range(8):
+        bench.submit([i], 20)
+    assert bench.run() == 20
+    assert set(bench.runner.batches) == {8}

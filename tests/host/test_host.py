@@ -1,0 +1,117 @@
+"""Processor, memory and threads of the machine the tests run on, and of others by their own words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.host import cpu, memory
+from kvboost_edge.host.cgroup import MemoryLimit
+from kvboost_edge.host.threads import configure_threads, threading_layer
+
+X86 = (
+    "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 17\nmodel name\t: Some CPU @ 3GHz\n"
+    "flags\t\t: fpu sse2 avx2\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+)
+ARM = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd asimddp\nCPU part\t: 0xd0b\n"
+
+
+def test_cpuinfo_of_both_kinds() -> None:
+    assert cpu.parse_cpuinfo(X86) == ("Some CPU @ 3GHz", frozenset({"fpu", "sse2", "avx2"}))
+    assert cpu.parse_cpuinfo(ARM) == ("", frozenset({"fp", "asimd", "asimddp"}))
+    assert cpu.parse_cpuinfo("") == ("", frozenset())
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "label"),
+    [
+        ("x86_64", "sse2", "sse2"),
+        ("x86_64", "sse4_2", "sse4.2"),
+        ("x86_64", "sse4_2 avx", "avx"),
+        ("x86_64", "avx avx2", "avx2"),
+        ("x86_64", "avx avx2 avx_vnni", "avx2-vnni"),
+        ("x86_64", "avx2 avx512f", "avx2"),
+        ("x86_64", "avx2 avx512f avx512bw avx512vl", "avx512"),
+        ("x86_64", "avx2 avx_vnni avx512f avx512bw avx512vl avx512_vnni", "avx512-vnni"),
+        ("x86_64", "avx512f avx512bw avx512vl avx512_vnni amx_int8", "avx512-vnni-amx"),
+        ("aarch64", "asimd", "neon"),
+        ("aarch64", "asimd asimddp", "neon-dotprod"),
+        ("aarch64", "asimd asimddp i8mm", "neon-i8mm"),
+        ("riscv64", "", "riscv64"),
+    ],
+)
+def test_isa_label(arch: str, flags: str, label: str) -> None:
+    assert cpu.isa_label(arch, frozenset(flags.split())) == label
+
+
+def test_this_machine() -> None:
+    info = cpu.describe_cpu()
+    assert info.model
+    assert info.arch
+    assert info.isa == cpu.isa_label(info.arch, frozenset(info.flags))
+    assert 1 <= info.physical <= info.logical == psutil.cpu_count()
+    assert info.affinity >= 1
+
+
+@pytest.mark.parametrize(("affinity", "quota", "threads"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)])
+def test_default_threads(monkeypatch: pytest.MonkeyPatch, affinity: int, quota: float | None, threads: int) -> None:
+    monkeypatch.setattr(cpu, "_affinity", lambda: affinity)
+    monkeypatch.setattr(cpu, "cpu_quota", lambda: quota)
+    assert cpu.default_num_threads() == threads
+
+
+def test_memory_is_that_of_the_machine_or_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: None)
+    assert 0 < memory.available_bytes() <= memory.total_bytes() == psutil.virtual_memory().total
+    monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(1000, 400))
+    assert (memory.available_bytes(), memory.total_bytes()) == (600, 1000)
+    monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(1 << 60, 0))
+    assert memory.total_bytes() == psutil.virtual_memory().total
+
+
+def test_peak_grows_with_what_was_touched_and_is_this_process_own() -> None:
+    slack = 4 << 20  # the kernel counts pages in batches
+    before = memory.process_peak()
+    block = np.ones(64 << 20, dtype=np.uint8)
+    held = memory.process_rss()
+    assert memory.process_peak() >= held - slack >= block.nbytes
+    del block
+    assert memory.process_peak() >= max(before, held) - slack
+    code = "from kvboost_edge.host.memory import process_peak; print(process_peak())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1 << 20 < int(child.stdout) < memory.process_peak()
+
+
+def test_threads_are_set_and_bounded() -> None:
+    import numba
+
+    before = numba.get_num_threads()
+    team = numba.config.NUMBA_NUM_THREADS
+    try:
+        assert configure_threads(1) == numba.get_num_threads() == 1
+        assert configure_threads() == numba.get_num_threads() == min(cpu.default_num_threads(), team)
+        for bad in (0, -1, team + 1, True, 1.5, "2"):
+            with pytest.raises(ConfigError, match="NUMBA_NUM_THREADS"):
+                configure_threads(bad)  # type: ignore[arg-type]
+        assert threading_layer() in ("omp", "tbb", "workqueue")
+    finally:
+        numba.set_num_threads(before)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, kvboost_edge.host.threads, kvboost_edge.host.memory, kvboost_edge.models.safetensors_check, "
+        "kvboost_edge.models.fingerprint, kvboost_edge.models.locate, kvboost_edge.models.architectures, "
+        "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings\n"
+        "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "[]"

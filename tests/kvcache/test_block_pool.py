@@ -1,0 +1,93 @@
+"""Reference counts and the order in which free blocks are handed out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
+from kvboost_edge.kvcache.block_pool import BlockPool
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.0, "4", None, True])
+def test_a_pool_has_at_least_one_block(bad: int) -> None:
+    with pytest.raises(ConfigError, match="num_blocks"):
+        BlockPool(bad)
+
+
+def test_blocks_are_handed_out_least_recently_used_first() -> None:
+    pool = BlockPool(4)
+    assert pool.take(4) == [0, 1, 2, 3]
+    for block_id in (2, 0, 3, 1):
+        pool.release(block_id, matchable=True)
+    assert pool.free_ids() == [2, 0, 3, 1]
+    pool.refresh(2)
+    assert pool.free_ids() == [0, 3, 1, 2]
+    assert pool.take(2) == [0, 3]
+
+
+def test_what_cannot_be_matched_is_handed_out_before_what_can() -> None:
+    pool = BlockPool(3)
+    pool.take(3)
+    pool.release(0, matchable=True)
+    pool.release(1, matchable=False)
+    pool.release(2, matchable=False)
+    assert pool.free_ids() == [2, 1, 0]
+
+
+def test_take_is_all_or_nothing() -> None:
+    pool = BlockPool(3)
+    pool.take(1)
+    with pytest.raises(CapacityError, match=r"3 blocks needed, 2 of 3 are free; enlarge max_cache_bytes or num_blocks"):
+        pool.take(3)
+    assert (pool.num_free, pool.ref_counts()) == (2, [1, 0, 0])
+    assert pool.take(0) == []
+
+
+def test_a_touched_block_is_freed_by_its_last_holder() -> None:
+    pool = BlockPool(2)
+    pool.take(1)
+    pool.touch(0)
+    pool.release(0, matchable=True)
+    assert (pool.ref_count(0), pool.num_free) == (1, 1)
+    pool.release(0, matchable=True)
+    assert (pool.ref_count(0), pool.num_free) == (0, 2)
+    pool.touch(0)
+    assert (pool.ref_count(0), pool.free_ids()) == (1, [1])
+
+
+def test_double_free_raises_and_changes_nothing() -> None:
+    pool = BlockPool(2)
+    pool.take(1)
+    pool.release(0, matchable=True)
+    with pytest.raises(CacheCorruption, match="double free: block 0"):
+        pool.release(0, matchable=True)
+    assert pool.free_ids() == [1, 0]
+
+
+@pytest.mark.parametrize("stale", [-1, 2, 10**9])
+def test_stale_ids_raise(stale: int) -> None:
+    pool = BlockPool(2)
+    for operation in (
+        pool.touch,
+        pool.refresh,
+        pool.ref_count,
+        lambda block_id: pool.release(block_id, matchable=True),
+    ):
+        with pytest.raises(CacheCorruption, match="stale block id"):
+            operation(stale)
+    pool.check([])
+
+
+def test_check_finds_each_kind_of_contradiction() -> None:
+    pool = BlockPool(3)
+    pool.take(2)
+    pool.check([0, 1])
+    for holders in ([0], [0, 1, 1], [0, 1, 2], [0, 1, 7]):
+        with pytest.raises(CacheCorruption):
+            pool.check(holders)
+    pool._free[0] = None  # a referenced block in the free list
+    with pytest.raises(CacheCorruption, match="free list"):
+        pool.check([0, 1])
+    del pool._free[0], pool._free[2]  # and a free one missing from it
+    with pytest.raises(CacheCorruption, match="free list"):
+        pool.check([0, 1])

@@ -1,0 +1,63 @@
+"""The hash chain: what enters it, what it must tell apart, and that it is the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.hashing import chain_hash, encode_tokens, root_hash
+
+FIELDS = ["model_fingerprint", "kv_format", "rope", "adapter", "tenant"]
+
+
+def test_tokens_are_little_endian_u32() -> None:
+    ids = [0, 1, 255, 256, 65_536, 2**31, 2**32 - 1]
+    assert encode_tokens(ids) == struct.pack("<7I", *ids)
+    assert encode_tokens([]) == b""
+    assert encode_tokens(range(3)) == struct.pack("<3I", 0, 1, 2)
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["a"], [None], [1, [2]]])
+def test_what_is_no_token_id_is_refused(bad: list[int]) -> None:
+    with pytest.raises(RequestError, match="token ids"):
+        encode_tokens(bad)
+
+
+def test_a_link_is_sha256_of_parent_and_tokens() -> None:
+    parent, tokens = b"p" * 32, encode_tokens(range(16))
+    assert chain_hash(parent, tokens) == hashlib.sha256(parent + tokens).digest()
+
+
+def test_each_field_of_the_root_matters_and_none_runs_into_the_next() -> None:
+    base = dict.fromkeys(FIELDS, "ab")
+    roots = {root_hash(**base)}
+    roots |= {root_hash(**{**base, field: value}) for field in FIELDS for value in ("abc", "a", "", "AB", "b")}
+    # One text, cut between two fields at every place: the same bytes in a row, another meaning.
+    for left, right in itertools.combinations(FIELDS, 2):
+        roots |= {root_hash(**{**base, left: "xyzw"[:cut], right: "xyzw"[cut:]}) for cut in range(5)}
+    assert len(roots) == 1 + len(FIELDS) * 5 + 10 * 5
+    assert all(len(root) == 32 for root in roots)
+
+
+def test_a_tenant_of_undecodable_bytes_has_its_own_root() -> None:
+    tenants = [raw.decode("utf-8", "surrogateescape") for raw in (b"\xff", b"\xfe", b"?", b"")]
+    assert len({root_hash(model_fingerprint="m", kv_format="k", tenant=tenant) for tenant in tenants}) == 4
+
+
+def test_hashes_do_not_depend_on_the_process() -> None:
+    code = (
+        "from kvboost_edge.kvcache.hashing import *;"
+        "print(chain_hash(root_hash(model_fingerprint='m', kv_format='f32'), encode_tokens([1, 2])).hex())"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env).stdout
+        for env in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
+    ]
+    here = chain_hash(root_hash(model_fingerprint="m", kv_format="f32"), encode_tokens([1, 2])).hex()
+    assert [run.strip() for run in runs] == [here, here]

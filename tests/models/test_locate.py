@@ -1,0 +1,140 @@
+"""Finding a model without touching the network, and clear words where it cannot be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Calls to the hub's client, which answers with this directory."""
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        calls.append({"name": name, **options})
+        return str(Path.cwd())
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_directories(tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (tmp_path, str(tmp_path), "owner/name", "./owner/name", "~/owner", Path("owner")):
+        assert locate_model(name).is_dir()
+    assert not asked
+
+
+def test_bundled_model_needs_no_network(asked: list[Any]) -> None:
+    try:
+        directory = locate_model(BUNDLED_MODEL)
+    except ModelFormatError as error:
+        assert "bundled" in str(error)  # noqa: PT017 - a checkout may be without it
+    else:
+        assert (directory / "config.json").is_file()
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/no/such/dir",
+        "./missing",
+        "../x",
+        "~/missing-model",
+        "a/b/c",
+        "C:\\x",
+        "owner/..",
+        "a b",
+        Path("owner/name"),
+    ],
+)
+def test_what_is_no_hub_id_never_reaches_the_hub(name: str | Path, asked: list[Any]) -> None:
+    with pytest.raises(ModelFormatError):
+        locate_model(name)
+    assert not asked
+
+
+def test_a_file_is_not_a_model_directory(tmp_path: Path, asked: list[Any]) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelFormatError, match=r"model\.gguf is a file"):
+        locate_model(tmp_path / "model.gguf")
+    assert not asked
+
+
+def test_a_hub_id_fetches_only_what_is_needed(asked: list[Any]) -> None:
+    said: list[str] = []
+    found = locate_model("owner/name", revision="v1", token="secret", progress=said.append)
+    assert found == Path.cwd()
+    (call,) = asked
+    assert (call["name"], call["revision"], call["token"], call["local_files_only"]) == (
+        "owner/name",
+        "v1",
+        "secret",
+        False,
+    )
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) or pattern == "*" for pattern in call["allow_patterns"])
+    assert len(said) == 1
+    assert "owner/name" in said[0]
+
+
+def test_local_files_only_names_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelFormatError, match="local_files_only"):
+        locate_model("owner/not-there", local_files_only=True)
+
+
+def test_offline_mode_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelFormatError, match="HF_HUB_OFFLINE"):
+        locate_model("owner/not-there")
+
+
+@pytest.mark.names_hub_model
+def test_no_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelFormatError, match="could not be fetched"):
+        locate_model("owner/not-there")
+
+
+def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--owner--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    assert locate_model("owner/name", local_files_only=True) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (errors.RepositoryNotFoundError, "no hub model of that name"),
+        (errors.GatedRepoError, "gated"),
+        (errors.RevisionNotFoundError, "no revision 'v9'"),
+        (errors.HFValidationError, "valid hub id"),
+        (ConnectionError, "could not be fetched"),
+    ],
+)
+def test_answers_of_the_hub(kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelFormatError, match=words):
+        locate_model("owner/name", revision="v9")

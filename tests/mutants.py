@@ -1,0 +1,314 @@
+"""The mutation gate, `make mutants`: plants one fault at a time in a copy of the tree; the tests must turn red.
+
+It guards against tests that cannot fail. A fault is one or more replacements in one file, and the tests that have to
+notice it. The gate fails if a fault survives, if its text is no longer in the file, or if the unchanged tests fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 900
+# What pytest returns: 0 all passed, 1 some failed; anything else means the tests did not run.
+PASSED, FAILED = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` (pairs), once each, in `file`; `tests` are pytest's arguments."""
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...]
+
+
+def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+    """A fault of one replacement in a file of the package."""
+    return Fault(name, f"kvboost_edge/{file}", ((old, new),), tests)
+
+
+KERNELS = ("tests/kernels", "tests/backends")
+CONTRACT = ("tests/backends",)
+KVCACHE = ("tests/kvcache",)
+ENGINE = ("tests/engine",)
+MODELS = ("tests/models",)
+
+FAULTS = (
+    # The kernels.
+    fault(
+        "causal mask shows one token too many",
+        "kernels/attention.py",
+        "// shape.heads_per_group + 1 - start",
+        "// shape.heads_per_group + 2 - start",
+        *KERNELS,
+    ),
+    fault(
+        "window off by one",
+        "kernels/attention.py",
+        "low = end - shape.window if",
+        "low = end - shape.window + 1 if",
+        *KERNELS,
+    ),
+    fault("softcap dropped", "kernels/attention.py", "if shape.softcap > 0:", "if shape.softcap > 1e9:", *KERNELS),
+    fault("attention sinks dropped", "kernels/attention.py", "if job.sinks != 0:", "if job.sinks == -1:", *KERNELS),
+    fault(
+        "merging spans forgets the earlier ones' weight",
+        "kernels/attention.py",
+        "dim, keep, add)",
+        "dim, np.float32(1.0), add)",
+        *KERNELS,
+    ),
+    fault(
+        "bfloat16 cut off instead of rounded",
+        "kernels/storage.py",
+        "rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))",
+        "rounded = bits",
+        *KERNELS,
+    ),
+    fault(
+        "the last byte of a copied block is forgotten",
+        "kernels/storage.py",
+        "for at in range(pool.shape[1]):",
+        "for at in range(pool.shape[1] - 1):",
+        *KERNELS,
+    ),
+    # The torch backend.
+    fault(
+        "torch: causal mask off by one",
+        "backends/torch_backend.py",
+        "(keys <= queries)",
+        "(keys <= queries + 1)",
+        *CONTRACT,
+    ),
+    fault(
+        "torch: window off by one",
+        "backends/torch_backend.py",
+        "(keys > queries - window)",
+        "(keys >= queries - window)",
+        *CONTRACT,
+    ),
+    # The block pool.
+    fault(
+        "copy-on-write skipped",
+        "kvcache/manager.py",
+        "if self._pool.ref_count(block_id) == 1:",
+        "if self._pool.ref_count(block_id) >= 1:",
+        *KVCACHE,
+    ),
+    fault(
+        "a hash is trusted without comparing tokens",
+        "kvcache/prefix_index.py",
+        " and entry.tokens == tokens",
+        "",
+        *KVCACHE,
+    ),
+    fault(
+        "the parent's identity is not compared",
+        "kvcache/prefix_index.py",
+        " and entry.parent_serial == parent_serial",
+        "",
+        *KVCACHE,
+    ),
+    Fault(
+        "hash cut to 8 bits and trusted",
+        "kvboost_edge/kvcache/prefix_index.py",
+        (
+            (
+                "for block_id in self._buckets.get(prefix_hash, ()):",
+                "for block_id in [b for h, ids in self._buckets.items() if h[:1] == prefix_hash[:1] for b in ids]:",
+            ),
+            ("entry.parent_serial == parent_serial and entry.tokens == tokens", "True"),
+        ),
+        KVCACHE,
+    ),
+    fault(
+        "a reference is not released",
+        "kvcache/manager.py",
+        "for index in range(len(table.block_ids) - 1, -1, -1):",
+        "for index in range(len(table.block_ids) - 2, -1, -1):",
+        *KVCACHE,
+    ),
+    fault(
+        "blocks are freed head first",
+        "kvcache/manager.py",
+        "for index in range(len(table.block_ids) - 1, -1, -1):",
+        "for index in range(len(table.block_ids)):",
+        *KVCACHE,
+    ),
+    fault(
+        "a half-filled block is published",
+        "kvcache/manager.py",
+        "num_full = num_computed // self.block_size",
+        "num_full = -(-num_computed // self.block_size)",
+        *KVCACHE,
+    ),
+    fault(
+        "the model is not part of the root hash",
+        "kvcache/hashing.py",
+        '"model_fingerprint": model_fingerprint,',
+        '"model_fingerprint": "",',
+        *KVCACHE,
+    ),
+    # The engine.
+    fault(
+        "rope positions off by one after a cut",
+        "engine/core.py",
+        "np.arange(c.start, c.stop, dtype=np.int64)",
+        "np.arange(c.start + (c.start > 0), c.stop + (c.start > 0), dtype=np.int64)",
+        *ENGINE,
+    ),
+    fault("temperature ignored", "engine/sampling.py", "/ temperature)", "/ 1.0)", *ENGINE),
+    fault(
+        "in a batch the first request's sampling counts for all",
+        "engine/engine.py",
+        "[resolve_sampling(item, options) for item in sampling]",
+        "[resolve_sampling(sampling[0], options) for item in sampling]",
+        *ENGINE,
+    ),
+    fault(
+        "random numbers do not depend on the position",
+        "engine/sampling.py",
+        "np.array([seed, position], dtype=np.uint64)",
+        "np.array([seed, 0], dtype=np.uint64)",
+        *ENGINE,
+    ),
+    fault("top_p keeps one token too many", "engine/sampling.py", 'side="left")) + 1', 'side="left")) + 2', *ENGINE),
+    fault(
+        "cancel is not heard",
+        "engine/core.py",
+        'reason="cancelled")',
+        'reason="cancelled") if self._closing else None',
+        *ENGINE,
+    ),
+    fault(
+        "equal prefixes in flight are computed twice",
+        "engine/scheduler.py",
+        "manager.find_in_flight(sequence.cacheable_ids, self._root)",
+        "False",
+        *ENGINE,
+    ),
+    fault("NaN in the logits goes unseen", "engine/core.py", "if not np.isfinite(rows.max()):", "if False:", *ENGINE),
+    fault(
+        "only one EOS token is known",
+        "engine/build.py",
+        "return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)",
+        "return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids[:1]), fingerprint)",
+        *ENGINE,
+    ),
+    # Text and files.
+    fault(
+        "half a character is shown",
+        "text/detokenizer.py",
+        "return self._utf8.decode(self._codec.token_bytes(token_id))",
+        'return self._codec.token_bytes(token_id).decode("utf-8", errors="replace")',
+        "tests/text",
+    ),
+    fault(
+        "the beginning of a stop string is shown",
+        "text/stop_strings.py",
+        "keep = max(m.matched for m in self._matchers)",
+        "keep = 0",
+        "tests/text",
+    ),
+    fault(
+        "NaN weights are accepted",
+        "models/safetensors_check.py",
+        "    if check_finite:",
+        "    if False:",
+        *MODELS,
+    ),
+)
+
+
+def planted(text: str, fault: Fault) -> str:
+    """The file's text with the fault in it; ValueError unless each `old` is there exactly once."""
+    for old, new in fault.edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{fault.file} holds {text.count(old)} times, not once: {old!r}")
+        text = text.replace(old, new)
+    return text
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """pytest's exit status (None: it hung) and the end of its output. The copy of the package is the one imported."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no end after {TIMEOUT_S} s"
+    return done.returncode, (done.stdout + done.stderr)[-3000:]
+
+
+def copied_tree(parent: Path) -> Path:
+    """A copy of what the tests need, with modification times kept, so that compiled kernels stay valid."""
+    tree = parent / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", ".hypothesis", ".*_cache", "*.egg-info", "build", "dist")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    done = subprocess.run(
+        [sys.executable, "-c", "import kvboost_edge; print(kvboost_edge.__file__)"],
+        cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if not Path(done.stdout.strip()).is_relative_to(tree):
+        raise RuntimeError(f"the tests would import {done.stdout.strip()}, not the copy in {tree}")
+    return tree
+
+
+def try_fault(tree: Path, fault: Fault) -> str:
+    """Plant, test, take back. Returns "killed" or what is wrong."""
+    path = tree / fault.file
+    original, stat = path.read_text(encoding="utf-8"), path.stat()
+    try:
+        path.write_text(planted(original, fault), encoding="utf-8")
+    except ValueError as error:
+        return f"NOT PLANTED: {error}"
+    try:
+        status, output = run_tests(tree, fault.tests)
+    finally:
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    if status in (FAILED, None):
+        return "killed"
+    return "SURVIVED" if status == PASSED else f"TESTS DID NOT RUN (status {status})\n{output}"
+
+
+def main() -> int:
+    """Run the gate; 0 if every fault was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only faults whose name contains one of these")
+    words = parser.parse_args().words
+    chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        tree = copied_tree(Path(directory))
+        selection = sorted({test for f in chosen for test in f.tests})
+        status, output = run_tests(tree, selection)
+        if status != PASSED:
+            print(f"the unchanged tests do not pass:\n{output}")
+            return 1
+        width = max(len(f.name) for f in chosen)
+        for chosen_fault in chosen:
+            started = time.monotonic()
+            verdict = try_fault(tree, chosen_fault)
+            verdicts.append(verdict)
+            print(f"{chosen_fault.name:<{width}}  {time.monotonic() - started:6.1f} s  {verdict}", flush=True)
+    found = verdicts.count("killed")
+    print(f"{found} of {len(chosen)} faults found")
+    return 0 if found == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
