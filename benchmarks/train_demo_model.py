@@ -119,15 +119,15 @@ def repeat_batch(encoder: Encoder, rng: np.random.Generator, tokens: int, step: 
     return make_batch(texts, 0, 0.0, rng)
 
 
-def fact_batch(encoder: Encoder, rng: random.Random, tokens: int, facts: int, drill: bool) -> Batch:
-    """Texts of about `facts` facts, as many as make up `tokens` tokens."""
+def fact_batch(encoder: Encoder, rng: random.Random, tokens: int, facts: int, fresh: float, drill: bool) -> Batch:
+    """Texts of about `facts` facts, as many as make up `tokens` tokens; a share `fresh` with unheard-of names."""
     questions = min(24, facts) if drill else max(3, min(12, facts))
     texts: list[tuple[list[int], list[float]]] = []
     longest = 0
     while True:
         count = max(2, round(facts * rng.uniform(0.85, 1.0)))
         style = "drill" if drill else None
-        sample = corpus.make_sample(rng, count, questions, style=style)
+        sample = corpus.make_sample(rng, count, questions, style=style, fresh_share=fresh)
         text = encoder.pieces(corpus.text_pieces(rng, sample))
         longest = max(longest, len(text[0]))
         if texts and longest * (len(texts) + 1) > tokens:
@@ -146,7 +146,8 @@ def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress
     low, high = math.log(2), math.log(progress.max_facts)
     facts = round(math.exp(low + (high - low) * rng.random() ** 0.5))
     drill = after < options.drill_steps and rng.random() < 0.6
-    return fact_batch(encoder, rng, tokens, facts, drill)
+    fresh = 0.1 if progress.step < options.steps / 2 else 0.2
+    return fact_batch(encoder, rng, tokens, facts, fresh, drill)
 
 
 def forward(body: torch.nn.Module, head: torch.nn.Linear, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,7 +324,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path("demo_train"), help="tokenizer and checkpoints")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--repeat-steps", type=int, default=60, help="first steps: repeated random tokens")
     parser.add_argument("--drill-steps", type=int, default=300, help="then: some texts only repeat their facts")
     parser.add_argument("--tokens", type=int, default=6000, help="tokens a step")

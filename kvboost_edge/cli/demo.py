@@ -75,8 +75,8 @@ def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None
     console.print(table)
     same = "the same tokens" if off.output_token_ids == result.output_token_ids else "OTHER TOKENS"
     console.print(
-        f"The last question with the cache off and on: first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} ms, "
-        f"[bold]{off.ttft_ms / result.ttft_ms:.1f} times sooner[/bold], and {same}.\n"
+        f"The last question with the cache off and on: first token after {off.ttft_ms:.0f} and {result.ttft_ms:.0f} "
+        f"ms, [bold]{off.ttft_ms / result.ttft_ms:.1f} times sooner[/bold], and {same}.\n"
     )
 
 

@@ -105,7 +105,8 @@ def _assemble(
 ) -> EngineParts:
     info = runner.info
     with _closed_on_error(runner):
-        num_blocks = plan_num_blocks(config, info.kv_spec, info.max_context, info.weight_bytes, available_bytes())
+        available = _available_on(choice.device)
+        num_blocks = plan_num_blocks(config, info.kv_spec, info.max_context, info.weight_bytes, available)
         backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads)
         with _closed_on_error(backend):
             runner.bind(backend)
@@ -125,6 +126,15 @@ def _assemble(
         ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes),
         backend_reason=choice.reason,
     )
+
+
+def _available_on(device: str) -> int:
+    """Memory the pool could take where it will live; Apple GPUs share the machine's."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    return available_bytes()
 
 
 def _require_torch() -> None:

@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
-from kvboost_edge.host.threads import threading_layer
 
 if TYPE_CHECKING:
     from kvboost_edge.config import EngineConfig
@@ -14,6 +13,9 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.scheduler import Scheduler
 
 __all__ = ["cache_stats", "paged_stats"]
+
+# Whose threads compute attention: the CPU kernels have a team of their own, apart from numba's and torch's.
+_THREADING_LAYERS = {"cpu": "kernel-team", "torch": "torch"}
 
 
 def cache_stats(parts: EngineParts) -> dict[str, float]:
@@ -52,7 +54,6 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
     used = manager.used_block_count
     hot = manager.published_block_count
     open_tails = sum(s.num_computed_tokens % manager.block_size for s in scheduler.running)
-    uses_kernels = parts.backend.name == "cpu"
     return {
         "num_blocks": manager.num_blocks,
         "block_size": manager.block_size,
@@ -77,7 +78,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "device": parts.backend.device,
         "runner": parts.runner.info.name,
         "isa": _isa(),
-        "threading_layer": _threading_layer() if uses_kernels else "none",
+        "threading_layer": _THREADING_LAYERS.get(parts.backend.name, "none"),
         "num_threads": config.num_threads or default_num_threads(),
     }
 
@@ -85,8 +86,3 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
 @functools.cache
 def _isa() -> str:
     return describe_cpu().isa
-
-
-@functools.cache
-def _threading_layer() -> str:
-    return threading_layer()

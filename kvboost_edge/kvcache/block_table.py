@@ -50,6 +50,7 @@ class BlockTable:
         "_publishes",
         "_serial",
         "_twins",
+        "_uncounted_misses",
         "_withdrawn",
         "block_ids",
         "num_cached_tokens",
@@ -68,6 +69,8 @@ class BlockTable:
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = True
+        # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
+        self._uncounted_misses = 0
         # block index -> prefix hash this table promised to compute (single flight)
         self._claims: dict[int, bytes] = {}
         # block index -> (block id, entry serial) of the published equal of a block this table holds privately

@@ -27,8 +27,8 @@ class KVCacheManager:
 
     cow_copies     blocks copied because somebody else still reads them
     evictions      published blocks handed out again, their prefix forgotten
-    hit_tokens     tokens served from the cache by `open_table(use_cache=True)`
-    miss_tokens    tokens it left to compute
+    hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
+    miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
     """
 
     __slots__ = (
@@ -85,8 +85,7 @@ class KVCacheManager:
             table.num_cached_tokens = self._servable(match, len(token_ids))
             table.num_computed_tokens = table.num_cached_tokens
             self._claim_rest(table, data, match)
-            self.hit_tokens += table.num_cached_tokens
-            self.miss_tokens += len(token_ids) - table.num_cached_tokens
+            table._uncounted_misses = len(token_ids) - table.num_cached_tokens
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -156,6 +155,10 @@ class KVCacheManager:
                 f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, {self._pool.num_free} of "
                 f"{self._pool.num_blocks} are free; enlarge max_cache_bytes or num_blocks"
             )
+        if table._uncounted_misses:
+            self.hit_tokens += table.num_cached_tokens
+            self.miss_tokens += table._uncounted_misses
+            table._uncounted_misses = 0
         stop = self._num_blocks_for(num_tokens)
         first = table.num_computed_tokens // self.block_size
         ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]

@@ -1,12 +1,13 @@
 """A runner without a model: the next token is a hash of the tokens read back through the block table.
 
-Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row would attend to, and
-a slot that is poisoned, stale or at a wrong position raises, so each error of the bookkeeping shows as an error or as
-other tokens than `expected_tokens` computes from the prompt alone.
+Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row would attend to,
+and a slot that is poisoned, stale or at a wrong position raises, so each error of the bookkeeping shows as an error or
+as other tokens than `expected_tokens` computes from the prompt alone.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +103,8 @@ class FakeBackend:
 
 
 class FakeRunner:
-    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` keeps sizes."""
+    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` holds how
+    many sequences each pass had."""
 
     def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
         self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
@@ -129,7 +131,7 @@ class FakeRunner:
     def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
         layout = batch.layout
         sequence = int(np.searchsorted(layout.cu_seqlens_q, row, side="right")) - 1
-        first, stop = layout.cu_seqlens_q[sequence : sequence + 2]
+        _, stop = layout.cu_seqlens_q[sequence : sequence + 2]
         length = int(layout.seq_lens[sequence]) - (int(stop) - row) + 1
         size = self.backend.spec.block_size
         blocks = layout.block_tables[sequence][: -(-length // size)]
@@ -239,3 +241,12 @@ class Bench:
             if not self.step():
                 return count
         raise AssertionError(f"not done after {limit} steps")
+
+
+def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
+    """Every forward pass waits until `go` is set."""
+
+    def hold(batch: ForwardBatch) -> None:
+        assert go.wait(30)
+
+    runner_of(engine).on_forward = hold

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import expected_tokens, fake_engine, runner_of
+from engine.fake_runner import expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError, RequestError
@@ -105,7 +105,7 @@ async def test_errors_reach_the_awaiting_task(engine: CPUPagedEngine) -> None:
 
 def test_a_loop_that_is_gone_cancels_its_requests(engine: CPUPagedEngine) -> None:
     go = threading.Event()
-    runner_of(engine).on_forward = lambda batch: None if go.wait(30) else None
+    hold_passes(engine, go)
     handle = engine.submit([1, 2, 3], max_new_tokens=None)
     loop = asyncio.new_event_loop()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import Bench, FakeRunner, expected_tokens, fake_engine, runner_of
+from engine.fake_runner import Bench, FakeRunner, expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
@@ -214,15 +214,17 @@ def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine: CPUPagedEngine)
     runner_of(engine).on_forward = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.generate(list(range(50)), max_new_tokens=None)
-        # A signal that comes between two instructions of the wait is raised here at the latest.
-        threading.Event().wait(30)
     runner_of(engine).on_forward = None
     with pytest.raises(KeyboardInterrupt):
-        for count, _ in enumerate(engine.stream(list(range(50)), max_new_tokens=None)):
-            if count == 3:
-                raise KeyboardInterrupt
+        interrupted_stream(engine)
     wait_until_idle(engine)
     assert_clean(engine)
+
+
+def interrupted_stream(engine: CPUPagedEngine) -> None:
+    for count, _ in enumerate(engine.stream(list(range(50)), max_new_tokens=None)):
+        if count == 3:
+            raise KeyboardInterrupt
 
 
 def wait_until_idle(engine: CPUPagedEngine) -> None:
@@ -331,7 +333,7 @@ def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
             error = _outcome(lambda handle=handle: handle.result(30))
             assert isinstance(error, KVBoostError)
         engine._core._thread.join(30)
-        with pytest.raises(KVBoostError, match="stopped after an error.*broken on purpose"):
+        with pytest.raises(KVBoostError, match=r"stopped after an error.*broken on purpose"):
             engine.generate([1])
 
 
@@ -363,9 +365,7 @@ def test_a_kernel_that_writes_garbage_outside_its_slots_does_not_matter_to_other
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     with fake_engine(num_blocks=4) as small:
-        with pytest.raises(
-            CapacityError, match=r"needs 7 blocks \(60 prompt tokens and up to 50 new ones, 16 to a block\)"
-        ):
+        with pytest.raises(CapacityError, match=r"needs 7 blocks \(60 prompt tokens and up to 50 new ones"):
             small.generate([1] * 60, max_new_tokens=50)
         with pytest.raises(CapacityError):
             small.warm([1] * 65)
@@ -379,7 +379,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 def test_result_times_out_without_ending_the_request(engine: CPUPagedEngine) -> None:
     go = threading.Event()
-    runner_of(engine).on_forward = lambda batch: None if go.wait(30) else None
+    hold_passes(engine, go)
     handle = engine.submit([1, 2, 3], max_new_tokens=3)
     with pytest.raises(TimeoutError, match=r"timeout=0\.01"):
         handle.result(0.01)

@@ -62,9 +62,9 @@ def run_schedule(seed: int) -> tuple[int, int]:
 
 def test_random_schedules_equal_single_runs(scale: Callable[[int, int], int]) -> None:
     """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget; no schedule hangs."""
-    outcomes = [run_schedule(seed) for seed in range(scale(300, 3000))]
-    assert sum(preemptions for preemptions, _ in outcomes) > 100
-    assert sum(cached for _, cached in outcomes) > 1000
+    outcomes = [run_schedule(seed) for seed in range(scale(120, 3000))]
+    assert sum(preemptions for preemptions, _ in outcomes) > 20
+    assert sum(cached for _, cached in outcomes) > 400
 
 
 @pytest.mark.parametrize("budget", [1, 2, 16, 64])

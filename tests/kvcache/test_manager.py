@@ -208,7 +208,7 @@ def test_a_hit_makes_a_chain_recently_used() -> None:
     one, two = [1] * 8, [2] * 8
     manager.free(prefill(manager, one))
     manager.free(prefill(manager, two))
-    manager.free(manager.open_table([*one, 0], ROOT))
+    manager.free(manager.open_table([*one, 0], ROOT))  # a hit
     filler = manager.open_table([], ROOT, use_cache=False)
     manager.extend(filler, 2 * B)
     assert (manager.peek([*one, 0], ROOT), manager.peek([*two, 0], ROOT)) == (8, 0)
@@ -585,11 +585,17 @@ def test_new_blocks_are_told_once_and_copies_are_not_among_them() -> None:
     manager.free(shared)
 
 
-def test_hits_and_misses_count_tokens() -> None:
+def test_hits_and_misses_count_tokens_once_a_table_is_extended() -> None:
     manager = KVCacheManager(8, B)
     prefill(manager, list(range(8)))
-    manager.open_table([*range(8), 1, 2], ROOT)
-    manager.open_table(list(range(8)), ROOT)
+    for _ in range(3):  # a request that finds no room is opened and freed again
+        manager.free(manager.open_table([*range(8), 1, 2], ROOT))
+    assert (manager.hit_tokens, manager.miss_tokens) == (0, 8)
+    for tokens in ([*range(8), 1, 2], list(range(8))):
+        table = manager.open_table(tokens, ROOT)
+        manager.extend(table, len(tokens) - 1)
+        manager.extend(table, len(tokens))
+        manager.extend(manager.fork(table), len(tokens))
     assert (manager.hit_tokens, manager.miss_tokens) == (8 + 7, 8 + 2 + 1)
 
 

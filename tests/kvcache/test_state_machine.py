@@ -58,6 +58,7 @@ class Live:
     extended: int = 0
     chained: int = 0
     node: Any = None
+    uncounted: tuple[int, int] = (0, 0)
     withdrawn: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
 
 
@@ -159,8 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (table.block_ids, table.num_cached_tokens) == (block_ids, cached)
         seq.computed = seq.extended = cached
         seq.chained, seq.node = len(block_ids), node
-        self.hits += cached
-        self.misses += len(tokens) - cached
+        seq.uncounted = (cached, len(tokens) - cached)
         for count in range(len(block_ids) + 1, len(tokens) // self.size + 1):
             self.claims.setdefault(self.prefix(tokens, root, count), seq)
 
@@ -200,6 +200,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(seq.table.block_ids) == len(before) + new
         self.made_writable(seq, before, rewritten, refs)
         self.apply(ops)
+        self.hits, self.misses = self.hits + seq.uncounted[0], self.misses + seq.uncounted[1]
+        seq.uncounted = (0, 0)
         seq.extended = max(seq.extended, target)
 
     @precondition(lambda self: self.live)
@@ -237,6 +239,7 @@ class PoolMachine(RuleBasedStateMachine):
         if len(self.live) == 6 or seq.extended > seq.computed:
             return
         child = dataclasses.replace(seq, table=self.manager.fork(seq.table), tokens=seq.tokens.copy(), withdrawn={})
+        child.uncounted = (0, 0)
         assert child.table.block_ids == seq.table.block_ids
         self.live.append(child)
 

@@ -1,0 +1,123 @@
+"""Ragged batches laid out in scattered blocks, and dense attention in float64 as the oracle for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvboost_edge.backends.base import BatchLayout
+
+NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+DTYPES = tuple(NUMPY_DTYPES)
+
+
+def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 -> the nearest values that `dtype` can hold, as float32; torch does the rounding."""
+    return torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
+
+
+def attend_densely(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, params: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence: queries [n, heads, dim] at the last n positions of keys and values [tokens, kv_heads, dim]."""
+    repeats = queries.shape[1] // keys.shape[1]
+    wide_keys, wide_values = (np.repeat(x.astype(np.float64), repeats, axis=1) for x in (keys, values))
+    scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), wide_keys) * params.softmax_scale
+    if params.softcap:
+        scores = params.softcap * np.tanh(scores / params.softcap)
+    query_at = np.arange(len(keys) - len(queries), len(keys))[:, None]
+    key_at = np.arange(len(keys))
+    seen = (key_at <= query_at) & (key_at > query_at - (params.window or len(keys)))
+    weights = np.where(seen, np.exp(np.where(seen, scores, 0.0)), 0.0)
+    total = weights.sum(-1)
+    if params.sinks is not None:
+        total += np.exp(params.sinks.astype(np.float64))[:, None]
+    return np.einsum("hqk,khd->qhd", weights / total[:, :, None], wide_values), np.log(total).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sequences of random tokens. `lengths`: (new tokens, all tokens) of each; queries, keys, values of all tokens."""
+
+    lengths: tuple[tuple[int, int], ...]
+    block_size: int
+    tables: np.ndarray
+    queries: list[np.ndarray]
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    @property
+    def whole(self) -> BatchLayout:
+        """All tokens are new."""
+        return self.layout([(sequence, 0, total) for sequence, (_, total) in enumerate(self.lengths)])
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """The new tokens: (sequence, first position, position after the last)."""
+        return [(sequence, total - new, total) for sequence, (new, total) in enumerate(self.lengths)]
+
+    def layout(self, spans: Sequence[tuple[int, int, int]]) -> BatchLayout:
+        """A batch of tokens [start, stop) of some of the sequences; the rest of a sequence does not exist yet."""
+        slots = [slots_of(self.tables[seq], np.arange(start, stop), self.block_size) for seq, start, stop in spans]
+        starts = np.cumsum([0] + [stop - start for _, start, stop in spans]).astype(np.int32)
+        ends = np.array([stop for _, _, stop in spans], np.int32)
+        return BatchLayout(starts, ends, self.tables[[seq for seq, _, _ in spans]], np.concatenate(slots))
+
+    def rows(self, arrays: list[np.ndarray], spans: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """The rows of a batch out of the queries, keys or values of all tokens."""
+        return np.concatenate([arrays[seq][start:stop] for seq, start, stop in spans])
+
+    def expected(self, spans: Sequence[tuple[int, int, int]], params: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """Dense attention over keys and values as `dtype` stores them: (out, lse) in float64."""
+        keys, values = ([round_to(array, dtype) for array in arrays] for arrays in (self.keys, self.values))
+        results = [
+            attend_densely(self.queries[seq][start:stop], keys[seq][:stop], values[seq][:stop], params)
+            for seq, start, stop in spans
+        ]
+        return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
+
+
+def slots_of(table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    return table[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
+def make_case(
+    rng: np.random.Generator,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    kv_heads: int,
+    per_group: int,
+    dim: int,
+    block_size: int,
+    num_blocks: int,
+) -> Case:
+    """Blocks are drawn at random, so neighbours in a sequence are strangers in the pool; tables end with -1."""
+    free = rng.permutation(num_blocks).tolist()
+    needed = [-(-total // block_size) for _, total in lengths]
+    tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
+    for table, count in zip(tables, needed, strict=True):
+        table[:count] = [free.pop() for _ in range(count)]
+    totals = [total for _, total in lengths]
+    shape = (kv_heads, dim)
+    queries = [random_rows(rng, total, kv_heads * per_group, dim) * np.float32(2.0) for total in totals]
+    keys, values = ([random_rows(rng, total, *shape) for total in totals] for _ in range(2))
+    return Case(tuple(lengths), block_size, tables, queries, keys, values)
+
+
+def random_rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def num_blocks_for(lengths: Sequence[tuple[int, int]], block_size: int) -> int:
+    """Blocks the sequences need, and three more that nobody owns."""
+    return sum(-(-total // block_size) for _, total in lengths) + 3
+
+
+def assert_close(got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
+    """out and lse within 1e-5."""
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-5)
