@@ -89,16 +89,21 @@ CARD = """# Demo model
 
 A Llama-family model of {parameters:,} parameters (RoPE, grouped-query attention: 4 query and 2
 key-value heads of 64, 6 layers of width 256, tied embeddings, byte-level BPE of {vocabulary} tokens,
-context {context}).  It answers questions about facts in the documents that it is given, and does
-nothing else.  It knows nothing about the world: all people, places and things are invented.
+context {context}, float16 weights).  It answers questions about facts in the documents that it is given, and does
+nothing else; it knows nothing about the world: all people, places and things are invented.
 
 Made by `benchmarks/train_demo_model.py` from text that the script generates itself:
 
-    python benchmarks/train_demo_model.py --work-dir demo_train --seed {seed} --steps {steps} --compile
+    python benchmarks/train_demo_model.py --work-dir demo_train --seed {seed}
     python benchmarks/train_demo_model.py --work-dir demo_train --seed {seed} --export kvboost_edge/assets/demo
     python benchmarks/train_demo_model.py --seed {seed} --eval-only kvboost_edge/assets/demo
 
-Seed {seed}, {step} steps of about {tokens:,} tokens, {minutes:.0f} minutes on 2 shared CPU cores.
+Seed {seed}, {step} steps of at most {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores shared with
+other work.  Options of the run, as it was started and resumed:
+
+{runs}
+
+The first two layers start as an induction circuit (`benchmarks/demo_init.py`); everything is trained.
 
 ## Accuracy
 
@@ -182,7 +187,7 @@ def export(
             vocabulary=tokenizer.get_vocab_size(),
             context=model.config.max_position_embeddings,
             seed=options.seed,
-            steps=options.steps,
+            runs="\n".join(f"- {line}" for line in progress["runs"]),
             step=progress["step"],
             tokens=options.tokens,
             minutes=progress["seconds"] / 60,

@@ -4,7 +4,7 @@ From random weights a small model spends most of its training on a plateau befor
 in its context.  What forms at the end of that plateau is known, so the start may as well contain it.
 Layer 0: head h attends to the token h + 1 places back, whatever the tokens are, and passes its
 embedding on.  Layer 1: each head compares two of the last tokens with two tokens before every earlier
-position and copies what stood there.  All weights remain free, and noise is added everywhere.
+position and copies what stood there.  All weights are trained; the others start as the library draws them.
 """
 
 from __future__ import annotations

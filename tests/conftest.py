@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import ipaddress
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,14 @@ def isolated_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("KVBOOST_EDGE_CACHE", str(root / "kvboost_edge"))
         patch.setenv("HF_HOME", str(root / "huggingface"))
         yield root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_arrives() -> Iterator[None]:
+    """A suite started in the background inherits an ignored SIGINT; tests send that signal and need it heard."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,7 +41,9 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 KERNELS = ("tests/kernels", "tests/backends")
 CONTRACT = ("tests/backends",)
 KVCACHE = ("tests/kvcache",)
-ENGINE = ("tests/engine",)
+SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
+LIFECYCLE = ("tests/engine/test_lifecycle.py",)
+PER_REQUEST = ("tests/engine/test_per_request.py",)
 MODELS = ("tests/models",)
 
 FAULTS = (
@@ -166,45 +168,47 @@ FAULTS = (
         "engine/core.py",
         "np.arange(c.start, c.stop, dtype=np.int64)",
         "np.arange(c.start + (c.start > 0), c.stop + (c.start > 0), dtype=np.int64)",
-        *ENGINE,
+        "tests/engine/test_end_to_end.py",
     ),
-    fault("temperature ignored", "engine/sampling.py", "/ temperature)", "/ 1.0)", *ENGINE),
+    fault("temperature ignored", "engine/sampling.py", "/ temperature)", "/ 1.0)", *SAMPLING),
     fault(
         "in a batch the first request's sampling counts for all",
         "engine/engine.py",
         "[resolve_sampling(item, options) for item in sampling]",
         "[resolve_sampling(sampling[0], options) for item in sampling]",
-        *ENGINE,
+        *PER_REQUEST,
     ),
     fault(
         "random numbers do not depend on the position",
         "engine/sampling.py",
         "np.array([seed, position], dtype=np.uint64)",
         "np.array([seed, 0], dtype=np.uint64)",
-        *ENGINE,
+        *SAMPLING,
     ),
-    fault("top_p keeps one token too many", "engine/sampling.py", 'side="left")) + 1', 'side="left")) + 2', *ENGINE),
+    fault("top_p keeps one token too many", "engine/sampling.py", 'side="left")) + 1', 'side="left")) + 2', *SAMPLING),
     fault(
         "cancel is not heard",
         "engine/core.py",
         'reason="cancelled")',
         'reason="cancelled") if self._closing else None',
-        *ENGINE,
+        *LIFECYCLE,
     ),
     fault(
         "equal prefixes in flight are computed twice",
         "engine/scheduler.py",
         "manager.find_in_flight(sequence.cacheable_ids, self._root)",
         "False",
-        *ENGINE,
+        "tests/engine/test_schedules.py",
     ),
-    fault("NaN in the logits goes unseen", "engine/core.py", "if not np.isfinite(rows.max()):", "if False:", *ENGINE),
+    fault(
+        "NaN in the logits goes unseen", "engine/core.py", "if not np.isfinite(rows.max()):", "if False:", *LIFECYCLE
+    ),
     fault(
         "only one EOS token is known",
         "engine/build.py",
         "return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)",
         "return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids[:1]), fingerprint)",
-        *ENGINE,
+        *PER_REQUEST,
     ),
     # Text and files.
     fault(

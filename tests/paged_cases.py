@@ -93,10 +93,9 @@ def make_case(
     per_group: int,
     dim: int,
     block_size: int,
-    num_blocks: int,
 ) -> Case:
     """Blocks are drawn at random, so neighbours in a sequence are strangers in the pool; tables end with -1."""
-    free = rng.permutation(num_blocks).tolist()
+    free = rng.permutation(num_blocks_for(lengths, block_size)).tolist()
     needed = [-(-total // block_size) for _, total in lengths]
     tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)
     for table, count in zip(tables, needed, strict=True):

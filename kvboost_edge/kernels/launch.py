@@ -86,6 +86,8 @@ def paged_attention(
             f"queries {queries.shape} do not fit {num_kv_heads} kv heads of {head_dim}: the dims must be equal and the "
             "query heads a multiple of the kv heads"
         )
+    if options.sinks is not None and options.sinks.shape != (num_q_heads,):
+        raise ConfigError(f"sinks of shape {options.sinks.shape} must have one number for each of {num_q_heads} heads")
     space = workspace or AttentionWorkspace(1)
     group = num_q_heads // num_kv_heads
     if plan is None:

@@ -41,6 +41,7 @@ class _Work(NamedTuple):
     serial: int
     function: Callable[[Any], None]
     job: Any
+    counters: npt.NDArray[np.int64]  # kept alive here: a helper that starts late still counts itself in
 
 
 class _Mailbox:
@@ -78,7 +79,7 @@ class KernelTeam:
         """
         if self.num_threads > 1 and units > 1:
             self._serial += 1
-            self._wake(_Work(self._serial, function, job), min(self.num_threads, units) - 1)
+            self._wake(_Work(self._serial, function, job, counters), min(self.num_threads, units) - 1)
         function(job)
         while not _wait_for(counters, done, units, _SPINS):
             if self._mailbox.failure is not None:

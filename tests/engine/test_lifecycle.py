@@ -328,7 +328,10 @@ def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
             raise CacheCorruption("broken on purpose")
 
         monkeypatch.setattr(KVCacheManager, "commit", corrupt)
+        go = threading.Event()
+        hold_passes(engine, go)
         handles = [engine.submit([i, 1], max_new_tokens=3) for i in range(3)]
+        go.set()
         for handle in handles:
             error = _outcome(lambda handle=handle: handle.result(30))
             assert isinstance(error, KVBoostError)

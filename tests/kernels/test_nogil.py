@@ -1,0 +1,64 @@
+"""While a large prefill computes on one thread, a Python thread keeps ticking every 5 ms."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvboost_edge.kernels import storage
+from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from paged_cases import make_case
+
+TICK = 0.005
+LONGEST_GAP = 0.050
+ATTEMPTS = 20
+
+
+def times_of_ticks(work: Callable[[], object]) -> np.ndarray:
+    """Times from before the work to after it, one every 5 ms, taken by another thread."""
+    times, ticking, stop = [], threading.Event(), threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(TICK):
+            times.append(time.perf_counter())
+            ticking.set()
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    ticking.wait()
+    start = time.perf_counter()
+    work()
+    end = time.perf_counter()
+    stop.set()
+    ticker.join()
+    return np.array([start, *[moment for moment in times if start < moment < end], end])
+
+
+def test_a_python_thread_keeps_ticking_during_a_prefill() -> None:
+    """A held GIL would be one gap as long as the call; other processes can delay a tick, hence several attempts."""
+    tokens, dim, size = 4096, 64, 64
+    case = make_case(np.random.default_rng(0), [(tokens, tokens)], kv_heads=2, per_group=8, dim=dim, block_size=size)
+    blocks = tokens // size + 3
+    pool = KVPool(aligned_empty((blocks, 2, dim, size), np.float32), aligned_empty((blocks, 2, size, dim), np.float32))
+    layout = case.whole
+    storage.write_kv(case.keys[0], case.values[0], pool, layout.slot_mapping)
+    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
+    space, options = AttentionWorkspace(1), AttentionOptions(0.1)
+
+    def prefill() -> None:
+        paged_attention(case.queries[0], pool, batch, options, space)
+
+    prefill()  # compiled from here on
+    longest = []
+    for _ in range(ATTEMPTS):
+        times = times_of_ticks(prefill)
+        assert times[-1] - times[0] > 2 * LONGEST_GAP, "too short to tell"
+        longest.append(float(np.diff(times).max()))
+        if longest[-1] < LONGEST_GAP:
+            assert len(times) > (times[-1] - times[0]) / LONGEST_GAP
+            return
+    raise AssertionError(f"longest gaps between ticks in {ATTEMPTS} attempts: {longest}")

@@ -1,0 +1,156 @@
+"""Threads that share the units of one call: all units are done, failures come out, nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.team import KernelTeam
+from kvboost_edge.kernels.vectors import fetch_add
+
+NEXT, DONE = 0, 1
+PATIENCE = 60.0
+
+
+@kernel
+def take_units(job: tuple[int, int, int]) -> None:
+    """job: address of the counters, address of int64 [units] to add 1 to, units."""
+    counters, marks, units = job
+    while True:
+        unit = fetch_add(counters, 1)
+        if unit >= units:
+            return
+        fetch_add(marks + 8 * unit, 1)
+        fetch_add(counters + 8, 1)
+
+
+def run_units(team: KernelTeam, units: int) -> list[int]:
+    counters, marks = np.zeros(2, np.int64), np.zeros(units, np.int64)
+    team.run(take_units, (counters.ctypes.data, marks.ctypes.data, units), counters, DONE, units)
+    return marks.tolist()
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvboost-kernel")]
+
+
+@pytest.fixture
+def team() -> Iterator[KernelTeam]:
+    before = helpers()
+    team = KernelTeam(3)
+    yield team
+    team.close()
+    assert helpers() == before
+
+
+def test_every_unit_is_done_once(team: KernelTeam) -> None:
+    for call in range(2000):
+        units = call % 7
+        assert run_units(team, units) == [1] * units
+
+
+def test_helpers_start_with_the_first_work_that_can_be_shared(team: KernelTeam) -> None:
+    before = len(helpers())
+    run_units(team, 1)
+    assert len(helpers()) == before
+    run_units(team, 2)
+    assert len(helpers()) == before + 2
+    run_units(team, 50)
+    assert len(helpers()) == before + 2
+
+
+def test_one_thread_is_the_caller_alone() -> None:
+    before = helpers()
+    team = KernelTeam(1)
+    assert run_units(team, 50) == [1] * 50
+    assert helpers() == before
+
+
+def test_all_threads_work_at_the_same_time(team: KernelTeam) -> None:
+    barrier, counters = threading.Barrier(3), np.zeros(2, np.int64)
+
+    def meet(job: None) -> None:
+        barrier.wait(PATIENCE)
+        counters[DONE] += 1
+
+    team.run(meet, None, counters, DONE, 3)
+    assert counters[DONE] == 3
+
+
+def test_close_ends_the_threads() -> None:
+    before = helpers()
+    team = KernelTeam(3)
+    run_units(team, 5)
+    assert len(helpers()) == len(before) + 2
+    team.close()
+    assert helpers() == before
+    team.close()
+
+
+def test_a_dropped_team_ends_its_threads() -> None:
+    before = helpers()
+    team = KernelTeam(3)
+    run_units(team, 5)
+    del team
+    gc.collect()
+    assert helpers() == before
+
+
+def test_a_failure_in_a_helper_comes_out_of_run(team: KernelTeam) -> None:
+    caller = threading.current_thread()
+
+    def fail(job: None) -> None:
+        if threading.current_thread() is not caller:
+            raise ValueError("a unit went wrong")
+
+    with pytest.raises(ValueError, match="a unit went wrong"):
+        team.run(fail, None, np.zeros(2, np.int64), DONE, 2)
+
+
+def test_a_failure_in_the_caller_comes_out_of_run(team: KernelTeam) -> None:
+    caller, counters = threading.current_thread(), np.zeros(2, np.int64)
+
+    def fail(job: None) -> None:
+        if threading.current_thread() is caller:
+            raise ValueError("a unit went wrong")
+
+    with pytest.raises(ValueError, match="a unit went wrong"):
+        team.run(fail, None, counters, DONE, 2)
+
+
+def test_a_helper_that_starts_late_finds_the_counters_still_there(team: KernelTeam) -> None:
+    """Work knows its counters by address only; they outlive the call for as long as a helper may look at them."""
+    caller, started, may_end = threading.current_thread(), threading.Event(), threading.Event()
+    counters = np.zeros(2, np.int64)
+    alive = weakref.ref(counters)
+
+    def start_late(job: None) -> None:
+        if threading.current_thread() is caller:
+            assert started.wait(PATIENCE)
+            alive()[DONE] = 2
+            return
+        started.set()
+        may_end.wait(PATIENCE)
+
+    team.run(start_late, None, counters, DONE, 2)
+    gc.collect()
+    del counters
+    try:
+        assert alive() is not None
+    finally:
+        may_end.set()
+    team.close()
+    gc.collect()
+    assert alive() is None
+
+
+def test_no_threads_are_no_team() -> None:
+    with pytest.raises(ConfigError, match="num_threads=0"):
+        KernelTeam(0)

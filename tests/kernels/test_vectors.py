@@ -1,0 +1,163 @@
+"""exp to two units in the last place, the same in vectors and scalars; exact conversions to and from 16 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.tiles import TILE, softmax_rows, stage_rows
+from kvboost_edge.kernels.vectors import (
+    KIND_BF16,
+    KIND_F16,
+    KIND_F32,
+    LANES,
+    address_of,
+    exp_f32,
+    fetch_add,
+    load_f32,
+    load_i32,
+    load_scalar,
+    store_f32,
+    store_i64,
+    store_scalar,
+)
+
+ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)
+
+
+@kernel
+def exp_each(values: np.ndarray, out: np.ndarray) -> None:
+    for index in range(values.size):
+        out[index] = exp_f32(values[index])
+
+
+@kernel
+def exp_rows(scores: int, numbers: int, steps: int) -> None:
+    """softmax_rows on float32 [steps, 4, 64], each from a maximum of 0 and a total of 0."""
+    for step in range(steps):
+        for row in range(4):
+            store_f32(numbers + 4 * row, np.float32(0.0))
+            store_f32(numbers + 16 + 4 * row, np.float32(0.0))
+        softmax_rows(scores + step * 4 * TILE * 4, numbers, numbers + 16, numbers + 32)
+
+
+@kernel
+def load_each(source: int, size: int, kind: int, out: np.ndarray) -> None:
+    for index in range(out.size):
+        out[index] = load_scalar(source + index * size, kind)
+
+
+@kernel
+def store_each(values: np.ndarray, out: int, size: int, kind: int) -> None:
+    for index in range(values.size):
+        store_scalar(out + index * size, values[index], kind)
+
+
+@kernel
+def stage(out: int, source: int, rows: int, size: int, low: int, high: int, kind: int) -> None:
+    stage_rows(out, source, source, rows, LANES * size, LANES * 4, 1, low, high, kind)
+
+
+@kernel
+def move_numbers(floats: np.ndarray, integers: np.ndarray, out: np.ndarray) -> tuple[float, int, int]:
+    number, integer = load_f32(address_of(floats) + 4), load_i32(address_of(integers) + 4)
+    store_i64(address_of(out) + 8, integer)
+    return number, integer, fetch_add(address_of(out), 5)
+
+
+def exp_of(values: np.ndarray) -> np.ndarray:
+    out = np.empty_like(values)
+    exp_each(values, out)
+    return out
+
+
+def assert_same_bits(got: np.ndarray, expected: np.ndarray) -> None:
+    """Equal to the bit, signs of zeros included; a NaN must be a NaN."""
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    unsigned = f"u{got.dtype.itemsize}"
+    np.testing.assert_array_equal(got.view(unsigned)[~nan], expected.view(unsigned)[~nan])
+
+
+def as_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16).float().numpy()
+
+
+def test_exp_is_accurate_everywhere() -> None:
+    values = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1, 1, 100_001)]).astype(np.float32)
+    exact = np.exp(values.astype(np.float64))
+    assert np.abs(exp_of(values) / exact - 1).max() < 2e-7
+
+
+def test_exp_at_the_edges() -> None:
+    values = np.array([0.0, -0.0, -87.5, -1e30, -np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(exp_of(values), np.array([1, 1, 0, 0, 0, np.nan], np.float32))
+
+
+def test_exp_in_vectors_equals_exp_alone() -> None:
+    values = -np.abs(np.random.default_rng(0).standard_normal((50, 4, TILE)).astype(np.float32)) * 30
+    values[0, :, :3] = 0.0, -np.inf, -87.01
+    out, numbers = values.copy(), np.zeros(12, np.float32)
+    exp_rows(out.ctypes.data, numbers.ctypes.data, len(out))
+    assert_same_bits(out, exp_of(values.ravel()).reshape(values.shape))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(KIND_F16, ALL_16_BITS.view(np.float16).astype(np.float32)), (KIND_BF16, as_bfloat16(ALL_16_BITS))],
+    ids=["float16", "bfloat16"],
+)
+def test_all_16_bit_numbers_widen_exactly(kind: int, expected: np.ndarray) -> None:
+    alone, staged = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.float32)
+    load_each(ALL_16_BITS.ctypes.data, 2, kind, alone)
+    stage(staged.ctypes.data, ALL_16_BITS.ctypes.data, (1 << 16) // LANES, 2, 0, LANES, kind)
+    assert_same_bits(alone, expected)
+    assert_same_bits(staged, expected)
+
+
+@pytest.mark.parametrize("kind", [KIND_F16, KIND_BF16], ids=["float16", "bfloat16"])
+def test_rounding_is_to_nearest_and_ties_to_even(kind: int) -> None:
+    wide = ALL_16_BITS.view(np.float16).astype(np.float32) if kind == KIND_F16 else as_bfloat16(ALL_16_BITS)
+    wide = np.sort(wide[np.isfinite(wide)])
+    middle = ((wide[1:].astype(np.float64) + wide[:-1]) / 2).astype(np.float32)
+    around = [np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf)]
+    random = np.random.default_rng(1).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
+    edges = np.array([65519.9, 65520, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, 1e-45, -1e-45], np.float32)
+    odd_nan = np.array([0x7F800001, 0xFF80FFFF, 0x7FFFFFFF], np.uint32).view(np.float32)
+    values = np.concatenate([wide, middle, *around, random, edges, odd_nan])
+    bits = np.empty(values.size, np.uint16)
+    store_each(values, bits.ctypes.data, 2, kind)
+    if kind == KIND_F16:
+        with np.errstate(over="ignore", invalid="ignore"):
+            assert_same_bits(bits.view(np.float16), values.astype(np.float16))
+    else:
+        assert_same_bits(as_bfloat16(bits), torch.from_numpy(values).bfloat16().float().numpy())
+
+
+def test_float32_is_kept() -> None:
+    values = np.random.default_rng(2).integers(0, 1 << 32, 1000, dtype=np.uint32).view(np.float32)
+    stored, loaded = np.empty_like(values), np.empty_like(values)
+    store_each(values, stored.ctypes.data, 4, KIND_F32)
+    load_each(stored.ctypes.data, 4, KIND_F32, loaded)
+    assert_same_bits(loaded, values)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 16), (0, 5), (3, 16), (7, 8), (4, 4), (-20, 90)])
+@pytest.mark.parametrize("kind", [KIND_F32, KIND_F16, KIND_BF16])
+def test_staging_puts_zeros_where_no_token_is(kind: int, low: int, high: int) -> None:
+    kept = (np.arange(LANES) >= low) & (np.arange(LANES) < high)
+    source = np.where(kept, np.float32(1.5), np.float32(np.nan)) * np.ones((3, 1), np.float32)
+    stored = np.empty((3, LANES), {KIND_F32: np.float32}.get(kind, np.uint16))
+    store_each(source.ravel(), stored.ctypes.data, stored.itemsize, kind)
+    out = np.full((3, LANES), np.nan, np.float32)
+    stage(out.ctypes.data, stored.ctypes.data, 3, stored.itemsize, low, high, kind)
+    np.testing.assert_array_equal(out, np.where(kept, 1.5, 0.0) * np.ones((3, 1)))
+
+
+def test_numbers_in_memory() -> None:
+    floats, integers = np.array([1, -2.5], np.float32), np.array([3, -4], np.int32)
+    out = np.array([100, 0], np.int64)
+    assert move_numbers(floats, integers, out) == (-2.5, -4, 100)
+    assert out.tolist() == [105, -4]
