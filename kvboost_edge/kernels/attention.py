@@ -29,7 +29,6 @@ from kvboost_edge.kernels.tiles import (
     mix_row,
     scale_row,
     scores_tile,
-    scores_tile_prefetching,
     softcap_row,
     softmax_rows,
     stage_rows,
@@ -215,10 +214,7 @@ def _attend_tile(shape: Shape, unit: _Unit, start: int, state: int) -> None:
         hides = True
     for row in range(0, unit.num_rows, ROWS):
         at = unit.scores + row * TILE * 4
-        if row == 0:
-            scores_tile_prefetching(unit.query, unit.table, shape.head_dim, at)
-        else:
-            scores_tile(unit.query + row * shape.head_dim * 4, unit.table, shape.head_dim, at)
+        scores_tile(unit.query + row * shape.head_dim * 4, unit.table, shape.head_dim, at)
         if shape.softcap > 0:
             for each in range(ROWS):
                 softcap_row(at + each * TILE * 4, np.float32(shape.softcap))

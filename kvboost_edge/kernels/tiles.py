@@ -50,7 +50,6 @@ __all__ = [
     "mix_row",
     "scale_row",
     "scores_tile",
-    "scores_tile_prefetching",
     "softcap_row",
     "softmax_rows",
     "stage_rows",
@@ -86,34 +85,13 @@ def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
     b.store(emit_fma(b, x, y, b.load(slot)), slot)
 
 
-def _scores_tile(prefetch: bool) -> Any:
-    @intrinsic
-    def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
-        """Scores of four rows against the tile's 64 tokens.
-
-        query   address of float32 [4, head_dim], rows contiguous
-        scores  address of float32 [4, 64], written
-        """
-
-        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            _emit_scores(b, arguments, prefetch)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), codegen
-
-    return scores_tile
-
-
-def _emit_scores(b: Builder, arguments: Sequence[Value], prefetch: bool) -> None:
-    query, table, head_dim, scores = arguments
-    keys, steps, next_keys, next_values = (_table(b, table, row) for row in (0, 1, 4, 5))
+def _emit_scores(b: Builder, query: Value, table: Value, head_dim: Value, scores: Value) -> None:
+    keys, steps, ahead = (_table(b, table, row) for row in (0, 1, 4))
     row_bytes = b.mul(head_dim, _int(4))
     sums = _accumulators(b, ROWS * GROUPS)
     with cgutils.for_range(b, head_dim, intp=I64) as loop:
-        if prefetch:
-            for group in range(GROUPS):
-                emit_prefetch(b, b.add(next_keys[group], b.mul(loop.index, steps[group])))
-                emit_prefetch(b, b.add(next_values[group], b.mul(loop.index, _int(_VECTOR_BYTES))))
+        for group in range(GROUPS):
+            emit_prefetch(b, b.add(ahead[group], b.mul(loop.index, steps[group])))
         vectors = [emit_load(b, V16, b.add(keys[g], b.mul(loop.index, steps[g]))) for g in range(GROUPS)]
         at = b.add(query, b.mul(loop.index, _int(4)))
         for row in range(ROWS):
@@ -125,14 +103,25 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], prefetch: bool) -> None
         emit_store(b, b.load(slot), b.add(scores, _int(position * _VECTOR_BYTES)))
 
 
-scores_tile = _scores_tile(prefetch=False)
-scores_tile_prefetching = _scores_tile(prefetch=True)
+@intrinsic
+def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
+    """Scores of four rows against the tile's 64 tokens.
+
+    query   address of float32 [4, head_dim], rows contiguous
+    scores  address of float32 [4, 64], written
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        _emit_scores(b, *arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int) -> None:
     """`values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
-    bases, steps = _table(b, table, 2), _table(b, table, 3)
+    bases, steps, ahead = (_table(b, table, row) for row in (2, 3, 5))
     offset = b.mul(channel, _int(4))
     places = [
         b.add(b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES)))
@@ -145,9 +134,11 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int)
         b.store(b.fmul(emit_load(b, V16, place), splats[index // num_vectors]), sums[index])
     for group in range(GROUPS):
         at = b.add(weights, _int(group * _VECTOR_BYTES))
-        base = b.add(bases[group], offset)
+        base, ask = b.add(bases[group], offset), b.add(ahead[group], offset)
         with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
-            row_at = b.add(base, b.mul(loop.index, steps[group]))
+            row_at, ask_at = (b.add(start, b.mul(loop.index, steps[group])) for start in (base, ask))
+            for vector in range(num_vectors):
+                emit_prefetch(b, b.add(ask_at, _int(vector * _VECTOR_BYTES)))
             vectors = [emit_load(b, V16, b.add(row_at, _int(v * _VECTOR_BYTES))) for v in range(num_vectors)]
             for row in range(ROWS):
                 scalar_at = b.add(at, b.add(b.mul(loop.index, _int(4)), _int(row * TILE * 4)))
