@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.handle import RequestHandle, TokenEvent
     from kvboost_edge.engine.request import SamplingParams
-    from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
+    from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, PromptCheck, TokenLogprobs, WarmResult
     from kvboost_edge.errors import (
         BackendUnavailable,
         CacheCorruption,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from kvboost_edge.kvcache.llmds import KVCache
-    from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES, check_model_compatibility
+    from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES, CompatibilityReport, check_model_compatibility
 
     KVBoost = CPUPagedEngine
     InferenceEngine = CPUPagedEngine
@@ -45,6 +45,7 @@ _EXPORTS = {
     "CPUPagedEngine": "kvboost_edge.engine.engine",
     "CacheCorruption": "kvboost_edge.errors",
     "CapacityError": "kvboost_edge.errors",
+    "CompatibilityReport": "kvboost_edge.models.architectures",
     "ConfigError": "kvboost_edge.errors",
     "CorrectnessReport": "kvboost_edge.engine.results",
     "EngineConfig": "kvboost_edge.config",
@@ -55,11 +56,13 @@ _EXPORTS = {
     "KVBoostError": "kvboost_edge.errors",
     "KVCache": "kvboost_edge.kvcache.llmds",
     "ModelFormatError": "kvboost_edge.errors",
+    "PromptCheck": "kvboost_edge.engine.results",
     "RequestError": "kvboost_edge.errors",
     "RequestHandle": "kvboost_edge.engine.handle",
     "SUPPORTED_ARCHITECTURES": "kvboost_edge.models.architectures",
     "SamplingParams": "kvboost_edge.engine.request",
     "TokenEvent": "kvboost_edge.engine.handle",
+    "TokenLogprobs": "kvboost_edge.engine.results",
     "WarmResult": "kvboost_edge.engine.results",
     "batched_decode": "kvboost_edge.engine.batch",
     "broadcast_kv": "kvboost_edge.engine.batch",
@@ -75,6 +78,7 @@ __all__ = [
     "CPUPagedEngine",
     "CacheCorruption",
     "CapacityError",
+    "CompatibilityReport",
     "ConfigError",
     "CorrectnessReport",
     "EngineConfig",
@@ -85,10 +89,12 @@ __all__ = [
     "KVBoostError",
     "KVCache",
     "ModelFormatError",
+    "PromptCheck",
     "RequestError",
     "RequestHandle",
     "SamplingParams",
     "TokenEvent",
+    "TokenLogprobs",
     "WarmResult",
     "__version__",
     "batched_decode",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +17,10 @@ __all__ = ["Request", "SamplingParams", "check_mode", "resolve_sampling"]
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
 _MAX_STOPS = 64
+# Bounds far outside any use that keep the arithmetic on logits finite.
+_MAX_TEMPERATURE = 1e3
+_MAX_REPETITION_PENALTY = 1e3
+_MAX_LOGIT_BIAS = 1e4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +31,10 @@ class SamplingParams:
     0.0 (off) and a seed derived from the engine's. `do_sample=None` samples if any of the five is given and the
     temperature is above 0; temperature 0 is greedy. `max_new_tokens=None` fills the context.
 
-    repetition_penalty   > 0; over prompt and output; logits above 0 are divided by it, others multiplied
+    temperature          [0, 1000]
+    repetition_penalty   [0.001, 1000]; over prompt and output; logits above 0 are divided by it, others multiplied
     presence_penalty, frequency_penalty   [-2, 2]; over the output only, subtracted once / per occurrence
-    logit_bias           token id -> value added to its logit
+    logit_bias           token id -> value in [-10000, 10000] added to its logit
     logprobs             None, or how many of the most likely tokens to report beside the chosen one (0-100), from the
                          model's own logits before penalties and temperature
     stop                 strings that end the output; they are not part of it
@@ -61,10 +67,10 @@ class SamplingParams:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        _real(self, "temperature", low=0.0)
+        _real(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
         _real(self, "top_p", low=0.0, high=1.0, open_low=True)
         _real(self, "min_p", low=0.0, high=1.0)
-        _real(self, "repetition_penalty", low=0.0, open_low=True)
+        _real(self, "repetition_penalty", low=1 / _MAX_REPETITION_PENALTY, high=_MAX_REPETITION_PENALTY)
         _real(self, "presence_penalty", low=-2.0, high=2.0)
         _real(self, "frequency_penalty", low=-2.0, high=2.0)
         _integer(self, "top_k", low=0)
@@ -155,19 +161,26 @@ def check_mode(mode: GenerationMode | str) -> GenerationMode:
     return resolved
 
 
-def _real(params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
+def _real(params: SamplingParams, name: str, *, low: float, high: float, open_low: bool = False) -> None:
     value = getattr(params, name)
     if value is None and name in _SAMPLING_KEYWORDS:
         return
-    # NumPy's scalars pass through float(); strings and booleans must not.
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise RequestError(f"{name}={value!r} must be a number")
-    number = float(value)
-    interval = f"{'(' if open_low else '['}{low:g}, {'inf)' if math.isinf(high) else f'{high:g}]'}"
-    inside = math.isfinite(number) and (number > low if open_low else number >= low) and number <= high
+    number = _as_float(name, value)
+    inside = (number > low if open_low else number >= low) and number <= high  # NaN is never inside
     if not inside:
-        raise RequestError(f"{name}={value!r} must be in {interval}")
+        raise RequestError(f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
     object.__setattr__(params, name, number)
+
+
+def _as_float(name: str, value: object) -> float:
+    """`value` as float; NumPy's scalars pass, booleans, strings and arrays raise RequestError. An integer too large
+    for a float counts as infinite, which is outside of every range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise RequestError(f"{name}={value!r} must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _integer(params: SamplingParams, name: str, *, low: int, high: int | None = None) -> None:
@@ -222,8 +235,10 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         raise RequestError(f"logit_bias={bias!r} must map token ids to numbers")
     checked: dict[int, float] = {}
     for token_id, value in bias.items():
-        number = math.nan if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__") else float(value)
-        if not math.isfinite(number):
-            raise RequestError(f"logit_bias[{token_id!r}]={value!r} must be a finite number")
+        number = _as_float(f"logit_bias[{token_id!r}]", value)
+        if not abs(number) <= _MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias[{token_id!r}]={value!r} must be in [{-_MAX_LOGIT_BIAS:g}, {_MAX_LOGIT_BIAS:g}]"
+            )
         checked[as_int("a key of logit_bias", token_id)] = number
     return checked

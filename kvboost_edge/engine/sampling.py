@@ -114,8 +114,9 @@ def _filtered(logits: Floats, params: SamplingParams) -> tuple[npt.NDArray[np.in
     """Token ids (None: all, in order) and their probabilities (they need not sum to one), after all filters."""
     temperature = 1.0 if params.temperature is None else params.temperature
     scaled = logits.astype(np.float64)
-    # Subtracting the peak first keeps a tiny temperature from overflowing.
-    probs = np.exp((scaled - scaled.max()) / temperature)
+    # Below the peak a tiny temperature may overflow to -inf, whose probability is the right one: 0.
+    with np.errstate(over="ignore"):
+        probs = np.exp((scaled - scaled.max()) / temperature)
     ids: npt.NDArray[np.int64] | None = None
     if params.top_k and params.top_k < len(logits):
         ids = _largest(logits, params.top_k)

@@ -219,7 +219,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.num_computed_tokens = 0
+        sequence.forget_computed()
         sequence.preemptions += 1
         self.num_preemptions += 1
         self.add(sequence)

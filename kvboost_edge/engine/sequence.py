@@ -100,6 +100,12 @@ class Sequence:
             self.admitted_at = time.perf_counter()
             self.num_cached_tokens = table.num_cached_tokens
 
+    def forget_computed(self) -> None:
+        """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
+        the caller holds it."""
+        self.num_computed_tokens = 0
+        self.logits.clear()
+
     def accept(self, logits: Floats) -> str | None:
         """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish reason, or None."""
         request = self.request

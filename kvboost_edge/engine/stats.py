@@ -79,7 +79,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "runner": parts.runner.info.name,
         "isa": _isa(),
         "threading_layer": _THREADING_LAYERS.get(parts.backend.name, "none"),
-        "num_threads": config.num_threads or default_num_threads(),
+        "num_threads": getattr(parts.backend, "num_threads", config.num_threads or default_num_threads()),
     }
 
 

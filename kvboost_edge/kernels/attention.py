@@ -170,15 +170,20 @@ def _place_group(job: AttentionJob, unit: _Unit, group: int, position: int) -> N
         return
     key_out = unit.stage + 4 * group * LANES * shape.head_dim
     value_out = unit.stage + 4 * (values_staged + group * LANES * shape.padded_dim)
-    stage_rows(key_out, keys, next_keys, shape.head_dim, key_step, 4 * LANES, 1, first, end, shape.kind)
-    fill(value_out, LANES * shape.padded_dim, np.float32(0.0))
+    stage_rows(key_out, keys, next_keys, shape.head_dim, key_step, first, end, shape.kind)
+    if end - first < LANES or shape.head_dim != shape.padded_dim:
+        fill(value_out, LANES * shape.padded_dim, np.float32(0.0))
     full, row = shape.head_dim // LANES, 4 * shape.padded_dim
-    source, out = values + first * value_step, value_out + first * row
-    stage_rows(out, source, next_values, end - first, value_step, row, full, 0, LANES, shape.kind)
-    for token in range(end - first):
-        for channel in range(full * LANES, shape.head_dim):
-            value = load_scalar(source + token * value_step + channel * size, shape.kind)
-            store_f32(out + token * row + 4 * channel, value)
+    source, out, ahead = values + first * value_step, value_out + first * row, next_values + first * value_step
+    if shape.head_dim == shape.padded_dim:
+        stage_rows(out, source, ahead, (end - first) * full, LANES * size, 0, LANES, shape.kind)
+    else:
+        for token in range(end - first):
+            at_token = source + token * value_step
+            stage_rows(out + token * row, at_token, at_token, full, LANES * size, 0, LANES, shape.kind)
+            for channel in range(full * LANES, shape.head_dim):
+                value = load_scalar(at_token + channel * size, shape.kind)
+                store_f32(out + token * row + 4 * channel, value)
     _set_column(at, key_out, 4 * LANES, value_out, row, key_out, value_out)
 
 

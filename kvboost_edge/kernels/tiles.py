@@ -264,46 +264,33 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
 
 
 def _emit_stage(b: Builder, arguments: Sequence[Value], kind: int) -> None:
-    out, source, ahead, rows, source_step, out_step, vectors, low, high = arguments[:9]
-    element = 4 if kind == KIND_F32 else 2
-    zero = ir.Constant(V16, [0.0] * LANES)
+    out, source, ahead, rows, step, low, high = arguments[:7]
     visible = emit_lanes_in(b, 0, low, high)
-    with cgutils.for_range(b, rows, intp=I64) as row:
-        emit_prefetch(b, b.add(ahead, b.mul(row.index, source_step)))
-        from_row = b.add(source, b.mul(row.index, source_step))
-        to_row = b.add(out, b.mul(row.index, out_step))
-        with cgutils.for_range(b, vectors, intp=I64) as vector:
-            wide = emit_load_as_f32(b, kind, b.add(from_row, b.mul(vector.index, _int(element * LANES))))
-            emit_store(b, b.select(visible, wide, zero), b.add(to_row, b.mul(vector.index, _int(_VECTOR_BYTES))))
+    with cgutils.for_range(b, rows, intp=I64) as loop:
+        offset = b.mul(loop.index, step)
+        emit_prefetch(b, b.add(ahead, offset))
+        wide = emit_load_as_f32(b, kind, b.add(source, offset))
+        shown = b.select(visible, wide, ir.Constant(V16, [0.0] * LANES))
+        emit_store(b, shown, b.add(out, b.mul(loop.index, _int(_VECTOR_BYTES))))
 
 
 @intrinsic
 def stage_rows(
-    typing: Any,
-    out: Any,
-    source: Any,
-    ahead: Any,
-    rows: Any,
-    source_step: Any,
-    out_step: Any,
-    vectors: Any,
-    low: Any,
-    high: Any,
-    kind: Any,
+    typing: Any, out: Any, source: Any, ahead: Any, rows: Any, step: Any, low: Any, high: Any, kind: Any
 ) -> Any:
-    """Widen rows of `vectors` * 16 stored values to float32; lanes outside [low, high) become 0 whatever they held.
+    """Widen rows of 16 stored values to float32 rows one after another; lanes outside [low, high) become 0.
 
-    Addresses and steps (from one row to the next) are in bytes; kind is KIND_F32, KIND_F16 or KIND_BF16. Rows at
-    `ahead`, laid out like the source, are asked for on the way.
+    The source's rows are `step` bytes apart; kind is KIND_F32, KIND_F16 or KIND_BF16. Rows at `ahead`, laid out like
+    the source, are asked for on the way.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         for kind in (KIND_F32, KIND_F16, KIND_BF16):
-            with b.if_then(b.icmp_signed("==", arguments[9], _int(kind))):
+            with b.if_then(b.icmp_signed("==", arguments[7], _int(kind))):
                 _emit_stage(b, arguments, kind)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), codegen
+    return types.void(*[types.int64] * 8), codegen
 
 
 def _row_intrinsic(num_floats: int, combine: Any) -> Any:

@@ -6,7 +6,7 @@ before the next forward pass. One thread calls it; the counters and `block_state
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
@@ -29,6 +29,7 @@ class KVCacheManager:
     evictions      published blocks handed out again, their prefix forgotten
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
     miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
+    progress       counts tables freed and blocks published: while it stands, a table that found no room finds none
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class KVCacheManager:
         "evictions",
         "hit_tokens",
         "miss_tokens",
+        "progress",
     )
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFn = chain_hash) -> None:
@@ -61,16 +63,20 @@ class KVCacheManager:
         self.evictions = 0
         self.hit_tokens = 0
         self.miss_tokens = 0
+        self.progress = 0
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
-    def open_table(self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True) -> BlockTable:
+    def open_table(
+        self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True
+    ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
         At least the last token is left to compute: with a prompt that is cached to its end, the table shares all its
         blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block writable. The blocks of
-        the prompt that are left to compute are claimed, see `find_in_flight`. `use_cache=False` shares and claims
-        nothing. Takes no free block that is not part of the match, so it cannot fail for lack of room.
+        the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
+        nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. Takes no
+        free block that is not part of the match, so it cannot fail for lack of room.
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
@@ -84,8 +90,9 @@ class KVCacheManager:
             table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
             table.num_cached_tokens = self._servable(match, len(token_ids))
             table.num_computed_tokens = table.num_cached_tokens
-            self._claim_rest(table, data, match)
-            table._uncounted_misses = len(token_ids) - table.num_cached_tokens
+            for index, prefix_hash in enumerate(self._rest_hashes(data, match), len(match.block_ids)):
+                self._claim(table, index, prefix_hash)
+            table._uncounted_misses = len(token_ids) - table.num_cached_tokens if count else 0
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -94,14 +101,23 @@ class KVCacheManager:
         """Number of tokens `open_table` would serve now. Changes nothing; valid until the next change of the pool."""
         return self._servable(self._match(encode_tokens(token_ids), root), len(token_ids))
 
-    def find_in_flight(self, token_ids: Sequence[int], root: bytes) -> bool:
-        """Whether a live table is computing the block after the longest published prefix of these tokens.
+    def awaited_hash(self, token_ids: Sequence[int], root: bytes) -> bytes | None:
+        """Hash of the last of the blocks after the longest published prefix that live tables are computing, or None.
 
-        The caller then waits: the block appears when that table commits, and the claim goes when that table is freed.
+        The caller then waits while `is_in_flight`: blocks appear as a table commits, its claims go when it is freed.
         Changes nothing. Claims compare hashes alone: a collision makes a request wait, never read another's KV.
         """
-        next_hash = self._match(encode_tokens(token_ids), root).next_hash
-        return next_hash is not None and next_hash in self._in_flight
+        data = encode_tokens(token_ids)
+        awaited = None
+        for prefix_hash in self._rest_hashes(data, self._match(data, root)):
+            if prefix_hash not in self._in_flight:
+                break
+            awaited = prefix_hash
+        return awaited
+
+    def is_in_flight(self, prefix_hash: bytes | None) -> bool:
+        """Whether a live table is still computing the block of this hash."""
+        return prefix_hash in self._in_flight
 
     def _servable(self, match: PrefixMatch, num_tokens: int) -> int:
         return min(len(match.block_ids) * self.block_size, max(num_tokens - 1, 0))
@@ -111,14 +127,14 @@ class KVCacheManager:
 
     # ---- single flight -------------------------------------------------------------------------------------------
 
-    def _claim_rest(self, table: BlockTable, data: bytes, match: PrefixMatch) -> None:
+    def _rest_hashes(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+        """The hashes of the full blocks after a match."""
         step = self.block_size * TOKEN_BYTES
-        prefix_hash = match.next_hash
-        index = len(match.block_ids)
+        prefix_hash, start = match.next_hash, len(match.block_ids) * step
         while prefix_hash is not None:
-            self._claim(table, index, prefix_hash)
-            index += 1
-            tokens = data[index * step : (index + 1) * step]
+            yield prefix_hash
+            start += step
+            tokens = data[start : start + step]
             prefix_hash = self._hash_fn(prefix_hash, tokens) if len(tokens) == step else None
 
     def _claim(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
@@ -249,6 +265,7 @@ class KVCacheManager:
         known = self._index.find(prefix_hash, keyed, parent_serial)
         if known is None:
             serial = self._index.publish(block_id, prefix_hash, keyed, parent_serial)
+            self.progress += 1
         else:
             serial = self._note_twin(table, index, known)
         table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
@@ -263,6 +280,7 @@ class KVCacheManager:
         known = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
         if known is None:
             self._index.restore(table.block_ids[index], entry)
+            self.progress += 1
         else:
             serial = self._note_twin(table, index, known)
             if index == table._num_chained - 1:
@@ -318,6 +336,7 @@ class KVCacheManager:
             self._pool.release(block_id, matchable=self._index.entry(block_id) is not None)
         del self._live[table._serial]
         table.block_ids = []
+        self.progress += 1
 
     def reset(self) -> int:
         """Forget every cached (idle) block and return how many there were; referenced blocks stay published."""

@@ -6,10 +6,9 @@ The network is touched only for a name that is neither the bundled model nor a p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.errors import ConfigError, ModelFormatError
 
 __all__ = ["BUNDLED_MODEL", "locate_model"]
 
@@ -26,14 +25,15 @@ def locate_model(
     revision: str | None = None,
     token: str | None = None,
     local_files_only: bool = False,
-    progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Directory that holds the model's files.
 
     `path_or_id`: 'kvboost-edge/demo' (part of the package), a directory, or a hub id such as 'owner/name', of which
-    only configuration, tokenizer and safetensors files are fetched. `progress` is called with a line of text before
-    something slow. Raises ModelFormatError when there is no such model or it cannot be fetched.
+    only configuration, tokenizer and safetensors files are fetched. Raises ConfigError for what is neither a string
+    nor a path, ModelFormatError when there is no such model or it cannot be fetched.
     """
+    if not isinstance(path_or_id, (str, Path)):
+        raise ConfigError(f"the model {path_or_id!r} must be a string or a Path: a directory or a hub id")
     name = str(path_or_id)
     if not name:
         raise ModelFormatError("the model's name is empty; give a directory or a hub id such as 'owner/name'")
@@ -46,8 +46,6 @@ def locate_model(
         raise ModelFormatError(f"{name} is a file; give the model directory with config.json and model.safetensors")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
         raise ModelFormatError(f"there is no model directory {name}, and it is not a hub id such as 'owner/name'")
-    if progress is not None:
-        progress(f"looking up {name} on the Hugging Face hub")
     return _snapshot(name, revision=revision, token=token, local_files_only=local_files_only)
 
 

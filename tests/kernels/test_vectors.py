@@ -57,7 +57,7 @@ def store_each(values: np.ndarray, out: int, size: int, kind: int) -> None:
 
 @kernel
 def stage(out: int, source: int, rows: int, size: int, low: int, high: int, kind: int) -> None:
-    stage_rows(out, source, source, rows, LANES * size, LANES * 4, 1, low, high, kind)
+    stage_rows(out, source, source, rows, LANES * size, low, high, kind)
 
 
 @kernel

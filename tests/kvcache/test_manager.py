@@ -117,11 +117,11 @@ def test_a_fully_cached_prompt_that_nobody_else_holds_is_rewritten_in_place() ->
     assert (again.num_cached_tokens, manager.free_block_count) == (7, 0)
     assert manager.extend(again, 8) == []
     assert manager.peek([*tokens, 0], ROOT) == 4  # while it is written nobody may match it
-    assert manager.find_in_flight([*tokens, 0], ROOT)
+    assert manager.awaited_hash([*tokens, 0], ROOT)
     manager.check_invariants([again])
     manager.commit(again, tokens, 8)
     assert manager.peek([*tokens, 0], ROOT) == 8
-    assert not manager.find_in_flight([*tokens, 0], ROOT)
+    assert not manager.awaited_hash([*tokens, 0], ROOT)
     manager.check_invariants([again])
 
 
@@ -220,7 +220,7 @@ def test_peeking_changes_nothing() -> None:
     manager.free(prefill(manager, [2] * 8))
     order = manager._pool.free_ids()
     manager.peek([1] * 9, ROOT)
-    manager.find_in_flight([1] * 9, ROOT)
+    manager.awaited_hash([1] * 9, ROOT)
     assert manager._pool.free_ids() == order
     assert (manager.hit_tokens, manager.miss_tokens) == (0, 16)
 
@@ -363,7 +363,7 @@ def test_a_block_forked_while_it_is_rewritten_is_published_by_its_writer() -> No
     assert manager.extend(table, 4) == [CopyOp(child.block_ids[0], table.block_ids[0])]
     manager.commit(table, tokens, 4)
     assert manager.open_table([*tokens, 5], ROOT).block_ids == table.block_ids
-    assert not manager.find_in_flight(tokens, ROOT)
+    assert not manager.awaited_hash(tokens, ROOT)
 
 
 def test_a_rewrite_with_other_tokens_raises() -> None:
@@ -381,17 +381,17 @@ def test_a_rewrite_with_other_tokens_raises() -> None:
 def test_a_prompt_being_computed_is_waited_for_block_by_block() -> None:
     manager = KVCacheManager(16, B)
     tokens = list(range(12))
-    assert not manager.find_in_flight([*tokens, 99], ROOT)
+    assert not manager.awaited_hash([*tokens, 99], ROOT)
     owner = manager.open_table(tokens, ROOT)
     manager.extend(owner, 12)
     for computed in (0, 4, 8):
         manager.commit(owner, tokens, computed)
-        assert manager.find_in_flight([*tokens, 99], ROOT)
-    assert not manager.find_in_flight([*tokens, 99], OTHER)
-    assert not manager.find_in_flight([*tokens[:8], 99, 99, 99, 99], ROOT)  # it leaves the owner's path where it ends
-    assert not manager.find_in_flight(tokens[:3], ROOT)  # no full block to wait for
+        assert manager.awaited_hash([*tokens, 99], ROOT)
+    assert not manager.awaited_hash([*tokens, 99], OTHER)
+    assert not manager.awaited_hash([*tokens[:8], 99, 99, 99, 99], ROOT)  # it leaves the owner's path where it ends
+    assert not manager.awaited_hash(tokens[:3], ROOT)  # no full block to wait for
     manager.commit(owner, tokens, 12)
-    assert not manager.find_in_flight([*tokens, 99], ROOT)
+    assert not manager.awaited_hash([*tokens, 99], ROOT)
     assert manager.peek([*tokens, 99], ROOT) == 12
     manager.check_invariants([owner])
 
@@ -402,12 +402,12 @@ def test_a_waiter_is_released_when_the_owner_is_freed() -> None:
     owner = manager.open_table(tokens, ROOT)
     manager.extend(owner, 12)
     manager.commit(owner, tokens, 5)
-    assert manager.find_in_flight(tokens, ROOT)
+    assert manager.awaited_hash(tokens, ROOT)
     manager.free(owner)
-    assert not manager.find_in_flight(tokens, ROOT)
+    assert not manager.awaited_hash(tokens, ROOT)
     waiter = manager.open_table(tokens, ROOT)
     assert waiter.num_cached_tokens == 4
-    assert manager.find_in_flight(tokens, ROOT)  # and now it is the owner
+    assert manager.awaited_hash(tokens, ROOT)  # and now it is the owner
     manager.check_invariants([waiter])
 
 
@@ -417,8 +417,8 @@ def test_who_does_not_wait_takes_no_claim_away() -> None:
     owner = manager.open_table(tokens, ROOT)
     eager = manager.open_table([*tokens, 1, 2, 3, 4], ROOT)
     manager.free(eager)
-    assert manager.find_in_flight(tokens, ROOT)
-    assert not manager.find_in_flight([*tokens, 1, 2, 3, 4][8:], ROOT)
+    assert manager.awaited_hash(tokens, ROOT)
+    assert not manager.awaited_hash([*tokens, 1, 2, 3, 4][8:], ROOT)
     manager.check_invariants([owner])
     manager.free(owner)
     manager.check_invariants([])
@@ -427,7 +427,7 @@ def test_who_does_not_wait_takes_no_claim_away() -> None:
 def test_a_table_without_the_cache_is_not_waited_for() -> None:
     manager = KVCacheManager(16, B)
     manager.open_table(list(range(8)), ROOT, use_cache=False)
-    assert not manager.find_in_flight(list(range(8)), ROOT)
+    assert not manager.awaited_hash(list(range(8)), ROOT)
 
 
 def test_colliding_claims_are_all_given_back() -> None:
