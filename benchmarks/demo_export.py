@@ -98,7 +98,8 @@ Made by `benchmarks/train_demo_model.py` from text that the script generates its
     python benchmarks/train_demo_model.py --work-dir demo_train --seed {seed} --export kvboost_edge/assets/demo
     python benchmarks/train_demo_model.py --seed {seed} --eval-only kvboost_edge/assets/demo
 
-Seed {seed}, {step} steps of at most {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores.  Options of the run, as it was started and resumed:
+Seed {seed}, {step} steps of at most {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores.  Options of
+the run, as it was started and resumed:
 
 {runs}
 

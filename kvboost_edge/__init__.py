@@ -32,7 +32,11 @@ if TYPE_CHECKING:
         RequestError,
     )
     from kvboost_edge.kvcache.llmds import KVCache
-    from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES, CompatibilityReport, check_model_compatibility
+    from kvboost_edge.models.architectures import (
+        SUPPORTED_ARCHITECTURES,
+        CompatibilityReport,
+        check_model_compatibility,
+    )
 
     KVBoost = CPUPagedEngine
     InferenceEngine = CPUPagedEngine

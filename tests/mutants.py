@@ -196,8 +196,8 @@ FAULTS = (
     fault(
         "equal prefixes in flight are computed twice",
         "engine/scheduler.py",
-        "manager.find_in_flight(sequence.cacheable_ids, self._root)",
-        "False",
+        "self.manager.awaited_hash(sequence.cacheable_ids, self._root)",
+        "None",
         "tests/engine/test_schedules.py",
     ),
     fault(

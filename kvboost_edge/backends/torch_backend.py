@@ -112,6 +112,8 @@ class TorchBackend:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device
+        # torch's own setting, which a thread takes over when it first computes.
+        self.num_threads = torch.get_num_threads()
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
         if spec.dtype not in _DTYPES:

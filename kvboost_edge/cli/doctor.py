@@ -18,7 +18,6 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
-from kvboost_edge.host.threads import threading_layer
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -27,7 +26,7 @@ _PACKAGES = (
     "transformers",
 )  # fmt: skip
 # The paged kernels run on threads of their own, so Numba's layer, and the library it may need, do not matter to them.
-_KERNEL_THREADS = "own team of threads; needs neither OpenMP (libgomp) nor TBB"
+_THREADING_LAYER = "kernel-team: own threads, needs neither OpenMP (libgomp) nor TBB"
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -64,8 +63,7 @@ def _processor() -> dict[str, Any]:
         "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
         "default_threads": default_num_threads(),
-        "kernel_threads": _KERNEL_THREADS,
-        "numba_threading_layer": threading_layer(),
+        "threading_layer": _THREADING_LAYER,
     }
 
 

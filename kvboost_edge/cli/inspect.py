@@ -14,8 +14,8 @@ from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.models.architectures import check_model_compatibility
-from kvboost_edge.models.config_file import context_length, read_config, size_of, text_config
+from kvboost_edge.models.architectures import check_model_compatibility, pinned_context
+from kvboost_edge.models.config_file import context_length, read_config, size_of, stored_dtype, text_config
 from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.safetensors_check import check_weights
 
@@ -49,7 +49,7 @@ def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
         "layers": size_of(inner, "num_hidden_layers"),
         "hidden_size": size_of(inner, "hidden_size"),
         "vocab_size": size_of(inner, "vocab_size"),
-        "context": context_length(fields),
+        "context": _usable_context(fields),
         "parameters": weights.num_params,
         "weight_bytes": weights.nbytes,
         "weight_dtypes": ", ".join(sorted(weights.dtypes)),
@@ -81,13 +81,17 @@ def route(path: Path, config: EngineConfig) -> dict[str, Any]:
     return {**report, "backend": choice.name, "device": choice.device, "backend_reason": choice.reason}
 
 
+def _usable_context(fields: Mapping[str, Any]) -> int:
+    """Longest sequence in tokens that the engine takes."""
+    length, pinned = context_length(fields), pinned_context(fields)
+    return length if pinned is None else min(length, pinned.length)
+
+
 def kv_dtype(fields: Mapping[str, Any], config: EngineConfig, device: str) -> str:
     """The dtype of KV in the pool, which is that of the compute: the option's, else the checkpoint's."""
     if config.dtype != "auto":
         return config.dtype
-    inner = text_config(fields)
-    named = [part.get(key) for part in (inner, fields) for key in ("dtype", "torch_dtype")]
-    stored = next((str(name) for name in named if name), "float32")
+    stored = stored_dtype(fields) or "float32"
     return "float32" if stored == "float16" and device == "cpu" else stored
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,16 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, plan_num_blocks
-from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.architectures import check_model_compatibility
-from kvboost_edge.models.config_file import generation_defaults, read_config, read_generation_config
+from kvboost_edge.models.config_file import generation_defaults, read_config, read_generation_config, stored_dtype
 from kvboost_edge.models.fingerprint import fingerprint_of_module, model_fingerprint
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.safetensors_check import check_weights
+from kvboost_edge.models.safetensors_check import WeightSummary, check_weights
 from kvboost_edge.runners.base import Runner
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -34,6 +34,8 @@ __all__ = ["EngineParts", "build_from_model", "build_from_path"]
 
 _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only")
+_DEFAULTS = EngineConfig()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,9 +62,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig) -> EngineParts
     summary = check_weights(model_dir, model_config)
     choice = choose_backend(config.backend, config.device)
     if choice.device == "cpu":
-        per_param = _DTYPE_BYTES.get(config.dtype)
-        needed = summary.nbytes if per_param is None else summary.num_params * per_param
-        check_weights_fit(needed, available_bytes())
+        check_weights_fit(_loaded_bytes(summary, model_config, config.dtype), available_bytes())
     tokenizer = Tokenizer.from_dir(model_dir)
     defaults = read_generation_config(model_dir, model_config, tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = model_fingerprint(model_dir)
@@ -80,8 +80,16 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig) -> EngineParts
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
-    """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are used."""
+    """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are used. ConfigError for
+    options about loading; a given `num_threads` becomes torch's, which is left as it is without."""
+    for name in _LOADING_OPTIONS:
+        if getattr(config, name) != getattr(_DEFAULTS, name):
+            raise ConfigError(
+                f"option {name!r} does not apply to a model that is already loaded; leave it out or use from_pretrained"
+            )
     _require_torch()
+    import torch
+
     from kvboost_edge.runners.torch_runner import TorchRunner
 
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
@@ -90,6 +98,8 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     text = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = model.generation_config.to_dict() if getattr(model, "generation_config", None) is not None else {}
     defaults = generation_defaults(model.config.to_dict(), generation, tokenizer_eos=text.eos_token_id)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     runner = TorchRunner(model, block_size=config.block_size)
     fingerprint = fingerprint_of_module(model, tokenizer)
     return _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
@@ -126,6 +136,15 @@ def _assemble(
         ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes),
         backend_reason=choice.reason,
     )
+
+
+def _loaded_bytes(summary: WeightSummary, model_config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes the weights will take on the CPU: "auto" is the dtype in the config, float32 where that is float16."""
+    if dtype == "auto":
+        dtype = stored_dtype(model_config)
+        dtype = "float32" if dtype == "float16" else dtype
+    per_param = _DTYPE_BYTES.get(dtype)
+    return summary.nbytes if per_param is None else summary.num_params * per_param
 
 
 def _available_on(device: str) -> int:

@@ -273,7 +273,7 @@ class EngineCore:
 
     def _advance(self, sequence: Sequence, chunk: Chunk, rows: Floats) -> str | None:
         """Take one chunk's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
-        # The last row attends to everything before it, so NaN in the chunk's KV shows here.
+        # NaN anywhere in the chunk's KV shows here: the runner makes these rows NaN where attention did not.
         if not np.isfinite(rows.max()):
             raise KVBoostError(
                 f"the model returned NaN or infinite logits near token {chunk.stop - 1}; the request ends and its "

@@ -162,8 +162,7 @@ class CPUPagedEngine:
 
         The request is checked at once and queued by the first `next`; closing the iterator cancels it.
         """
-        mode = options.pop("mode", GenerationMode.PREFIX_CACHE)
-        request = self._make_request(prompt, mode, resolve_sampling(options.pop("sampling", None), options))
+        request = self._read_request(prompt, options, time.perf_counter())
         self._scheduler.check_fits(request)
         return self._stream(request)
 
@@ -260,6 +259,10 @@ class CPUPagedEngine:
 
     # Inside.
 
+    def _read_request(self, prompt: Prompt, options: dict[str, Any], entered_at: float) -> Request:
+        mode, sampling = options.pop("mode", GenerationMode.PREFIX_CACHE), options.pop("sampling", None)
+        return self._make_request(prompt, mode, resolve_sampling(sampling, options), entered_at=entered_at)
+
     def _make_request(
         self,
         prompt: Prompt,
@@ -353,7 +356,10 @@ class CPUPagedEngine:
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
         """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels the request."""
-        task = asyncio.ensure_future(asyncio.to_thread(self.submit, prompt, **options))
+        entered_at = time.perf_counter()
+        task = asyncio.ensure_future(
+            asyncio.to_thread(lambda: self._submit(self._read_request(prompt, options, entered_at)))
+        )
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

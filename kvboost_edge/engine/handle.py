@@ -100,14 +100,18 @@ class RequestHandle:
         try:
             while True:
                 changed.clear()
-                while self._events:
-                    yield self._events.popleft()
+                while (event := self._pop()) is not None:
+                    yield event
                 if self.done and not self._events:
                     break
                 await changed.wait()
         finally:
             self._unlisten(changed)
         self._outcome()
+
+    def _pop(self) -> TokenEvent | None:
+        with self._condition:
+            return self._events.popleft() if self._events else None
 
     def _outcome(self) -> GenerationResult:
         if self._error is not None:

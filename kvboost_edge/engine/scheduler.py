@@ -114,10 +114,10 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self._max_num_seqs:
                 return
-            if sequence.blocked_at is not None and self.running and self._spare_blocks <= sequence.blocked_at:
+            if self.running and sequence.blocked_at == manager.progress:
                 return
             try:
-                if self.running and sequence.uses_cache and manager.find_in_flight(sequence.cacheable_ids, self._root):
+                if self.running and self._awaits(sequence):
                     continue  # the same prefix is being computed right now; those behind may go ahead
                 admitted = self._try_admit(sequence, plan)
             except CacheCorruption:
@@ -126,8 +126,15 @@ class Scheduler:
                 plan.failed.append((sequence, error))
                 continue
             if not admitted:
-                sequence.blocked_at = self._spare_blocks
+                sequence.blocked_at = manager.progress
                 return
+
+    def _awaits(self, sequence: Sequence) -> bool:
+        """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
+        when what it waited for has come, or will not come any more."""
+        if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
+            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, self._root)
+        return sequence.awaited_hash is not None
 
     @property
     def _spare_blocks(self) -> int:
@@ -138,7 +145,8 @@ class Scheduler:
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Open a table and reserve blocks for all tokens there are; False and no change if they are not free."""
         for use_cache in (True, False) if sequence.uses_cache else (False,):
-            table = self.manager.open_table(sequence.cacheable_ids, self._root, use_cache=use_cache)
+            first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
+            table = self.manager.open_table(sequence.cacheable_ids, self._root, use_cache=use_cache, count=first)
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)
                 if needed <= self._spare_blocks:

@@ -43,7 +43,8 @@ class Sequence:
 
     table           the blocks, None unless RUNNING
     last_turn       when the scheduler last gave it something, counted over all sequences (fairness)
-    blocked_at      free blocks to spare at the last failed try to let it in; None: not tried
+    blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
+    awaited_hash    the block it waits for, which another sequence computes
     """
 
     def __init__(self, request: Request, handle: RequestHandle, tokenizer: Tokenizer) -> None:
@@ -57,6 +58,7 @@ class Sequence:
         self.preemptions = 0
         self.last_turn = -1
         self.blocked_at: int | None = None
+        self.awaited_hash: bytes | None = None
         self.admitted_at: float | None = None
         self.logits: list[Floats] = []
         self._sample = make_sampler(request.params, request.seed)
@@ -95,7 +97,7 @@ class Sequence:
         self.table = table
         self.status = SequenceStatus.RUNNING
         self.num_computed_tokens = table.num_cached_tokens
-        self.blocked_at = None
+        self.blocked_at = self.awaited_hash = None
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
             self.num_cached_tokens = table.num_cached_tokens

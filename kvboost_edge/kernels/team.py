@@ -51,6 +51,28 @@ class _Mailbox:
         self.work: _Work | None = None
         self.failure: BaseException | None = None
         self.closed = False
+        self._busy = 0
+        self._changed = threading.Condition()
+
+    def begin(self, last: int) -> _Work | None:
+        """The newest work, which the helper now must `end`; None if there is none newer than the serial `last`."""
+        with self._changed:
+            work = self.work
+            if work is None or work.serial == last:
+                return None
+            self._busy += 1
+            return work
+
+    def end(self) -> None:
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Give the work to nobody else and wait for those who have it: they use memory of the caller's."""
+        with self._changed:
+            self.work = None
+            self._changed.wait_for(lambda: self._busy == 0)
 
 
 class KernelTeam:
@@ -80,11 +102,15 @@ class KernelTeam:
         if self.num_threads > 1 and units > 1:
             self._serial += 1
             self._wake(_Work(self._serial, function, job, counters), min(self.num_threads, units) - 1)
-        function(job)
-        while not _wait_for(counters, done, units, _SPINS):
-            if self._mailbox.failure is not None:
-                raise self._mailbox.failure
-            time.sleep(_NAP_S)
+        try:
+            function(job)
+            while not _wait_for(counters, done, units, _SPINS):
+                if self._mailbox.failure is not None:
+                    raise self._mailbox.failure
+                time.sleep(_NAP_S)
+        except BaseException:
+            self._mailbox.withdraw()
+            raise
         self._mailbox.work = None
 
     def close(self) -> None:
@@ -122,8 +148,8 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
         signal.acquire()
         if mailbox.closed:
             return
-        work = mailbox.work
-        if work is None or work.serial == last:
+        work = mailbox.begin(last)
+        if work is None:
             continue
         last = work.serial
         try:
@@ -131,6 +157,8 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
         except BaseException as failure:
             mailbox.failure = failure
             return
+        finally:
+            mailbox.end()
         work = None  # a sleeping helper keeps nothing of a finished call alive
 
 

@@ -6,6 +6,7 @@ before the next forward pass. One thread calls it; the counters and `block_state
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
@@ -13,7 +14,7 @@ from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
-from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -59,11 +60,7 @@ class KVCacheManager:
         self._in_flight: dict[bytes, int] = {}  # prefix hash -> serial of the live table that computes it
         self._fresh: dict[int, None] = {}  # ids handed out since the last drain; a dict as an ordered set
         self.block_size = block_size
-        self.cow_copies = 0
-        self.evictions = 0
-        self.hit_tokens = 0
-        self.miss_tokens = 0
-        self.progress = 0
+        self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self.progress = 0
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
@@ -108,12 +105,9 @@ class KVCacheManager:
         Changes nothing. Claims compare hashes alone: a collision makes a request wait, never read another's KV.
         """
         data = encode_tokens(token_ids)
-        awaited = None
-        for prefix_hash in self._rest_hashes(data, self._match(data, root)):
-            if prefix_hash not in self._in_flight:
-                break
-            awaited = prefix_hash
-        return awaited
+        rest = self._rest_hashes(data, self._match(data, root))
+        promised = list(itertools.takewhile(self._in_flight.__contains__, rest))
+        return promised[-1] if promised else None
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
         """Whether a live table is still computing the block of this hash."""
@@ -125,17 +119,10 @@ class KVCacheManager:
     def _match(self, data: bytes, root: bytes) -> PrefixMatch:
         return self._index.match(data, root, self.block_size * TOKEN_BYTES, self._hash_fn)
 
-    # ---- single flight -------------------------------------------------------------------------------------------
-
     def _rest_hashes(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
-        """The hashes of the full blocks after a match."""
-        step = self.block_size * TOKEN_BYTES
-        prefix_hash, start = match.next_hash, len(match.block_ids) * step
-        while prefix_hash is not None:
-            yield prefix_hash
-            start += step
-            tokens = data[start : start + step]
-            prefix_hash = self._hash_fn(prefix_hash, tokens) if len(tokens) == step else None
+        return rest_hashes(data, match, self.block_size * TOKEN_BYTES, self._hash_fn)
+
+    # ---- single flight -------------------------------------------------------------------------------------------
 
     def _claim(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
         """Promise a block, unless its hash is promised already."""
@@ -153,7 +140,7 @@ class KVCacheManager:
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
         self._check_live(table)
-        stop = self._num_blocks_for(num_tokens)
+        stop = -(-num_tokens // self.block_size)
         start = table.num_computed_tokens // self.block_size
         ref_count = self._pool.ref_count
         shared = sum(ref_count(block_id) > 1 for block_id in table.block_ids[start:stop])
@@ -175,7 +162,7 @@ class KVCacheManager:
             self.hit_tokens += table.num_cached_tokens
             self.miss_tokens += table._uncounted_misses
             table._uncounted_misses = 0
-        stop = self._num_blocks_for(num_tokens)
+        stop = -(-num_tokens // self.block_size)
         first = table.num_computed_tokens // self.block_size
         ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
         if stop > len(table.block_ids):
@@ -216,9 +203,6 @@ class KVCacheManager:
         if not 0 <= start <= stop <= len(ids) * size:
             raise CacheCorruption(f"tokens {start} .. {stop} are outside the {len(ids) * size} slots of the table")
         return [ids[position // size] * size + position % size for position in range(start, stop)]
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _take(self, count: int) -> list[int]:
         taken = self._pool.take(count)
@@ -308,8 +292,7 @@ class KVCacheManager:
         for block_id in table.block_ids:
             self._pool.touch(block_id)
         child.block_ids = table.block_ids.copy()
-        child.num_cached_tokens = table.num_cached_tokens
-        child.num_computed_tokens = table.num_computed_tokens
+        child.num_cached_tokens, child.num_computed_tokens = table.num_cached_tokens, table.num_computed_tokens
         child._num_chained = table._num_chained
         child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
         child._twins = table._twins.copy()

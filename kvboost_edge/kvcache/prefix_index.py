@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import PrefixEntry
 from kvboost_edge.kvcache.hashing import HashFn
 
-__all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch"]
+__all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "rest_hashes"]
 
 ROOT_SERIAL = 0  # parent of every first block; the root itself stands in that block's `tokens`
 
@@ -20,6 +21,16 @@ class PrefixMatch(NamedTuple):
     prefix_hash: bytes
     serial: int
     next_hash: bytes | None
+
+
+def rest_hashes(data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn) -> Iterator[bytes]:
+    """The hashes of the full blocks of `data` after its match, in order."""
+    prefix_hash, start = match.next_hash, len(match.block_ids) * block_bytes
+    while prefix_hash is not None:
+        yield prefix_hash
+        start += block_bytes
+        tokens = data[start : start + block_bytes]
+        prefix_hash = hash_fn(prefix_hash, tokens) if len(tokens) == block_bytes else None
 
 
 class PrefixIndex:

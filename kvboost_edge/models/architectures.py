@@ -13,7 +13,10 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.json_file import read_config_object, text_config
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "check_model_compatibility"]
+__all__ = [
+    "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext", "check_model_compatibility",
+    "pinned_context",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +37,16 @@ class CompatibilityReport:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinnedContext:
+    """The engine takes sequences up to `length` tokens: beyond, rope of this type changes with their length."""
+
+    rope_type: str
+    length: int
+
+
 _TESTED = {
-    "llama": "Llama, TinyLlama, SmolLM2 and kin; default, linear, llama3 and yarn rope",
+    "llama": "Llama, TinyLlama, SmolLM2 and kin; default, linear, llama3, yarn and longrope",
     "mistral": "sliding window",
     "qwen2": "Qwen2 and Qwen2.5",
     "qwen3": "normalized queries and keys",
@@ -119,7 +130,45 @@ def check_model_compatibility(model: Any, *, strict: bool = True) -> Compatibili
         reason = f"model_type={model_type!r} should run but is not tested here; check it with verify_correctness()"
         if strict:
             _warn_once(reason)
-    return CompatibilityReport(model_type, True, tested, reason)
+    notices = [reason, _pin_notice(config)]
+    return CompatibilityReport(model_type, True, tested, "; ".join(notice for notice in notices if notice))
+
+
+def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
+    """The range to which rope of types 'dynamic' and 'longrope' is pinned, where its frequencies are constant and
+    cached keys stay right; None for other types and where the config gives no other length than its longest.
+
+    `config` is the object of config.json or `to_dict()` of a transformers config. ModelFormatError for a length that
+    is no positive integer.
+    """
+    inner = text_config(config)
+    found = []
+    for rope in _rope_parts(inner):
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
+            kind = "longrope"  # its first names
+        if kind not in ("dynamic", "longrope"):
+            continue
+        name = "original_max_position_embeddings"
+        # Some families keep it beside the rope settings; for these transformers takes that one.
+        length = inner.get(name)
+        length = rope.get(name) if length is None else length
+        if length is None:
+            continue
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ModelFormatError(f"config: {name}={length!r} must be an integer of at least 1")
+        found.append(PinnedContext(kind, length))
+    return min(found, key=lambda pinned: pinned.length, default=None)
+
+
+def _pin_notice(config: Mapping[str, Any]) -> str:
+    pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
+    if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
+        return ""
+    return (
+        f"the context is pinned to {pinned.length} tokens, beyond which rope of type {pinned.rope_type!r} changes with "
+        "the length of the sequence"
+    )
 
 
 @functools.cache
@@ -165,7 +214,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "its weights are quantized (quantization_config); use the float checkpoint"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
-    yield from _rope_objections(inner)
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:
@@ -177,25 +225,6 @@ def _remote_code(config: Mapping[str, Any]) -> str:
         if auto_map.get(name):
             return str(auto_map[name])
     return ""
-
-
-def _rope_objections(config: Mapping[str, Any]) -> Iterator[str]:
-    for rope in _rope_parts(config):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind == "dynamic":
-            yield (
-                "rope of type 'dynamic' changes with the length of the sequence, so cached keys would be wrong; "
-                "remove rope_scaling to run within the original context"
-            )
-        if kind in ("longrope", "su"):
-            original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-            longest = config.get("max_position_embeddings")
-            if isinstance(original, int) and isinstance(longest, int) and longest <= original:
-                continue  # no sequence reaches the length from which the long factors hold
-            yield (
-                f"rope of type {kind!r} changes with the length of the sequence, so cached keys would be wrong; set "
-                f"max_position_embeddings to original_max_position_embeddings ({original}) to pin the short factors"
-            )
 
 
 def _rope_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

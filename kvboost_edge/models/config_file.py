@@ -18,6 +18,7 @@ __all__ = [
     "read_config",
     "read_generation_config",
     "size_of",
+    "stored_dtype",
     "text_config",
 ]
 
@@ -81,6 +82,12 @@ def context_length(config: Mapping[str, Any], path: Path | str = "config") -> in
         if inner.get(key) is not None:
             return _positive(key, inner[key], path)
     raise ModelFormatError(f"{path} lacks the context length; none of the keys {', '.join(_CONTEXT_KEYS)} is there")
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Name of the dtype the config gives for its weights, "" where it gives none."""
+    named = [part.get(key) for part in (text_config(config), config) for key in ("dtype", "torch_dtype")]
+    return next((str(name) for name in named if name), "")
 
 
 def read_generation_config(

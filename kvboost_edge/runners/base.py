@@ -55,7 +55,7 @@ class Runner(Protocol):
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
         """Apply copies, run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
-        valid until the next call."""
+        valid until the next call. All logits of a sequence are NaN if any key or value it stored is not finite."""
         ...
 
     def close(self) -> None: ...

@@ -33,6 +33,10 @@ class EagerRunner(Runner, Protocol):
         """float32 logits [num_tokens, vocab_size] of one sequence by the model's own attention."""
         ...
 
+    def unbind(self) -> None:
+        """Let go of the backend."""
+        ...
+
 
 def check_against_eager(runner: EagerRunner) -> float:
     """Relative L2 distance of the paged logits from the eager ones. Raises ModelFormatError when it is more than
@@ -49,7 +53,7 @@ def check_against_eager(runner: EagerRunner) -> float:
         logits = runner.forward(batch)
         for part, first, stop in zip(parts, batch.layout.cu_seqlens_q, batch.layout.cu_seqlens_q[1:], strict=False):
             part.append(logits[first:stop].copy())
-    runner.close()
+    runner.unbind()
     backend.close()
     paged = np.concatenate([row for part in parts for row in part])
     eager = np.concatenate([runner.eager_logits(token_ids) for token_ids in sequences])

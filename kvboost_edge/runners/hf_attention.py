@@ -6,8 +6,8 @@ rope. What the call means is decided by the pass that is active in this thread:
 
 - `ProbePass` (once, at load) records each layer's shapes and constants, and proves that the mask transformers asked
   for is causal with at most a sliding window, by evaluating its mask function at points around every edge.
-- `PagedPass` (each forward) writes k, v into the backend and returns its attention, and counts that every layer came
-  by exactly once.
+- `PagedPass` (each forward) writes k, v into the backend and returns its attention, counts that every layer came by
+  exactly once, and notes which sequences wrote NaN or infinite values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout
 from kvboost_edge.errors import ConfigError, ModelFormatError
 
 __all__ = ["ATTENTION_NAME", "AttentionHook", "LayerPlan", "PagedPass", "ProbePass"]
@@ -116,13 +116,17 @@ class ProbePass:
 
 
 class PagedPass:
-    """One forward pass on a backend. `batch` is what the backend's `prepare` returned."""
+    """One forward pass on a backend."""
 
-    def __init__(self, backend: Backend, batch: Any, layers: Sequence[LayerPlan]) -> None:
+    def __init__(self, backend: Backend, layout: BatchLayout, layers: Sequence[LayerPlan]) -> None:
         self._backend = backend
-        self._batch = batch
+        self._batch = backend.prepare(layout)
         self._layers = layers
         self._calls = [0] * len(layers)
+        self._starts = layout.cu_seqlens_q
+        # Sums over all that a token wrote; None in a pass of single tokens, each of which attends to what it wrote.
+        self._checks_rows = len(layout.slot_mapping) > len(layout.seq_lens)
+        self._row_sums: torch.Tensor | None = None
 
     def wants_params(self) -> bool:
         return False
@@ -137,6 +141,10 @@ class PagedPass:
         self._calls[layer] += 1
         backend = self._backend
         query, key, value = (tensor.transpose(0, 1) for tensor in tensors)
+        if self._checks_rows:
+            # In float32 nothing finite adds up to infinity, and nothing makes NaN or infinity finite again.
+            sums = key.sum((1, 2), dtype=torch.float32) + value.sum((1, 2), dtype=torch.float32)
+            self._row_sums = sums if self._row_sums is None else self._row_sums + sums
         if backend.array_kind == "torch":
             backend.write_kv(layer, key, value, self._batch)
             out: torch.Tensor = backend.attention(layer, query, self._batch, self._layers[layer].params)[0]
@@ -144,6 +152,15 @@ class PagedPass:
         backend.write_kv(layer, _to_numpy(key), _to_numpy(value), self._batch)
         array, _ = backend.attention(layer, _to_numpy(query), self._batch, self._layers[layer].params)
         return torch.from_numpy(array).to(device=query.device, dtype=query.dtype)
+
+    def blank_broken(self, logits: np.ndarray, logit_rows: np.ndarray) -> None:
+        """Make the logits of each sequence that wrote a NaN or infinite key or value NaN. Without that its last row
+        might not show it: with sliding windows it does not see all rows before it."""
+        if self._row_sums is None:
+            return
+        broken = np.flatnonzero(~torch.isfinite(self._row_sums).cpu().numpy())
+        sequences = np.searchsorted(self._starts, broken, side="right")
+        logits[np.isin(np.searchsorted(self._starts, logit_rows, side="right"), sequences)] = np.nan
 
     def check_complete(self, architecture: str) -> None:
         """Raise ModelFormatError unless every layer attended exactly once."""

@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES
+from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES, pinned_context
 from kvboost_edge.models.config_file import context_length
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.runners.eager_check import check_against_eager
@@ -150,11 +149,12 @@ class TorchRunner:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
         if batch.copies:
             backend.copy_blocks(batch.copies)
-        paged = PagedPass(backend, backend.prepare(batch.layout), self._layers)
+        paged = PagedPass(backend, batch.layout, self._layers)
         with torch.inference_mode(), self._hook.active(paged):
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
             paged.check_complete(self._kind)
             result: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).numpy()
+            paged.blank_broken(result, batch.logit_rows)
         return result
 
     def _run(
@@ -176,37 +176,34 @@ class TorchRunner:
             result: npt.NDArray[np.float32] = self._run(token_ids, rows, rows).to("cpu", torch.float32).numpy()
         return result
 
-    def close(self) -> None:
-        """Let go of the backend. The model stays with whoever holds it."""
+    def unbind(self) -> None:
+        """Let go of the backend."""
         self._backend = None
+
+    def close(self) -> None:
+        """Let go of backend and model: weights nobody else holds are freed, a model with an owner stays his. Only
+        `info` may be read afterwards."""
+        self.unbind()
+        vars(self).pop("model", None)
 
 
 def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
     """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in the call (dynamic,
     longrope) are pinned to their first range, where they are constant, so that a batch cannot change a result."""
-    length = context_length(config.to_dict())
+    fields = config.to_dict()
+    length = context_length(fields)
     if asked is not None:
         length = min(length, asked)
-    for rope in _rope_settings(config):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            stored = getattr(config, "original_max_position_embeddings", None)
-            pinned = int(rope.get("original_max_position_embeddings") or stored or length)
-            if pinned < length:
-                _LOG.warning(
-                    "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its frequencies depend on "
-                    "the batch",
-                    rope["rope_type"],
-                    pinned,
-                    length,
-                )
-                length = pinned
+    pinned = pinned_context(fields)
+    if pinned is not None and pinned.length < length:
+        _LOG.warning(
+            "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its frequencies depend on the batch",
+            pinned.rope_type,
+            pinned.length,
+            length,
+        )
+        length = pinned.length
     return length
-
-
-def _rope_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rope settings of a config: one dict, or one per kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
 
 
 def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dtype | str:

@@ -224,6 +224,26 @@ class Bench:
         )
         return self.core.submit(request)
 
+    def submit_logits(
+        self, token_ids: Sequence[int], start: int = 0
+    ) -> tuple[RequestHandle, list[npt.NDArray[np.float32]]]:
+        """A request for the logits of token_ids[start:]; the list holds them when the handle is done."""
+        self.num_requests += 1
+        request = Request(
+            index=self.num_requests,
+            prompt="",
+            prompt_ids=tuple(token_ids),
+            params=SamplingParams(),
+            mode=GenerationMode.PREFIX_CACHE,
+            max_tokens=len(token_ids),
+            seed=0,
+            stop_ids=frozenset(),
+            entered_at=0.0,
+            tokenized_at=0.0,
+            logits_start=start,
+        )
+        return self.core.submit_logits(request)
+
     def step(self) -> bool:
         worked = self.core.step()
         self.check()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from engine.fake_runner import expected_tokens, fake_engine, hold_passes, runner_of
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.request import Request
 from kvboost_edge.errors import KVBoostError, RequestError
 
 
@@ -61,7 +64,7 @@ async def test_cancelling_while_the_prompt_is_tokenized(
 ) -> None:
     entered, go, submitted = threading.Event(), threading.Event(), threading.Event()
     handles: list[RequestHandle] = []
-    real = engine.submit
+    real = engine._submit
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         entered.set()
@@ -70,7 +73,7 @@ async def test_cancelling_while_the_prompt_is_tokenized(
         submitted.set()
         return handles[0]
 
-    monkeypatch.setattr(engine, "submit", slow)
+    monkeypatch.setattr(engine, "_submit", slow)
     task = asyncio.create_task(engine.agenerate([1, 2, 3], max_new_tokens=None))
     await asyncio.to_thread(entered.wait, 30)
     task.cancel()
@@ -81,6 +84,49 @@ async def test_cancelling_while_the_prompt_is_tokenized(
     await asyncio.to_thread(submitted.wait, 30)
     assert (await handles[0].aresult()).finish_reason == "cancelled"
     await drained(engine)
+
+
+async def test_the_clock_starts_before_the_prompt_waits_for_a_thread(
+    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got_a_thread: list[float] = []
+    entered: list[float] = []
+    real = engine._submit
+
+    async def to_thread(call: Callable[[], RequestHandle]) -> RequestHandle:
+        got_a_thread.append(time.perf_counter())
+        return call()
+
+    def submit(request: Request) -> RequestHandle:
+        entered.append(request.entered_at)
+        return real(request)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    monkeypatch.setattr(engine, "_submit", submit)
+    await engine.agenerate([1, 2, 3], max_new_tokens=1)
+    async for _ in engine.astream([1, 2, 3], max_new_tokens=1):
+        pass
+    assert len(entered) == 2
+    assert all(start <= thread for start, thread in zip(entered, got_a_thread, strict=True))
+
+
+async def test_events_are_taken_under_the_lock() -> None:
+    """Two readers, in whatever threads, never get the same event."""
+    handle = RequestHandle(0, lambda index: None)
+
+    class Guarded(deque[TokenEvent]):
+        def popleft(self) -> TokenEvent:
+            assert handle._condition._is_owned()  # type: ignore[attr-defined]
+            return super().popleft()
+
+    events = [TokenEvent(i, "", 0.0) for i in range(3)]
+    handle._events = Guarded(events)
+    handle._finish(None, KVBoostError("the end"))
+    taken: list[TokenEvent] = []
+    with pytest.raises(KVBoostError, match="the end"):
+        async for event in handle.aevents():
+            taken.append(event)
+    assert taken == events
 
 
 async def test_leaving_a_stream_cancels(engine: CPUPagedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost_edge import CPUPagedEngine, GenerationMode
-from kvboost_edge.errors import CapacityError, ModelFormatError
-from tiny_models import EOS_ID, save_tiny_model
+from kvboost_edge.engine import build
+from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
+from tiny_models import EOS_ID, FAMILIES, save_tiny_model
 
-FAMILIES = ["llama", "gemma2", "qwen3"]
+SOME_FAMILIES = ["llama", "gemma2", "qwen3"]
 NEW = 64
 BLOCK = 16
 # One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last member.
@@ -50,8 +52,13 @@ class Truth:
         return np.asarray(self.model(torch.tensor([ids])).logits[0])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SOME_FAMILIES)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def any_truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return Truth(save_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
 
 
@@ -85,24 +92,25 @@ def test_cold_and_every_prefix_cut(truth: Truth, engine: CPUPagedEngine) -> None
     assert (baseline.cached_tokens, list(baseline.output_token_ids)) == (0, expected)
 
 
-def test_batch_with_preemption(truth: Truth) -> None:
+def test_batch_with_preemption(any_truth: Truth) -> None:
     prompts = [tokens(9, 20) + tokens(i, 5 + 9 * i) for i in range(5)]
-    expected = [truth.greedy(prompt) for prompt in prompts]
+    expected = [any_truth.greedy(prompt) for prompt in prompts]
     options = {"num_blocks": 12, "max_num_seqs": 4, "max_batch_tokens": 24, **OPTIONS}
-    with CPUPagedEngine.from_pretrained(truth.directory, **options) as engine:
+    with CPUPagedEngine.from_pretrained(any_truth.directory, **options) as engine:
         results = engine.generate_batch(prompts, max_new_tokens=NEW, ignore_eos=True)
         assert [list(result.output_token_ids) for result in results] == expected
         assert engine.paged_stats()["preemptions"] > 0
         assert engine.paged_stats()["used_blocks"] == 0
 
 
-def test_second_turn_reuses_the_generated_tokens(truth: Truth, engine: CPUPagedEngine) -> None:
+def test_second_turn_reuses_the_generated_tokens(any_truth: Truth) -> None:
     first = tokens(4, 30)
-    history = first + greedy(engine, first)
-    turn = history + tokens(5, 10)
-    result = engine.generate(turn, max_new_tokens=NEW, ignore_eos=True)
+    with CPUPagedEngine.from_pretrained(any_truth.directory, num_blocks=64, max_batch_tokens=64, **OPTIONS) as engine:
+        history = first + greedy(engine, first)
+        turn = history + tokens(5, 10)
+        result = engine.generate(turn, max_new_tokens=NEW, ignore_eos=True)
     assert result.cached_tokens == (len(history) - 1) // BLOCK * BLOCK
-    assert list(result.output_token_ids) == truth.greedy(turn)
+    assert list(result.output_token_ids) == any_truth.greedy(turn)
 
 
 def test_logits_equal_transformers(truth: Truth, engine: CPUPagedEngine) -> None:
@@ -131,6 +139,83 @@ def test_a_loaded_transformers_model(truth: Truth) -> None:
 @pytest.fixture(scope="module")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    "option", [{"dtype": "float32"}, {"revision": "main"}, {"token": "secret"}, {"local_files_only": True}], ids=str
+)
+def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir: Path, option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(
+        ConfigError, match=f"option '{name}' does not apply to a model that is already loaded"
+    ) as caught:
+        CPUPagedEngine(Truth(llama_dir).model, AutoTokenizer.from_pretrained(llama_dir), **option)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_num_threads_is_what_runs(llama_dir: Path, backend: str) -> None:
+    model, tokenizer = Truth(llama_dir).model, AutoTokenizer.from_pretrained(llama_dir)
+    with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend, num_threads=2) as engine:
+        assert torch.get_num_threads() == 2
+        assert engine.paged_stats()["num_threads"] == 2
+    torch.set_num_threads(1)
+    with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend) as engine:
+        assert torch.get_num_threads() == 1, "what its owner set stays"
+        expected = 1 if backend == "torch" else engine._parts.backend.num_threads  # type: ignore[attr-defined]
+        assert engine.paged_stats()["num_threads"] == expected
+
+
+def test_close_gives_the_weights_back(llama_dir: Path) -> None:
+    engine = CPUPagedEngine.from_pretrained(llama_dir, num_blocks=8, **OPTIONS)
+    weight = weakref.ref(next(engine._parts.runner.model.parameters()))  # type: ignore[attr-defined]
+    greedy(engine, tokens(1, 20), 3)
+    assert weight() is not None
+    engine.close()
+    assert weight() is None
+    assert engine.runner_info.architecture == "llama"
+
+
+def test_close_leaves_a_loaded_model_to_its_owner(llama_dir: Path) -> None:
+    truth = Truth(llama_dir)
+    before = truth.greedy(tokens(2, 20), 5)
+    CPUPagedEngine(truth.model, AutoTokenizer.from_pretrained(llama_dir), num_blocks=8, backend="cpu").close()
+    assert truth.greedy(tokens(2, 20), 5) == before
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "per_param"),
+    [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "auto", 4), ("float16", "float16", 2)],
+)
+def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, asked: str, per_param: int
+) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, stored))
+    model.save_pretrained(directory)
+    needed = per_param * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)
+    with pytest.raises(CapacityError, match="the weights take"):
+        CPUPagedEngine.from_pretrained(directory, **{**OPTIONS, "dtype": asked})
+    monkeypatch.setattr(build, "available_bytes", lambda: needed)
+    with pytest.raises(CapacityError, match="pool"):
+        CPUPagedEngine.from_pretrained(directory, num_blocks=10**6, **{**OPTIONS, "dtype": asked})
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_rope_of_another_length_runs_in_its_first_range(tmp_path: Path, rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    directory = save_tiny_model("llama", tmp_path, rope_parameters=rope)
+    prompt = tokens(1, 40)
+    with CPUPagedEngine.from_pretrained(directory, num_blocks=64, **OPTIONS) as engine:
+        context = engine.runner_info.max_context
+        assert context == (64 if rope_type == "longrope" else 512)
+        expected = Truth(directory).greedy(prompt, 24)
+        assert greedy(engine, prompt, 24) == greedy(engine, prompt, 24) == expected
+        with pytest.raises(RequestError, match=f"context is {context}"):
+            engine.generate(prompt, max_new_tokens=context)
 
 
 @pytest.mark.parametrize(("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)])

@@ -59,7 +59,7 @@ def raise_on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: in
 
 
 POINTS = [
-    (KVCacheManager, "find_in_flight"),
+    (KVCacheManager, "awaited_hash"),
     (KVCacheManager, "open_table"),
     (KVCacheManager, "blocks_needed"),
     (KVCacheManager, "extend"),

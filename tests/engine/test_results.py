@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.fake_runner import EOS_ID, expected_tokens, fake_engine, runner_of, token_logits
+from engine.fake_runner import EOS_ID, Bench, expected_tokens, fake_engine, runner_of, token_logits
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.request import SamplingParams
@@ -194,6 +194,19 @@ def test_warm_stores_whole_chunks(engine: CPUPagedEngine) -> None:
         unaligned = coarse.warm([1] * 100)
         assert (unaligned.chunk_boundary_aligned, unaligned.partial_tail_tokens) == (False, 36)
         assert unaligned.alignment_warning == "the last 36 tokens do not fill a chunk of 64 and are not cached"
+
+
+@pytest.mark.parametrize("start", [0, 5, 20])
+def test_logits_of_a_preempted_request_are_given_once(start: int) -> None:
+    bench = Bench(5, max_batch_tokens=2)
+    bench.submit(range(100, 116), 40)
+    bench.step()
+    token_ids = list(range(48))
+    handle, rows = bench.submit_logits(token_ids, start)
+    bench.run()
+    assert handle.result(0).preemptions > 0
+    truth = np.stack([token_logits(token_ids[: i + 1]) for i in range(start, 48)])
+    np.testing.assert_array_equal(np.concatenate(rows), truth)
 
 
 def test_logits_are_those_of_each_position(engine: CPUPagedEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,6 +11,7 @@ from engine.fake_runner import EOS_ID, Bench, expected_tokens
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import CapacityError
+from kvboost_edge.kvcache.manager import KVCacheManager
 
 EOS = frozenset({EOS_ID})
 
@@ -92,6 +93,37 @@ def test_a_shared_prefix_in_flight_is_computed_once() -> None:
     bench.run()
     assert bench.runner.computed == len(prefix) + 8
     assert [handle.result(0).cached_tokens for handle in handles] == [0] + [160] * 7
+
+
+def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups: list[int] = []
+    real = KVCacheManager.awaited_hash
+
+    def counted(self: KVCacheManager, token_ids: Sequence[int], root: bytes) -> bytes | None:
+        lookups.append(token_ids[-1])
+        return real(self, token_ids, root)
+
+    monkeypatch.setattr(KVCacheManager, "awaited_hash", counted)
+    bench = Bench(64, max_batch_tokens=16)
+    prefix = list(range(160))
+    handles = [bench.submit([*prefix, 200 + i], 1) for i in range(4)]
+    assert bench.run() > 10
+    assert all(handle.result(0).cached_tokens == 160 for handle in handles[1:])
+    assert [lookups.count(200 + i) for i in range(1, 4)] == [2] * 3  # when it came, and when its prefix was there
+
+
+def test_a_blocked_request_is_let_in_when_others_publish_what_it_needs() -> None:
+    bench = Bench(5, max_num_seqs=2)
+    prompt = list(range(17))
+    first = bench.submit(prompt, 40)
+    second_prompt = [*prompt, *expected_tokens(prompt, 46), 7]
+    second = bench.submit(second_prompt, 1)
+    while not second.done:
+        bench.step()
+    assert not first.done
+    bench.run()
+    assert second.result(0).cached_tokens == 32
+    assert list(second.result(0).output_token_ids) == expected_tokens(second_prompt, 1)
 
 
 def test_the_waiting_request_takes_over_when_the_computing_one_is_cancelled() -> None:
@@ -222,6 +254,7 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens() -> None:
     bench.run()
     assert first.result(0).preemptions == 0
     assert second.result(0).preemptions > 0
+    assert (bench.manager.hit_tokens, bench.manager.miss_tokens) == (0, 60), "its own blocks are no hits"
     for token_id, handle in ((1, first), (2, second)):
         assert list(handle.result(0).output_token_ids) == expected_tokens([token_id] * 30, 50)
 

@@ -10,10 +10,8 @@ import numpy as np
 import psutil
 import pytest
 
-from kvboost_edge.errors import ConfigError
 from kvboost_edge.host import cpu, memory
 from kvboost_edge.host.cgroup import MemoryLimit
-from kvboost_edge.host.threads import configure_threads, threading_layer
 
 X86 = (
     "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 17\nmodel name\t: Some CPU @ 3GHz\n"
@@ -88,25 +86,9 @@ def test_peak_grows_with_what_was_touched_and_is_this_process_own() -> None:
     assert 1 << 20 < int(child.stdout) < memory.process_peak()
 
 
-def test_threads_are_set_and_bounded() -> None:
-    import numba
-
-    before = numba.get_num_threads()
-    team = numba.config.NUMBA_NUM_THREADS
-    try:
-        assert configure_threads(1) == numba.get_num_threads() == 1
-        assert configure_threads() == numba.get_num_threads() == min(cpu.default_num_threads(), team)
-        for bad in (0, -1, team + 1, True, 1.5, "2"):
-            with pytest.raises(ConfigError, match="NUMBA_NUM_THREADS"):
-                configure_threads(bad)  # type: ignore[arg-type]
-        assert threading_layer() in ("omp", "tbb", "workqueue")
-    finally:
-        numba.set_num_threads(before)
-
-
 def test_import_is_light() -> None:
     code = (
-        "import sys, kvboost_edge.host.threads, kvboost_edge.host.memory, kvboost_edge.models.safetensors_check, "
+        "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, kvboost_edge.models.safetensors_check, "
         "kvboost_edge.models.fingerprint, kvboost_edge.models.locate, kvboost_edge.models.architectures, "
         "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings\n"
         "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in sys.modules])"

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-
 import numpy as np
 
 from kvboost_edge.kernels import storage
 from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 from paged_cases import make_case
+from ticks import times_of_ticks
 
-TICK = 0.005
 LONGEST_GAP = 0.050
 ATTEMPTS = 20
-
-
-def times_of_ticks(work: Callable[[], object]) -> np.ndarray:
-    """Times from before the work to after it, one every 5 ms, taken by another thread."""
-    times, ticking, stop = [], threading.Event(), threading.Event()
-
-    def tick() -> None:
-        while not stop.wait(TICK):
-            times.append(time.perf_counter())
-            ticking.set()
-
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    ticking.wait()
-    start = time.perf_counter()
-    work()
-    end = time.perf_counter()
-    stop.set()
-    ticker.join()
-    return np.array([start, *[moment for moment in times if start < moment < end], end])
 
 
 def test_a_python_thread_keeps_ticking_during_a_prefill() -> None:

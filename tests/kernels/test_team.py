@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -123,6 +124,24 @@ def test_a_failure_in_the_caller_comes_out_of_run(team: KernelTeam) -> None:
 
     with pytest.raises(ValueError, match="a unit went wrong"):
         team.run(fail, None, counters, DONE, 2)
+
+
+def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(team: KernelTeam) -> None:
+    caller, started, ended = threading.current_thread(), threading.Barrier(2), threading.Event()
+
+    def fail(job: None) -> None:
+        if threading.current_thread() is caller:
+            started.wait(PATIENCE)
+            raise ValueError("a unit went wrong")
+        started.wait(PATIENCE)
+        end = time.monotonic() + PATIENCE
+        while team._mailbox.work is not None and time.monotonic() < end:
+            pass  # the caller has not failed yet
+        ended.set()
+
+    with pytest.raises(ValueError, match="a unit went wrong"):
+        team.run(fail, None, np.zeros(2, np.int64), DONE, 2)
+    assert ended.is_set()
 
 
 def test_a_helper_that_starts_late_finds_the_counters_still_there(team: KernelTeam) -> None:

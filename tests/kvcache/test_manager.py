@@ -396,6 +396,43 @@ def test_a_prompt_being_computed_is_waited_for_block_by_block() -> None:
     manager.check_invariants([owner])
 
 
+def test_what_is_waited_for_is_the_last_block_another_one_promised() -> None:
+    manager = KVCacheManager(16, B)
+    tokens = list(range(12))
+    owner = manager.open_table(tokens, ROOT)
+    manager.extend(owner, 12)
+    awaited = manager.awaited_hash([*tokens, *range(50, 60)], ROOT)
+    assert awaited == manager.awaited_hash(tokens, ROOT) != manager.awaited_hash(tokens[:8], ROOT)
+    for computed in (4, 8, 12):
+        assert manager.is_in_flight(awaited)
+        manager.commit(owner, tokens, computed)
+    assert not manager.is_in_flight(awaited)
+    assert not manager.is_in_flight(None)
+
+
+def test_progress_counts_what_can_make_room() -> None:
+    manager = KVCacheManager(16, B)
+    table = manager.open_table(list(range(10)), ROOT)
+    manager.extend(table, 10)
+    assert manager.progress == 0
+    manager.commit(table, list(range(10)), 10)
+    assert manager.progress == 2  # two full blocks
+    manager.free(table)
+    assert manager.progress == 3
+    again = manager.open_table(list(range(8)), ROOT)
+    manager.extend(again, 8)  # takes back the block its last token goes into
+    manager.commit(again, list(range(8)), 8)
+    assert manager.progress == 4
+
+
+def test_a_table_that_is_not_counted_is_served_all_the_same() -> None:
+    manager = KVCacheManager(16, B)
+    manager.free(prefill(manager, list(range(8))))
+    table = manager.open_table(list(range(12)), ROOT, count=False)
+    manager.extend(table, 12)
+    assert (table.num_cached_tokens, manager.hit_tokens, manager.miss_tokens) == (8, 0, 8)
+
+
 def test_a_waiter_is_released_when_the_owner_is_freed() -> None:
     manager = KVCacheManager(16, B)
     tokens = list(range(12))

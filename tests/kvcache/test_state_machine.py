@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.weak:
             following = self.prefix(tokens, root, len(block_ids) + 1)
             waiting = len(block_ids) < len(tokens) // self.size and following in self.claims
-            assert self.manager.find_in_flight(tokens, root) == waiting
+            assert (self.manager.awaited_hash(tokens, root) is not None) == waiting
         table = self.manager.open_table(tokens, root, use_cache=use_cache)
         seq = Live(table, list(tokens), root, node=root)
         self.live.append(seq)

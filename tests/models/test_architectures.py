@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import FAMILIES
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models import architectures
-from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES, check_model_compatibility
+from kvboost_edge.models.architectures import (
+    SUPPORTED_ARCHITECTURES,
+    PinnedContext,
+    check_model_compatibility,
+    pinned_context,
+)
 from kvboost_edge.models.config_file import read_config
+from tiny_models import FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +50,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "latent": ({"model_type": "deepseek_v3"}, "latent"),
     "unknown": ({"model_type": "nobody_knows"}, "nobody_knows"),
     "remote code": ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "code.New"),
-    "dynamic rope": ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-    "dynamic rope, new name": ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
-    "dynamic rope in one kind of layer": (
-        {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
-        "dynamic",
-    ),
-    "dynamic rope in a part": (
-        {"model_type": "gemma3", "text_config": {"rope_scaling": {"rope_type": "dynamic"}}},
-        "dynamic",
-    ),
-    "longrope": (
-        {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096,
-         "max_position_embeddings": 131072},
-        "4096",
-    ),
     "quantized": ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
 }  # fmt: skip
 
@@ -83,12 +73,54 @@ def test_refused_with_the_reason(name: str) -> None:
         {"rope_type": "yarn"},
         {"rope_type": "default"},
         {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+        {"rope_type": "dynamic", "factor": 2.0},
         None,
     ],
 )
-def test_rope_that_does_not_depend_on_the_length_runs(rope: Any) -> None:
+def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope: Any) -> None:
     config = {"model_type": "llama", "rope_scaling": rope, "max_position_embeddings": 4096}
-    assert check_model_compatibility(config).supported
+    report = check_model_compatibility(config)
+    assert (report.supported, report.reason) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("config", "rope_type", "length"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, "longrope", 4096),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": 4096},
+            "longrope", 4096,
+        ),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, "longrope", 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, "longrope", 64),
+        ({"rope_scaling": {"type": "dynamic", "original_max_position_embeddings": 64}}, "dynamic", 64),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 99},
+                                 "sliding_attention": {"rope_type": "default"}}},
+            "dynamic", 99,
+        ),
+        (
+            {"text_config": {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 80,
+                             "max_position_embeddings": 131072}},
+            "longrope", 80,
+        ),
+    ],
+)  # fmt: skip
+def test_rope_that_depends_on_the_length_pins_the_context(config: dict[str, Any], rope_type: str, length: int) -> None:
+    config = {"model_type": "llama", "max_position_embeddings": 131072, **config}
+    assert pinned_context(config) == PinnedContext(rope_type, length)
+    report = check_model_compatibility(config)
+    assert report.supported
+    assert report.tested
+    assert f"pinned to {length} tokens" in report.reason
+    assert rope_type in report.reason
+
+
+@pytest.mark.parametrize("length", [0, -1, "4096", 4096.0, True])
+def test_a_range_that_is_no_length_is_refused(length: Any) -> None:
+    rope = {"type": "longrope", "original_max_position_embeddings": length}
+    with pytest.raises(ModelFormatError, match="original_max_position_embeddings="):
+        check_model_compatibility({"model_type": "llama", "rope_scaling": rope})
 
 
 def test_known_family_with_code_in_its_repository_runs_the_installed_library() -> None:

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 
 
@@ -66,6 +66,13 @@ def test_what_is_no_hub_id_never_reaches_the_hub(name: str | Path, asked: list[A
     assert not asked
 
 
+@pytest.mark.parametrize("name", [None, 5, b"owner/name", ["owner/name"], True])
+def test_what_is_neither_text_nor_path_is_refused(name: Any, asked: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="must be a string or a Path"):
+        locate_model(name)
+    assert not asked
+
+
 def test_a_file_is_not_a_model_directory(tmp_path: Path, asked: list[Any]) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelFormatError, match=r"model\.gguf is a file"):
@@ -74,8 +81,7 @@ def test_a_file_is_not_a_model_directory(tmp_path: Path, asked: list[Any]) -> No
 
 
 def test_a_hub_id_fetches_only_what_is_needed(asked: list[Any]) -> None:
-    said: list[str] = []
-    found = locate_model("owner/name", revision="v1", token="secret", progress=said.append)
+    found = locate_model("owner/name", revision="v1", token="secret")
     assert found == Path.cwd()
     (call,) = asked
     assert (call["name"], call["revision"], call["token"], call["local_files_only"]) == (
@@ -85,8 +91,6 @@ def test_a_hub_id_fetches_only_what_is_needed(asked: list[Any]) -> None:
         False,
     )
     assert not any(pattern.endswith((".bin", ".py", ".pt")) or pattern == "*" for pattern in call["allow_patterns"])
-    assert len(said) == 1
-    assert "owner/name" in said[0]
 
 
 def test_local_files_only_names_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

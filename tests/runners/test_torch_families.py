@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from paged_driver import PagedDriver
-from tiny_models import FAMILIES, build_tiny_model
 
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.runners.torch_runner import TorchRunner
+from paged_driver import PagedDriver
+from tiny_models import FAMILIES, build_tiny_model
 
 BLOCK = 16
 NEW_TOKENS = 64

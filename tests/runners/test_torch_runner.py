@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_driver import PagedDriver
 from safetensors.torch import load_file, save_file
-from tiny_models import build_tiny_model, save_tiny_model
 from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import BatchLayout
@@ -23,6 +21,8 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.torch_runner import TorchRunner
+from paged_driver import PagedDriver
+from tiny_models import build_tiny_model, save_tiny_model
 
 FALCON_H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
 TOKENS = np.random.default_rng(5).integers(0, 256, 70)
