@@ -26,16 +26,16 @@ class GenerationMode(enum.StrEnum):
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "runner": ("auto", "torch"),
+    "runner": ("auto", "native", "torch"),
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "weights": ("auto", "int8", "int4", "bf16", "f32"),
 }
 _LATER: dict[str, dict[str, str]] = {
-    "runner": {"native": "the native runner is not built yet", "onnx": "the ONNX runner is not built yet"},
+    "runner": {"onnx": "the ONNX runner is not built yet"},
 }
 # Options whose feature does not exist yet: told apart from a misspelling.
 _LATER_OPTIONS: Mapping[str, str] = {
-    "weights": "quantized weights",
     "disk_cache_dir": "the disk tier",
     **dict.fromkeys(
         (
@@ -59,13 +59,15 @@ class EngineConfig:
     Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
     pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs).
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
-    models, else float16.
+    models, else float16. `weights` is the native runner's format and asks for that
+    runner; with runner="native" alone, "auto" takes int8 where it fits well, else int4.
     """
 
     runner: str = "auto"
     backend: str = "auto"
     device: str | None = None
     dtype: str = "auto"
+    weights: str = "auto"
     max_cache_bytes: int | None = None
     num_blocks: int | None = None
     max_chunks: int | None = None

@@ -93,6 +93,6 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
             report = route(path, config)
     except KVBoostError as error:
         return {"problem": str(error)}
-    if report["supported"] and importlib.util.find_spec("transformers") is None:
+    if report["runner"] == "torch" and importlib.util.find_spec("transformers") is None:
         report |= {"runner": "none", "runner_reason": "torch and transformers are not installed: install [torch]"}
     return report

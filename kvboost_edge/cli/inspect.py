@@ -14,10 +14,12 @@ from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.architectures import check_model_compatibility, pinned_context
 from kvboost_edge.models.config_file import context_length, read_config, size_of, stored_dtype, text_config
 from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.safetensors_check import check_weights
+from kvboost_edge.runners.native.choice import backend_name, choose_runner
 
 __all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
 
@@ -41,7 +43,7 @@ def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
     weights = check_weights(path, fields)
     inner = text_config(fields)
     path_taken = route(path, config)
-    dtype = kv_dtype(fields, config, path_taken["device"])
+    dtype = "float32" if path_taken["runner"] == "native" else kv_dtype(fields, config, path_taken["device"])
     per_token = kv_bytes_per_token(fields, dtype)
     return {
         "path": str(path),
@@ -70,15 +72,28 @@ def route(path: Path, config: EngineConfig) -> dict[str, Any]:
         "tested": compatibility.tested,
         "compatibility": compatibility.reason,
         "runner": "torch" if compatibility.supported else "none",
-        "runner_reason": "the only runner so far: any causal language model of transformers, its modules untouched",
+        "runner_reason": "any causal language model of transformers, its modules untouched",
     }
     if not compatibility.supported:
         report["runner_reason"] = f"refused: {compatibility.reason}"
     try:
-        choice = choose_backend(config.backend, config.device)
+        choice = choose_backend(backend_name(config), config.device)
     except KVBoostError as error:
         return {**report, "backend": "none", "device": "none", "backend_reason": str(error)}
-    return {**report, "backend": choice.name, "device": choice.device, "backend_reason": choice.reason}
+    report |= {"backend": choice.name, "device": choice.device, "backend_reason": choice.reason}
+    if compatibility.supported:
+        report |= _runner_route(path, config, choice.name)
+    return report
+
+
+def _runner_route(path: Path, config: EngineConfig, backend: str) -> dict[str, Any]:
+    """The runner's name and reason; a refusal is part of the answer."""
+    try:
+        num_params = check_weights(path, read_config(path)).num_params
+        selected = choose_runner(config, read_config(path), backend, num_params, available_bytes())
+    except KVBoostError as error:
+        return {"runner": "none", "runner_reason": f"refused: {error}"}
+    return {"runner": selected.name, "runner_reason": selected.reason}
 
 
 def _usable_context(fields: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
@@ -25,10 +25,8 @@ from kvboost_edge.models.fingerprint import fingerprint_of_module, model_fingerp
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.safetensors_check import WeightSummary, check_weights
 from kvboost_edge.runners.base import Runner
+from kvboost_edge.runners.native.choice import BYTES_PER_PARAM, RunnerChoice, backend_name, choose_runner
 from kvboost_edge.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from kvboost_edge.runners.torch_runner import TorchRunner
 
 __all__ = ["EngineParts", "build_from_model", "build_from_path"]
 
@@ -60,23 +58,34 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig) -> EngineParts
     model_config = read_config(model_dir)
     check_model_compatibility(model_config, strict=config.strict)
     summary = check_weights(model_dir, model_config)
-    choice = choose_backend(config.backend, config.device)
+    choice = choose_backend(backend_name(config), config.device)
+    selected = choose_runner(config, model_config, choice.name, summary.num_params, available_bytes())
     if choice.device == "cpu":
-        check_weights_fit(_loaded_bytes(summary, model_config, config.dtype), available_bytes())
+        per_param = BYTES_PER_PARAM.get(selected.weights)
+        loaded = _loaded_bytes(summary, model_config, config.dtype)
+        check_weights_fit(loaded if per_param is None else int(summary.num_params * per_param), available_bytes())
     tokenizer = Tokenizer.from_dir(model_dir)
     defaults = read_generation_config(model_dir, model_config, tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = model_fingerprint(model_dir)
+    runner = _load_runner(model_dir, config, choice, selected)
+    return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
+
+
+def _load_runner(model_dir: Path, config: EngineConfig, choice: BackendChoice, selected: RunnerChoice) -> Runner:
+    num_threads = config.num_threads or default_num_threads()
+    _LOG.info("runner %s: %s", selected.name, selected.reason)
+    if selected.name == "native":
+        from kvboost_edge.runners.native.runner import NativeRunner
+
+        return NativeRunner.from_dir(
+            model_dir, weights=selected.weights, num_threads=num_threads, block_size=config.block_size
+        )
     _require_torch()
     from kvboost_edge.runners.torch_runner import TorchRunner
 
-    runner = TorchRunner.from_dir(
-        model_dir,
-        dtype=config.dtype,
-        device=choice.device,
-        num_threads=config.num_threads or default_num_threads(),
-        block_size=config.block_size,
+    return TorchRunner.from_dir(
+        model_dir, dtype=config.dtype, device=choice.device, num_threads=num_threads, block_size=config.block_size
     )
-    return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
@@ -92,6 +101,8 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
     from kvboost_edge.runners.torch_runner import TorchRunner
 
+    if config.runner == "native" or config.weights != "auto":
+        raise ConfigError("a loaded transformers model runs on the torch runner; give a path for runner='native'")
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
     choice = choose_backend(config.backend, config.device or own)
@@ -108,7 +119,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 def _assemble(
     config: EngineConfig,
     choice: BackendChoice,
-    runner: TorchRunner,
+    runner: Runner,
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
     fingerprint: str,

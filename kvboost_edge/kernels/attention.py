@@ -14,10 +14,20 @@ Inside, float32 buffers are byte addresses: no bounds or wraparound code, and li
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from kvboost_edge.kernels.call import (
+    NEXT_UNIT,
+    NUM_COUNTERS,
+    NUM_SCRATCH_USERS,
+    UNITS_DONE,
+    AttentionCall,
+    Job,
+    Shape,
+    Unit,
+)
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.paged import ITEM_COLUMNS, SPAN
 from kvboost_edge.kernels.tiles import (
@@ -37,6 +47,7 @@ from kvboost_edge.kernels.tiles import (
 from kvboost_edge.kernels.vectors import (
     KIND_F32,
     LANES,
+    address_of,
     exp_f32,
     fetch_add,
     load_f32,
@@ -46,98 +57,10 @@ from kvboost_edge.kernels.vectors import (
     store_i64,
 )
 
-__all__ = ["NUM_COUNTERS", "UNITS_DONE", "AttentionJob", "Shape", "attend", "scratch_floats", "state_floats"]
+__all__ = ["attend"]
 
 _VALUES_4, _VALUES_2, _VALUES_1 = values_tile[4], values_tile[2], values_tile[1]
 _LOWEST = np.float32(-np.inf)
-
-# Counters of a job, int64; one per (split group, kv head) follows, the number of its finished spans.
-NEXT_UNIT, NUM_SCRATCH_USERS, UNITS_DONE, NUM_COUNTERS = 0, 1, 2, 3
-
-
-class Shape(NamedTuple):
-    """Sizes of one layer's attention. `padded_rows` is a multiple of 4, `padded_dim` of 16."""
-
-    num_kv_heads: int
-    heads_per_group: int
-    head_dim: int
-    padded_dim: int
-    padded_rows: int
-    state_floats: int
-    scratch_floats: int
-    block_size: int
-    kind: int
-    window: int
-    softcap: float
-    softmax_scale: float
-
-
-class AttentionJob(NamedTuple):
-    """All that the threads of one call share, as addresses (an array in here would cost atomic reference counts).
-
-    queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens, num_q_heads]
-    keys, values  the pool's arrays
-    sinks         float32 [num_q_heads], or address 0 for none
-    parts         float32 [num_parts * num_kv_heads, state_floats]: states of split spans
-    scratch       float32 [num_threads, scratch_floats]; a thread takes a row when it joins
-    counters      int64, see NUM_COUNTERS
-    cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
-    """
-
-    queries: int
-    out: int
-    lse: int
-    keys: int
-    values: int
-    sinks: int
-    parts: int
-    scratch: int
-    counters: int
-    cu_seqlens_q: int
-    seq_lens: int
-    block_tables: int
-    max_blocks: int
-    items: int
-    num_items: int
-    num_threads: int
-    shape: Shape
-
-
-class _Unit(NamedTuple):
-    """Where a unit works. Positions are absolute; the rows see tokens [low, high) at most.
-
-    query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0
-    scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
-    stage   address of the staged groups: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a row of zeros
-    table   address of the tile table, see tiles.py
-
-    A state is float32 sums [padded_rows, padded_dim], maxima [padded_rows], totals [padded_rows].
-    """
-
-    sequence: Any
-    head: int
-    num_rows: Any
-    first_position: Any
-    low: Any
-    high: Any
-    query: int
-    scores: int
-    rescale: int
-    stage: int
-    table: int
-
-
-def state_floats(padded_rows: int, padded_dim: int) -> int:
-    """Floats of one state: sums, maxima, totals; a multiple of 16, so that states in a row stay aligned."""
-    return -(-padded_rows * (padded_dim + 2) // LANES) * LANES
-
-
-def scratch_floats(padded_rows: int, head_dim: int, padded_dim: int) -> int:
-    """Floats of scratch that one thread needs, a multiple of 16."""
-    rows = padded_rows * (head_dim + TILE + 1)
-    stage = GROUPS * LANES * (head_dim + padded_dim) + padded_dim
-    total = 2 * state_floats(padded_rows, padded_dim) + rows + stage + 12 * GROUPS + 8 * LANES
-    return -(-total // LANES) * LANES
 
 
 @kernel
@@ -147,7 +70,7 @@ def _after(address: int, floats: int) -> int:
 
 
 @kernel
-def _place_group(job: AttentionJob, unit: _Unit, group: int, position: int) -> None:
+def _place_group(job: Job, unit: Unit, group: int, position: int) -> None:
     """Fill column `group` of the tile table for the 16 tokens at `position`, staging them where they need it."""
     shape = job.shape
     at = unit.table + 8 * group
@@ -188,7 +111,7 @@ def _place_group(job: AttentionJob, unit: _Unit, group: int, position: int) -> N
 
 
 @kernel
-def _locate(job: AttentionJob, unit: _Unit, position: int) -> tuple[Any, Any]:
+def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
     """Addresses of the keys and values stored for a position."""
     shape = job.shape
     size = 4 if shape.kind == KIND_F32 else 2
@@ -209,7 +132,7 @@ def _set_column(at: int, keys: int, key_step: int, values: int, value_step: int,
 
 
 @kernel
-def _attend_tile(shape: Shape, unit: _Unit, start: int, state: int) -> None:
+def _attend_tile(shape: Shape, unit: Unit, start: int, state: int) -> None:
     """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
@@ -252,7 +175,7 @@ def _clear_state(shape: Shape, num_rows: int, state: int) -> None:
 
 
 @kernel
-def _attend_span(job: AttentionJob, unit: _Unit, span: int, state: int) -> None:
+def _attend_span(job: Job, unit: Unit, span: int, state: int) -> None:
     """Softmax of the unit's rows over one span, into a state."""
     _clear_state(job.shape, unit.num_rows, state)
     start = max(unit.low, span * SPAN) // TILE * TILE
@@ -281,13 +204,13 @@ def _merge_state(shape: Shape, num_rows: int, merged: int, state: int) -> None:
 
 
 @kernel
-def _first_row(job: AttentionJob, item: int) -> Any:
+def _first_row(job: Job, item: int) -> Any:
     """First query row of an item in the flat batch; `item` is the address of its numbers, see WorkPlan."""
     return load_i32(job.cu_seqlens_q + 4 * load_i32(item)) + load_i32(item + 4)
 
 
 @kernel
-def _open_unit(job: AttentionJob, item: int, head: int, scratch: int) -> _Unit:
+def _open_unit(job: Job, item: int, head: int, scratch: int) -> Unit:
     """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
     shape = job.shape
     group, dim = shape.heads_per_group, shape.head_dim
@@ -308,11 +231,11 @@ def _open_unit(job: AttentionJob, item: int, head: int, scratch: int) -> _Unit:
         scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
     fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
     high = first_position + num_tokens
-    return _Unit(sequence, head, num_rows, first_position, low, high, query, scores, rescale, stage, table)
+    return Unit(sequence, head, num_rows, first_position, low, high, query, scores, rescale, stage, table)
 
 
 @kernel
-def _store_rows(job: AttentionJob, unit: _Unit, item: int, merged: int) -> None:
+def _store_rows(job: Job, unit: Unit, item: int, merged: int) -> None:
     """Add the sinks, divide, and write the unit's rows of out and lse."""
     shape = job.shape
     group, dim = shape.heads_per_group, shape.head_dim
@@ -334,8 +257,8 @@ def _store_rows(job: AttentionJob, unit: _Unit, item: int, merged: int) -> None:
 
 
 @kernel
-def attend(job: AttentionJob) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same job.
+def _take_units(job: Job) -> None:
+    """Take units until none is left.
 
     A unit of a split sequence is one span, whose state goes to `parts`; the thread that finishes the last span of a
     group merges all of them, in order.
@@ -378,3 +301,32 @@ def attend(job: AttentionJob) -> None:
         if last:
             _store_rows(job, unit, item, merged)
         fetch_add(counters + 8 * UNITS_DONE, 1)
+
+
+@kernel
+def attend(call: AttentionCall) -> None:
+    """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
+    sinks = address_of(call.sinks)
+    if call.sinks.size == 0:
+        sinks = 0
+    # By position: so many keywords are more than Numba reads.
+    job = Job(
+        address_of(call.queries),
+        address_of(call.out),
+        address_of(call.lse),
+        call.keys,
+        call.values,
+        sinks,
+        address_of(call.parts),
+        address_of(call.scratch),
+        address_of(call.counters),
+        address_of(call.cu_seqlens_q),
+        address_of(call.seq_lens),
+        address_of(call.block_tables),
+        call.block_tables.shape[1],
+        address_of(call.items),
+        call.items.shape[0],
+        call.scratch.shape[0],
+        call.shape,
+    )
+    _take_units(job)

@@ -27,7 +27,11 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 SPAN = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
-_KINDS = {"float32": KIND_F32, "float16": KIND_F16, "uint16": KIND_BF16}
+_KINDS: dict[np.dtype[Any], int] = {
+    np.dtype(np.float32): KIND_F32,
+    np.dtype(np.float16): KIND_F16,
+    np.dtype(np.uint16): KIND_BF16,
+}
 ITEM_COLUMNS = 9
 _ROWS_PER_ITEM = 64  # query rows (tokens x heads of a group) that share one reading of the keys and values
 _ITEMS_PER_THREAD = 4  # fewer items than this per thread: split the sequence's spans over the threads
@@ -78,12 +82,14 @@ class WorkPlan(NamedTuple):
     num_groups   row tiles whose spans are split
     num_parts    partial results of all groups
     tile_rows    most query tokens in one item
+    num_steps    (4 query rows x 64 tokens) of all items, about: the size of the work per kv head
     """
 
     items: Ints
     num_groups: int
     num_parts: int
     tile_rows: int
+    num_steps: int
 
 
 def query_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
@@ -129,14 +135,18 @@ def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window
     # Longest first, so that no thread is left with a long item at the end; spans of one group stay side by side.
     cost = (items[:, 4] - items[:, 3]).astype(np.int64) * items[:, 2]
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
-    return WorkPlan(items, int(split.sum()), int(np.where(split, spans, 0).sum()), tile_rows)
+    row_steps, tile_steps = -(-rows * heads_per_group // 4), -(-(position + rows - first_span * SPAN) // 64)
+    num_parts, num_steps = int(np.where(split, spans, 0).sum()), int((row_steps * tile_steps).sum())
+    return WorkPlan(items, int(split.sum()), num_parts, tile_rows, num_steps)
 
 
 def storage_kind(pool: KVPool) -> int:
     """KIND_F32, KIND_F16 or KIND_BF16 of a pool; ConfigError for another dtype or a pool that is not contiguous."""
-    kind = _KINDS.get(pool.keys.dtype.name)
+    kind = _KINDS.get(pool.keys.dtype)
     if kind is None or pool.values.dtype != pool.keys.dtype:
-        raise ConfigError(f"pool dtypes {pool.keys.dtype}, {pool.values.dtype} must both be one of {sorted(_KINDS)}")
+        raise ConfigError(
+            f"pool dtypes {pool.keys.dtype}, {pool.values.dtype} must both be one of {[kind.name for kind in _KINDS]}"
+        )
     if not (pool.keys.flags.c_contiguous and pool.values.flags.c_contiguous):
         raise ConfigError("the pool's arrays must be C-contiguous")
     num_blocks, kv_heads, head_dim, block_size = pool.keys.shape

@@ -123,9 +123,13 @@ async def test_events_are_taken_under_the_lock() -> None:
     handle._events = Guarded(events)
     handle._finish(None, KVBoostError("the end"))
     taken: list[TokenEvent] = []
-    with pytest.raises(KVBoostError, match="the end"):
+
+    async def read() -> None:
         async for event in handle.aevents():
             taken.append(event)
+
+    with pytest.raises(KVBoostError, match="the end"):
+        await read()
     assert taken == events
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from ticks import times_of_ticks
-from tiny_models import save_tiny_model
 
 from kvboost_edge import CPUPagedEngine
+from ticks import times_of_ticks
+from tiny_models import save_tiny_model
 
 TOKENS = 2048
 LONGEST_GAP = 0.050
@@ -16,8 +16,9 @@ ATTEMPTS = 20
 
 
 def test_a_python_thread_keeps_ticking_during_a_prefill(tmp_path: Path) -> None:
-    """A held GIL would be gaps as long as a layer's attention; other processes can delay a tick, hence attempts."""
-    heads = {"num_attention_heads": 16, "head_dim": 64, "num_hidden_layers": 2}
+    """Nearly all of the time is one call of the attention kernel, and a held GIL would be one gap as long. Other
+    processes can delay a tick, hence several attempts."""
+    heads = {"num_attention_heads": 64, "head_dim": 64, "num_hidden_layers": 1}
     directory = save_tiny_model("llama", tmp_path, max_position_embeddings=TOKENS + 1, **heads)
     prompt = np.random.default_rng(0).integers(0, 256, TOKENS)
     options = {"backend": "cpu", "num_threads": 1, "num_blocks": TOKENS // 16, "max_batch_tokens": TOKENS}
@@ -30,7 +31,7 @@ def test_a_python_thread_keeps_ticking_during_a_prefill(tmp_path: Path) -> None:
         longest = []
         for _ in range(ATTEMPTS):
             times = times_of_ticks(prefill)
-            assert times[-1] - times[0] > 4 * LONGEST_GAP, "too short to tell"
+            assert times[-1] - times[0] > 2 * LONGEST_GAP, "too short to tell"
             longest.append(float(np.diff(times).max()))
             if longest[-1] < LONGEST_GAP:
                 return

@@ -1,0 +1,129 @@
+"""The native runner's linear layers in plain NumPy: the specification of the weight layouts and the oracle of the
+kernels. Slow on purpose.
+
+Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs, quads of 4 inputs of
+16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j + 1 of the same 64 bytes; float formats:
+[tile][input][16]. Rows and groups are padded with weights that are 0 and scales that are 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "activate_rows",
+    "group_sums",
+    "linear_float",
+    "linear_int",
+    "norm_rows",
+    "quantize_rows",
+    "rotate",
+    "unpack_codes",
+    "unpack_floats",
+    "unpack_scales",
+]
+
+Floats = npt.NDArray[np.float32]
+_LANES, _GROUP = 16, 32
+
+
+def quantize_rows(x: Floats) -> tuple[npt.NDArray[np.int8], Floats, npt.NDArray[np.int32]]:
+    """x float32 [tokens, count] -> int8 [tokens, groups * 32], float32 scales and int32 sums [tokens, groups]."""
+    tokens, count = x.shape
+    groups = -(-count // _GROUP)
+    padded = np.zeros((tokens, groups, _GROUP), dtype=np.float32)
+    padded.reshape(tokens, -1)[:, :count] = x
+    top = np.abs(padded).max(axis=2)
+    empty = top < np.float32(1e-30)
+    safe = np.where(empty, np.float32(1.0), top)
+    inverse = np.where(empty, np.float32(0.0), np.float32(127.0) / safe)
+    scales = np.where(empty, np.float32(0.0), top / np.float32(127.0)).astype(np.float32)
+    codes = np.rint(padded * inverse[:, :, None]).astype(np.int8)
+    return codes.reshape(tokens, -1), scales, codes.sum(axis=2, dtype=np.int32)
+
+
+def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int) -> npt.NDArray[np.int8]:
+    """Signed weights int8 [padded rows, padded inputs] of a packed int8 or int4 matrix."""
+    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    if bits == 4:
+        lines = packed.reshape(tiles, groups, 4, _LANES, 4)
+        quads = np.stack([lines & 15, lines >> 4], axis=3).reshape(tiles, groups, 8, _LANES, 4)
+    else:
+        quads = packed.reshape(tiles, groups, 8, _LANES, 4)
+    signed = quads.astype(np.int16) - (8 if bits == 4 else 128)
+    ordered = signed.transpose(0, 3, 1, 2, 4).reshape(tiles * _LANES, groups * _GROUP)
+    return ordered.astype(np.int8)
+
+
+def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Floats:
+    """float32 [padded rows, groups]."""
+    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    ordered = packed.reshape(tiles, groups, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, groups)
+    return ordered.astype(np.float32)
+
+
+def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
+    """float32 [rows, inputs] of a packed float32 matrix, or of bfloat16 bits."""
+    if packed.dtype == np.uint16:
+        packed = (packed.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    tiles = -(-rows // _LANES)
+    return packed.reshape(tiles, inputs, _LANES).transpose(0, 2, 1).reshape(-1, inputs)[:rows]
+
+
+def group_sums(codes: npt.NDArray[np.int8], weights: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
+    """The exact integer sums, [tokens, rows, groups]."""
+    groups = codes.shape[1] // _GROUP
+    x = codes.reshape(len(codes), groups, _GROUP).astype(np.int64)
+    w = weights.reshape(len(weights), groups, _GROUP).astype(np.int64)
+    sums: npt.NDArray[np.int64] = np.einsum("tgi,rgi->trg", x, w)
+    return sums
+
+
+def _fma(x: Floats, y: Floats, z: Floats) -> Floats:
+    """x * y + z with one rounding, but for the rare double rounding of float64 to float32."""
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
+def linear_int(
+    codes: npt.NDArray[np.int8], scales: Floats, weights: npt.NDArray[np.int8], weight_scales: Floats
+) -> Floats:
+    """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out)."""
+    sums = group_sums(codes, weights).astype(np.float32)
+    out = np.zeros(sums.shape[:2], dtype=np.float32)
+    for group in range(sums.shape[2]):
+        out = _fma(sums[:, :, group] * scales[:, group, None], weight_scales[None, :, group], out)
+    return out
+
+
+def linear_float(x: Floats, weights: Floats) -> Floats:
+    """float32 [tokens, rows]: one fma chain per output in input order."""
+    out = np.zeros((len(x), len(weights)), dtype=np.float32)
+    for index in range(x.shape[1]):
+        out = _fma(np.broadcast_to(weights[None, :, index], out.shape), x[:, index, None], out)
+    return out
+
+
+def norm_rows(x: Floats, weight: Floats, eps: float) -> Floats:
+    """RMS norm of each row, in float64."""
+    wide = x.astype(np.float64)
+    normed: Floats = (wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight).astype(np.float32)
+    return normed
+
+
+def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False) -> Floats:
+    """silu(gate) * up, or gelu (tanh form) of gate, times up, in float64."""
+    x = gate.astype(np.float64)
+    inner = 2.0 * 0.7978845608028654 * (x + 0.044715 * x**3) if gelu else x
+    return (x / (1.0 + np.exp(np.minimum(-inner, 700.0))) * up).astype(np.float32)
+
+
+def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
+    """Rotate the pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; channels behind stay."""
+    half = cos.shape[1]
+    out = x.copy()
+    a, b = x[:, :half], x[:, half : 2 * half]
+    out[:, :half], out[:, half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+    return out

@@ -1,0 +1,67 @@
+"""Activations of a pass: buffers that grow to the largest pass and stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels import linear_program as lp
+from kvboost_edge.kernels.linear_tiles import GROUP
+from kvboost_edge.kernels.paged import aligned_empty
+from kvboost_edge.kernels.rope import RopeTable
+from kvboost_edge.models.families import ModelSpec
+from kvboost_edge.runners.native.program import Sizes
+
+__all__ = ["Buffers"]
+
+_SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the last row
+
+
+class Buffers:
+    """The buffers of a model by their numbers in the program, and the rope tables."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.sizes = Sizes.of(spec)
+        self._spec = spec
+        self._capacity = 0
+        self._arrays: dict[int, npt.NDArray[Any]] = {}
+        self._tables = [RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor) for rope in spec.ropes]
+
+    def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
+        """int64 [num_buffers] for a pass of so many tokens, at positions below num_positions. The caller fills in
+        tokens, positions, rows, what attention returned, and the logits."""
+        if num_tokens > self._capacity:
+            self._grow(num_tokens)
+        found = np.zeros(lp.B_TABLES + 2 * len(self._tables), dtype=np.int64)
+        for number, array in self._arrays.items():
+            found[number] = array.ctypes.data
+        for index, table in enumerate(self._tables):
+            table.cover(num_positions)
+            found[lp.B_TABLES + 2 * index] = table.cos.ctypes.data
+            found[lp.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
+        return found
+
+    def rows(self, number: int, num_tokens: int, heads: int) -> npt.NDArray[np.float32]:
+        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, head_dim], contiguous."""
+        dim = self._spec.head_dim
+        return self._arrays[number][: num_tokens * heads * dim].reshape(num_tokens, heads, dim)
+
+    def _grow(self, num_tokens: int) -> None:
+        spec, sizes = self._spec, self.sizes
+        floats = {
+            lp.B_HIDDEN: sizes.hidden,
+            lp.B_NORMED: sizes.normed,
+            lp.B_WIDE: sizes.wide,
+            lp.B_SCALES: sizes.groups,
+            lp.B_QUERY: spec.num_heads * spec.head_dim,
+            lp.B_KEY: spec.num_kv_heads * spec.head_dim,
+            lp.B_VALUE: spec.num_kv_heads * spec.head_dim,
+        }
+        self._arrays = {
+            number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()
+        }
+        self._arrays[lp.B_SUMS] = aligned_empty((num_tokens * sizes.groups,), np.int32)
+        self._arrays[lp.B_CODES] = aligned_empty((num_tokens * sizes.groups * GROUP,), np.int8)
+        self._capacity = num_tokens

@@ -1,0 +1,87 @@
+"""Every family of the native runner against transformers: float32 weights, logits within 1e-4, greedy tokens equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver
+from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
+
+NOT_KNOWN = ("stablelm", "starcoder2", "gpt_neox")
+KNOWN = [name for name in FAMILIES if name not in NOT_KNOWN]
+NEW_TOKENS = 24
+
+VARIANTS = {
+    "llama-odd": ("llama", {"hidden_size": 80, "intermediate_size": 104}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0,
+                                                  "partial_rotary_factor": 0.5}}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only slow down work this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _check(name: str, overrides: dict[str, object], directory: Path) -> None:
+    save_tiny_model(name, directory, **overrides)
+    model = build_tiny_model(name, **overrides)
+    model.set_attn_implementation("eager")
+    prompt = np.random.default_rng(7).integers(0, 256, 61).tolist()
+    with torch.inference_mode():
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        )[0].tolist()  # fmt: skip
+        expected = model(torch.tensor([whole]), use_cache=False).logits[0].numpy()
+    runner = NativeRunner.from_dir(directory, weights="f32")
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    sequence = driver.open(prompt)
+    logits = driver.prefill(sequence, 23)
+    assert np.linalg.norm(logits - expected[: len(prompt)]) <= 1e-4 * np.linalg.norm(expected[: len(prompt)])
+    driver.decode([sequence], [logits[-1]], NEW_TOKENS)
+    assert sequence.token_ids == whole
+    runner.close()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_family_equals_transformers(name: str, tmp_path: Path) -> None:
+    _check(name, {}, tmp_path)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_equals_transformers(name: str, tmp_path: Path) -> None:
+    _check(*VARIANTS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_unknown_family_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    save_tiny_model(name, tmp_path)
+    with pytest.raises(ModelFormatError, match=f"{name}.*native"):
+        NativeRunner.from_dir(tmp_path, weights="f32")
+
+
+def test_misuse_is_refused(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    with pytest.raises(ConfigError, match="int3"):
+        NativeRunner.from_dir(tmp_path, weights="int3")
+    runner = NativeRunner.from_dir(tmp_path, weights="int8")
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 8, num_threads=1))
+    with pytest.raises(RequestError, match="299"):
+        driver.prefill(driver.open([1, 300]))
+    runner.close()
