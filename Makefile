@@ -40,7 +40,7 @@ test-one-thread: setup test-threads
 	KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PYTEST) -q $(THREADED)
 
 test-long: setup  ## the large N of the promises; writes benchmarks/results/test-long.txt
-	mkdir -p benchmarks/results; KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) -rA --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
+	mkdir -p benchmarks/results; KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) -q --no-header --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
 		tail -n 1 benchmarks/results/test-long.txt; exit $$status
 
 lint: setup  ## ruff, mypy --strict for the package, import contracts

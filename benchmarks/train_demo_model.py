@@ -1,7 +1,7 @@
 """Train the bundled demo model: a small Llama-family model that answers from documents.
 
-    python benchmarks/train_demo_model.py --work-dir /tmp/demo_train            # train, or resume
-    python benchmarks/train_demo_model.py --work-dir /tmp/demo_train --export kvboost_edge/assets/demo
+    python benchmarks/train_demo_model.py --work-dir demo_train            # train, or resume
+    python benchmarks/train_demo_model.py --work-dir demo_train --export kvboost_edge/assets/demo
     python benchmarks/train_demo_model.py --eval-only kvboost_edge/assets/demo
 
 The texts are generated (demo_corpus.py).  The first two layers start as an induction circuit
