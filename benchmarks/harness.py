@@ -13,9 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import total_bytes
 
-__all__ = ["alternate", "in_own_process", "machine_card", "median_seconds", "parser", "report"]
+__all__ = ["alternate", "machine_card", "parser", "report"]
 
 _PACKAGES = ("numpy", "numba", "torch", "transformers")
 
@@ -35,13 +33,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--quick", action="store_true", help="a short smoke run; its figures mean little")
     options.add_argument("--out", type=Path, help="also write the JSON here, for benchmarks/results/")
     return options
-
-
-def median_seconds(work: Callable[[], object], *, rounds: int, warmups: int = 1) -> float:
-    """Median wall seconds of `work` over `rounds` calls after `warmups` that are not counted."""
-    for _ in range(warmups):
-        work()
-    return statistics.median(_timed(work) for _ in range(rounds))
 
 
 def alternate(
@@ -56,14 +47,6 @@ def alternate(
         for name, work in contenders.items():
             seconds[name].append(_timed(work))
     return seconds
-
-
-def in_own_process(script: str | Path, arguments: Sequence[str], *, timeout: float = 3600) -> dict[str, Any]:
-    """Run a Python script in a fresh process and return the JSON object of its last line. Its stderr passes through."""
-    command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
 
 
 def machine_card() -> dict[str, Any]:
