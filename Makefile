@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 STAMP := $(VENV)/.setup-stamp
 PYTEST := $(BIN)/python -m pytest
 # The rooms whose results could depend on the number of threads: run a second time with one.
@@ -10,7 +11,7 @@ THREADED := tests/kernels tests/backends tests/runners tests/engine
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-long lint mutants bench bench-kernels bench-block-pool \
-	bench-prefix-reuse clean
+	bench-prefix-reuse bench-bundled bench-peers clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -25,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "This python3 cannot create virtual environments (venv or ensurepip is missing)." >&2; \
 		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/pip || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,server,dev]'
 	@touch $@
 
 demo: setup  ## one shared document, several questions, with the bundled model (no network)
@@ -52,7 +53,7 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 mutants: setup  ## plant about 20 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
-bench: bench-kernels bench-block-pool bench-prefix-reuse  ## all benchmarks, several minutes
+bench: bench-kernels bench-block-pool bench-prefix-reuse bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
 	$(BIN)/python benchmarks/bench_kernels.py
@@ -62,6 +63,21 @@ bench-block-pool: setup  ## prefix lookup, allocate and free
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py
+
+bench-bundled: setup  ## the bundled model on this machine, in a minute
+	$(BIN)/python benchmarks/bench_peers.py --bundled
+
+bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/bench_peers.py
+
+# gcc 12 drops stores before ldtilecfg where the processor has AMX: these two flags keep them, at full speed.
+$(PEERS)/.setup-stamp:
+	$(PYTHON) -m venv $(PEERS)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'" \
+		$(PEERS)/bin/pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check openvino-genai==2026.4.1.0
+	@touch $@
 
 clean:  ## remove build products and caches, keep .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,251 @@
+"""This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in alternating rounds.
+
+A random model of Qwen2's shape is written once as GGUF. Each engine lives in a process of its own; in each round all of
+them answer the same request in turn, and the figures are medians over the rounds. One clock around the whole call for
+everyone. Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+
+    python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
+    python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
+    python benchmarks/bench_peers.py --only kvboost_edge     # without peers
+    python benchmarks/bench_peers.py --bundled               # the bundled model on this machine, in a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import harness
+from peers.charts import draw_charts
+from peers.float64_qwen2 import last_logits
+from peers.random_model import SHAPES, Shape, write_gguf
+
+_HERE = Path(__file__).parent
+_PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
+_FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+
+
+class Worker:
+    """An engine's process, seen from here."""
+
+    def __init__(self, label: str, command: list[str], env: dict[str, str]) -> None:
+        self.label = label
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.about = self._read()
+
+    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        line = self.process.stdout.readline()
+        if not line:
+            said = self.process.stderr.read().strip().splitlines()
+            raise RuntimeError(f"{self.label} ended with {self.process.wait()}: {said[-1] if said else 'no message'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
+    """(label, engine, python, kv bits) of all engines that are asked for."""
+    own, peers = Path(sys.executable), options.peers_python
+    every = [
+        ("kvboost_edge kv16", "kvboost_edge", own, 16),
+        ("kvboost_edge kv8", "kvboost_edge", own, 8),
+        ("llama.cpp f16", "llama.cpp", peers, 16),
+        ("llama.cpp q8_0", "llama.cpp", peers, 8),
+        ("openvino u8", "openvino", peers, 8),
+    ]
+    return [entry for entry in every if not options.only or any(entry[0].startswith(name) for name in options.only)]
+
+
+def start(options: argparse.Namespace, model: Path) -> list[Worker]:
+    """The engines that start; the others are named with the reason."""
+    workers = []
+    for label, engine, python, bits in contenders(options):
+        if not python.exists():
+            print(f"skipped: {label}: no {python}; `make bench-peers` installs the peers", file=sys.stderr)
+            continue
+        command = [str(python), str(_HERE / "peers" / "worker.py"), engine, str(model), "--kv", str(bits)]
+        command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
+        env = dict(os.environ)
+        if engine == "kvboost_edge" and options.cpu_features:
+            env |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": options.cpu_features}
+        try:
+            workers.append(Worker(label, command, env))
+        except RuntimeError as error:
+            print(f"skipped: {error}", file=sys.stderr)
+    return workers
+
+
+class Bench:
+    """The measurements, each over all workers in turn."""
+
+    def __init__(self, workers: list[Worker], vocab: int, rounds: int) -> None:
+        self.workers, self.vocab, self.rounds = workers, vocab, rounds
+        self.figures: dict[str, dict[str, list[float]]] = {}
+        self._seed = 0
+
+    def tokens(self, count: int) -> list[int]:
+        """New tokens at every call, the same for every engine."""
+        self._seed += 1
+        return np.random.default_rng(self._seed).integers(_FIRST_TEXT_TOKEN, self.vocab, count).tolist()
+
+    def note(self, measure: str, label: str, value: float) -> None:
+        self.figures.setdefault(measure, {}).setdefault(label, []).append(value)
+
+    def all(self, what: str, **fields: Any) -> list[dict[str, Any]]:
+        return [worker.ask(what, **fields) for worker in self.workers]
+
+    def cold(self, length: int) -> None:
+        for number in range(self.rounds + 1):
+            prompt = self.tokens(length)
+            for worker in self.workers:
+                seconds = worker.ask("ttft", tokens=prompt, cached=0)["seconds"]
+                if number:  # round 0 warms up
+                    self.note(f"cold_ttft_{length}_s", worker.label, seconds)
+
+    def warm(self) -> None:
+        prefix = self.tokens(_PREFIX)
+        self.all("hold", tokens=prefix)
+        for number in range(self.rounds + 1):
+            prompt = prefix + self.tokens(_SUFFIX)
+            for worker in self.workers:
+                seconds = worker.ask("ttft", tokens=prompt, cached=_PREFIX)["seconds"]
+                if number:
+                    self.note(f"warm_ttft_{_PREFIX}_{_SUFFIX}_s", worker.label, seconds)
+
+    def decode(self, depth: int, count: int) -> None:
+        """Tokens per second after `depth` tokens: the time of count + 1 tokens less that of one."""
+        prompt = self.tokens(max(depth, _OWN))
+        self.all("hold", tokens=prompt)
+        for number in range(self.rounds + 1):
+            for worker in self.workers:
+                one = worker.ask("decode", tokens=prompt, count=1)["seconds"]
+                more = worker.ask("decode", tokens=prompt, count=count + 1)["seconds"]
+                if number:
+                    self.note(f"decode_{depth}_tok_s", worker.label, count / (more - one))
+
+    def share(self, count: int) -> None:
+        """Aggregate decode of sequences that share a held prefix and have a few tokens of their own."""
+        prefix = self.tokens(_PREFIX)
+        suffixes = [self.tokens(_OWN) for _ in range(_SHARING)]
+        self.all("hold", tokens=prefix)
+        for number in range(self.rounds + 1):
+            for worker in self.workers:
+                one = worker.ask("share", prefix=prefix, suffixes=suffixes, count=1)["seconds"]
+                more = worker.ask("share", prefix=prefix, suffixes=suffixes, count=count + 1)["seconds"]
+                if number:
+                    self.note(f"share_{_SHARING}x{_PREFIX}_tok_s", worker.label, _SHARING * count / (more - one))
+
+    def memory(self) -> None:
+        for worker in self.workers:
+            self.note("peak_rss_mb", worker.label, worker.ask("memory")["peak_mb"])
+
+    def check(self, model: Path, shape: Shape) -> None:
+        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none)."""
+        prompt = self.tokens(48)
+        exact = last_logits(model, prompt, shape.heads, shape.kv_heads)
+        for worker in self.workers:
+            if not worker.label.startswith("openvino"):
+                got = np.array(worker.ask("logits", tokens=prompt)["logits"])
+                self.note("logits_error", worker.label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each measure: medians, and the best of ours against the best of the others."""
+        rows = []
+        for measure, by_label in self.figures.items():
+            medians = {label: statistics.median(values) for label, values in by_label.items()}
+            more_is_better = measure.endswith("tok_s")
+            best = max if more_is_better else min
+            ours = [value for label, value in medians.items() if label.startswith("kvboost_edge")]
+            others = [value for label, value in medians.items() if not label.startswith("kvboost_edge")]
+            row: dict[str, Any] = {"measure": measure}
+            row |= {worker.label: medians.get(worker.label) for worker in self.workers}
+            row["ours / best peer"] = best(ours) / best(others) if ours and others else None
+            rows.append(row)
+        return rows
+
+    def spread(self) -> dict[str, dict[str, list[float]]]:
+        """All rounds of every measure, for the JSON line."""
+        return self.figures
+
+
+def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = harness.parser(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--quant", choices=("Q4_0", "Q8_0"), default="Q4_0")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
+    parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
+    parser.add_argument("--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept")
+    parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--only", nargs="+", help="labels, or how they begin, of the engines to run")
+    parser.add_argument("--cpu-features", help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine")
+    parser.add_argument("--charts", type=Path, help="draw PNG charts into this folder")
+    parser.add_argument("--bundled", action="store_true", help="time the bundled model instead, ours only")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = options_from()
+    if options.quick:
+        options.shape, options.rounds, options.depths, options.capacity = "tiny", 1, [0, 512], 8192
+    if options.bundled:
+        options.only = ["kvboost_edge"]
+        model, shape = Path("kvboost-edge/demo"), Shape(0, 0, 0, 1, 0, vocab=2048)
+        options.depths, options.capacity = [0, 512], 4096
+    else:
+        shape = SHAPES[options.shape]
+        model = options.models / f"{options.shape}-{options.quant}.gguf"
+        if not model.exists():
+            options.models.mkdir(parents=True, exist_ok=True)
+            print(f"writing {model} ...", file=sys.stderr)
+            write_gguf(model, shape, options.quant)
+    workers = start(options, model)
+    if not workers:
+        raise SystemExit("no engine could be started")
+    bench = Bench(workers, shape.vocab, options.rounds)
+    lengths = (512,) if options.bundled else (_PREFIX + _SUFFIX,)
+    for length in lengths:
+        bench.cold(length)
+    if not options.bundled:
+        bench.warm()
+    for depth in options.depths:
+        bench.decode(depth, 64 if depth < _PREFIX else 32)
+    if not options.bundled:
+        bench.share(32)
+    bench.memory()
+    if not options.bundled:
+        bench.check(model, shape)
+    for worker in workers:
+        worker.close()
+    rows = bench.rows()
+    if options.charts:
+        draw_charts(rows, options.charts, f"{options.shape} {options.quant}, {options.threads} threads")
+    about = {worker.label: worker.about for worker in workers}
+    name = f"bench_peers {'bundled' if options.bundled else f'{options.shape} {options.quant}'}"
+    harness.report(name, rows, options=options, rounds=bench.spread(), engines=about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""This project's engine for worker.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge import CPUPagedEngine
+
+
+class Engine:
+    """CPUPagedEngine on the file's own weights."""
+
+    def __init__(self, options: Any) -> None:
+        self.engine = CPUPagedEngine.from_pretrained(
+            options.model, num_blocks=options.capacity // 16, num_threads=options.threads, kv_cache_bits=options.kv
+        )
+        stats = self.engine.paged_stats()
+        keys = ("runner", "backend", "isa", "num_threads", "pool_bytes", "weight_bytes")
+        self.about = {key: stats[key] for key in keys}
+
+    def _generate(self, tokens: list[int], count: int) -> Any:
+        return self.engine.generate(tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True)
+
+    def hold(self, tokens: list[int]) -> None:
+        """Have these tokens in the cache and nothing else."""
+        self.engine.reset_cache()
+        self._generate(tokens, 1)
+
+    def first_token(self, tokens: list[int], cached: int) -> dict[str, Any]:
+        if not cached:
+            self.engine.reset_cache()
+        result = self._generate(tokens, 1)
+        assert result.cached_tokens == cached // 16 * 16, (result.cached_tokens, cached)
+        return {"tokens": list(result.output_token_ids)}
+
+    def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
+        return {"tokens": list(self._generate(tokens, count).output_token_ids)}
+
+    def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
+        prompts = [prefix + suffix for suffix in suffixes]
+        self.engine.generate_batch(prompts, max_new_tokens=count, temperature=0.0, ignore_eos=True)
+        return {}
+
+    def logits(self, tokens: list[int]) -> list[float]:
+        """Of the last token."""
+        return [float(x) for x in np.asarray(self.engine.logits(tokens, start=len(tokens) - 1))[0]]

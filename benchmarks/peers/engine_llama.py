@@ -1,0 +1,102 @@
+"""llama.cpp for worker.py, through the C interface of llama-cpp-python: sequences share a prefix as its server does."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp as ll
+import numpy as np
+
+_BATCH = 2048
+
+
+class Engine:
+    """One context with a unified KV cache, flash attention, f16 or q8_0 keys and values."""
+
+    def __init__(self, options: Any) -> None:
+        ll.llama_backend_init()
+        ll.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
+        params = ll.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = options.capacity, _BATCH, 512, 9
+        params.n_threads = params.n_threads_batch = options.threads
+        params.flash_attn_type = 1
+        params.kv_unified = True
+        params.type_k = params.type_v = ll.GGML_TYPE_F16 if options.kv == 16 else ll.GGML_TYPE_Q8_0
+        self.context = ll.llama_init_from_model(self.model, params)
+        self.memory = ll.llama_get_memory(self.context)
+        self.vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(self.model))
+        self.batch = ll.llama_batch_init(_BATCH, 0, 1)
+        self.about = {"system_info": ll.llama_print_system_info().decode()}
+
+    def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """Rows (token, position, sequence, wants logits), at most _BATCH."""
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for index, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
+            batch.seq_id[index][0] = sequence
+            batch.logits[index] = wanted
+        code = ll.llama_decode(self.context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+
+    def _next(self, row: int) -> int:
+        logits = np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, row), shape=(self.vocab,))
+        return int(logits.argmax())
+
+    def _prefill(self, tokens: list[int], start: int, sequence: int) -> int:
+        last = len(tokens) - 1
+        for first in range(start, len(tokens), _BATCH):
+            stop = min(first + _BATCH, len(tokens))
+            self._run([(tokens[i], i, sequence, i == last) for i in range(first, stop)])
+        return self._next(-1)
+
+    def hold(self, tokens: list[int]) -> None:
+        ll.llama_memory_clear(self.memory, True)
+        self._prefill(tokens, 0, 0)
+
+    def first_token(self, tokens: list[int], cached: int) -> dict[str, Any]:
+        ll.llama_memory_seq_rm(self.memory, 0, cached, -1)
+        return {"tokens": [self._prefill(tokens, cached, 0)]}
+
+    def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
+        ll.llama_memory_seq_rm(self.memory, 0, len(tokens) - 1, -1)
+        made = [self._prefill(tokens, len(tokens) - 1, 0)]
+        while len(made) < count:
+            self._run([(made[-1], len(tokens) + len(made) - 1, 0, True)])
+            made.append(self._next(-1))
+        return {"tokens": made}
+
+    def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
+        start = len(prefix)
+        ll.llama_memory_seq_rm(self.memory, 0, start, -1)
+        for sequence in range(1, len(suffixes) + 1):
+            ll.llama_memory_seq_rm(self.memory, sequence, -1, -1)
+            ll.llama_memory_seq_cp(self.memory, 0, sequence, 0, start)
+        rows: list[tuple[int, int, int, bool]] = []
+        ends = []
+        for sequence, suffix in enumerate(suffixes, 1):
+            rows += [(token, start + i, sequence, i == len(suffix) - 1) for i, token in enumerate(suffix)]
+            ends.append(len(rows) - 1)
+        self._run(rows)
+        tokens = [self._next(end) for end in ends]
+        for step in range(count - 1):
+            at = [start + len(suffix) + step for suffix in suffixes]
+            self._run([(t, p, s, True) for s, (t, p) in enumerate(zip(tokens, at, strict=True), 1)])
+            tokens = [self._next(row) for row in range(len(suffixes))]
+        for sequence in range(1, len(suffixes) + 1):
+            ll.llama_memory_seq_rm(self.memory, sequence, -1, -1)
+        return {}
+
+    def logits(self, tokens: list[int]) -> list[float]:
+        """Of the last token."""
+        ll.llama_memory_clear(self.memory, True)
+        self._prefill(tokens, 0, 0)
+        return np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, -1), shape=(self.vocab,)).tolist()
+
+
+@ll.llama_log_callback
+def _SILENT(level: int, text: bytes, data: Any) -> None:
+    """The library's log is not wanted here."""

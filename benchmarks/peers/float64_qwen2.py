@@ -1,0 +1,62 @@
+"""The random model in float64, plain NumPy, from the same quantized weights: the truth for the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["last_logits"]
+
+Doubles = npt.NDArray[np.float64]
+_EPS = 1e-6
+_THETA = 1e6
+
+
+def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> Doubles:
+    """Logits float64 [vocab] of the last token."""
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+
+    def read(name: str) -> Doubles:
+        tensor = tensors[name]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return np.asarray(values, dtype=np.float64).reshape([int(n) for n in tensor.shape[::-1]])
+
+    table = read("token_embd.weight")
+    hidden = table[token_ids]
+    num_layers = sum(name.endswith("attn_norm.weight") for name in tensors)
+    for index in range(num_layers):
+        at = f"blk.{index}."
+        x = _norm(hidden, read(f"{at}attn_norm.weight"))
+        q, k, v = (x @ read(f"{at}attn_{n}.weight").T + read(f"{at}attn_{n}.bias") for n in "qkv")
+        hidden = hidden + _attend(q, k, v, heads, kv_heads) @ read(f"{at}attn_output.weight").T
+        x = _norm(hidden, read(f"{at}ffn_norm.weight"))
+        gate, up = x @ read(f"{at}ffn_gate.weight").T, x @ read(f"{at}ffn_up.weight").T
+        hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ read(f"{at}ffn_down.weight").T
+    return np.asarray(table @ _norm(hidden[-1:], read("output_norm.weight"))[0])
+
+
+def _norm(x: Doubles, weight: Doubles) -> Doubles:
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + _EPS) * weight)
+
+
+def _attend(q: Doubles, k: Doubles, v: Doubles, heads: int, kv_heads: int) -> Doubles:
+    num_tokens, dim = len(q), q.shape[1] // heads
+    queries = _rotate(q.reshape(num_tokens, heads, dim))
+    keys = np.repeat(_rotate(k.reshape(num_tokens, kv_heads, dim)), heads // kv_heads, axis=1)
+    values = np.repeat(v.reshape(num_tokens, kv_heads, dim), heads // kv_heads, axis=1)
+    scores = np.einsum("qhd,khd->hqk", queries, keys) / np.sqrt(dim)
+    scores[:, np.triu(np.ones((num_tokens, num_tokens), bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, values).reshape(num_tokens, heads * dim)
+
+
+def _rotate(x: Doubles) -> Doubles:
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * _THETA ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,111 @@
+"""A seeded random model of a real shape as a GGUF file, with a small tokenizer: what every engine is timed on.
+
+Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it runs in any engine's environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+__all__ = ["SHAPES", "Shape", "write_gguf"]
+
+_QUANTS = {"Q4_0": gguf.GGMLQuantizationType.Q4_0, "Q8_0": gguf.GGMLQuantizationType.Q8_0}
+_FILE_TYPES = {"Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0, "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen2 model with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    wide: int
+    vocab: int = 151936
+    context: int = 32768
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+SHAPES = {
+    "0.5b": Shape(896, 24, 14, 2, 4864),
+    "1.5b": Shape(1536, 28, 12, 2, 8960),
+    "tiny": Shape(256, 4, 4, 2, 512, vocab=1024, context=4096),
+}
+
+
+def write_gguf(path: Path, shape: Shape, quant: str) -> None:
+    """Write the model; matrices in `quant` ("Q4_0" or "Q8_0"), head and embedding too, norms and biases in float32."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_name(f"random {quant}")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.wide)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_file_type(_FILE_TYPES[quant])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_tokenizer(writer, shape.vocab)
+    rng = np.random.default_rng(0)
+    for name, dims in _tensors(shape):
+        if len(dims) == 1:
+            values = np.ones(dims, np.float32) if "norm" in name else 0.1 * rng.standard_normal(dims, np.float32)
+            writer.add_tensor(name, values)
+        else:
+            values = rng.standard_normal(dims, np.float32) * np.float32(dims[1] ** -0.5)
+            writer.add_tensor(name, gguf.quants.quantize(values, _QUANTS[quant]), raw_dtype=_QUANTS[quant])
+    partial = path.with_suffix(".partial")
+    writer.write_header_to_file(partial)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    kv_rows = shape.kv_heads * shape.head_dim
+    yield "token_embd.weight", (shape.vocab, shape.hidden)
+    yield "output_norm.weight", (shape.hidden,)
+    for index in range(shape.layers):
+        at = f"blk.{index}."
+        yield f"{at}attn_norm.weight", (shape.hidden,)
+        for name, rows in (("q", shape.hidden), ("k", kv_rows), ("v", kv_rows)):
+            yield f"{at}attn_{name}.weight", (rows, shape.hidden)
+            yield f"{at}attn_{name}.bias", (rows,)
+        yield f"{at}attn_output.weight", (shape.hidden, shape.hidden)
+        yield f"{at}ffn_norm.weight", (shape.hidden,)
+        yield f"{at}ffn_gate.weight", (shape.wide, shape.hidden)
+        yield f"{at}ffn_up.weight", (shape.wide, shape.hidden)
+        yield f"{at}ffn_down.weight", (shape.hidden, shape.wide)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+    """Byte-level BPE of 256 bytes and one merge, padded to the vocabulary with tokens no text contains."""
+    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    others = [b for b in range(256) if b not in shown]
+    alphabet = [chr(b) for b in shown] + [chr(256 + i) for i in range(len(others))]
+    tokens = [*alphabet, "th", "<|endoftext|>"]
+    kinds = [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL]
+    eos = 257
+    tokens += [f"<unused{i}>" for i in range(vocab - len(tokens))]
+    kinds += [gguf.TokenType.UNUSED] * (vocab - len(kinds))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(eos)
+    writer.add_eos_token_id(eos)
+    writer.add_pad_token_id(eos)
+    writer.add_add_bos_token(False)

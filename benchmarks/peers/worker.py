@@ -1,0 +1,81 @@
+"""The process of one engine: answers one JSON request per line of standard input with one JSON line.
+
+    python worker.py ENGINE MODEL.gguf --threads 2 --capacity 16384 [--kv 16|8]
+
+Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n tokens were computed before, by "hold"),
+{"do": "hold", "tokens": [...]}, {"do": "decode", "tokens": [...], "count": n} (all but the last tokens are held),
+{"do": "share", "prefix": [...], "suffixes": [[...], ...], "count": n}, {"do": "memory"}. One clock around the whole
+call for every engine. Runs in any environment: the engine is imported here and nothing of the project but it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_ENGINES = {
+    "kvboost_edge": ("engine_kvboost", "Engine"),
+    "llama.cpp": ("engine_llama", "Engine"),
+    "openvino": ("engine_openvino", "Engine"),
+}
+
+
+def memory() -> dict[str, float]:
+    """Resident and peak resident memory of this process, MB."""
+    found = {}
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "VmHWM"):
+            found[name] = int(value.split()[0]) / 1000
+    return {"rss_mb": found["VmRSS"], "peak_mb": found["VmHWM"]}
+
+
+def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Time one request."""
+    what = request["do"]
+    if what == "memory":
+        return memory()
+    if what == "hold":
+        engine.hold(request["tokens"])
+        return {}
+    started = time.perf_counter()
+    if what == "ttft":
+        result = engine.first_token(request["tokens"], request["cached"])
+    elif what == "decode":
+        result = engine.decode(request["tokens"], request["count"])
+    elif what == "share":
+        result = engine.share(request["prefix"], request["suffixes"], request["count"])
+    elif what == "logits":
+        result = {"logits": engine.logits(request["tokens"])}
+    else:
+        raise ValueError(f"unknown request {what!r}")
+    return {"seconds": time.perf_counter() - started, **result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=_ENGINES)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--capacity", type=int, default=16384, help="tokens the KV cache holds")
+    parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
+    options = parser.parse_args()
+    # Engines print to standard output: the answers get a file of their own.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    module, name = _ENGINES[options.engine]
+    started = time.perf_counter()
+    engine = getattr(importlib.import_module(module), name)(options)
+    print(json.dumps({"load_s": time.perf_counter() - started, "about": engine.about}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
