@@ -214,7 +214,7 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if tokens > 1:
                     with client.stream("POST", url, json=body) as response:
                         lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-                    answer = json.loads(lines[-1])
+                    answer = json.loads(lines[-1].removeprefix("data: "))
                 else:
                     answer = client.post(url, json=body).json()
                 seconds = time.perf_counter() - started
