@@ -11,10 +11,10 @@ THREADED := tests/kernels tests/backends tests/runners tests/engine
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-long lint mutants bench bench-kernels bench-block-pool \
-	bench-prefix-reuse bench-bundled bench-peers clean
+	bench-prefix-reuse bench-bundled bench-peers clean test-arm64
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '  make %-20s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP)  ## build .venv beside the project
@@ -43,6 +43,13 @@ test-one-thread: setup test-threads
 test-long: setup  ## the large N of the promises; writes benchmarks/results/test-long.txt
 	mkdir -p benchmarks/results; KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) -q --no-header --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
 		tail -n 1 benchmarks/results/test-long.txt; exit $$status
+
+# An arm64 Debian of its own, made by the first run in about 5 minutes. Needs root and Debian or Ubuntu.
+ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64
+
+test-arm64:  ## the native path on emulated ARM, with and without dot products (ARM64_ROOT=dir); writes results/test-arm64.txt
+	test -e $(ARM64_ROOT)/root/is-made || tests/arm64/run.sh make $(ARM64_ROOT)
+	tests/arm64/run.sh test $(ARM64_ROOT) benchmarks/results/test-arm64.txt
 
 lint: setup  ## ruff, mypy --strict for the package, import contracts
 	$(BIN)/ruff check .

@@ -1,9 +1,11 @@
-"""How fast the native runner is on this machine, at the shape of Qwen2-0.5B with random weights.
+"""The native runner's linear layers at the shape of Qwen2-0.5B, random weights: bandwidth, integer rate, time split.
 
-    python benchmarks/bench_linear.py [--weights int4] [--threads 2] [--prefill 512] [--decode 24] [--layers 24]
+    python benchmarks/bench_linear.py [--weights int4] [--threads 2] [--quick] [--model DIR] [--out FILE]
 
-Prints decode tokens per second at a few depths, the time of a prefill, and the bandwidth of one large matrix alone;
-ends in one JSON line. Weights are random: nothing is downloaded.
+Four tables. Decode of each matrix, over all layers so that it comes from memory, in GB/s and as a share of a plain read
+of the same bytes by as many threads, timed in turn. The rate of one matrix on one thread for several numbers of tokens.
+A decode step at several depths and a prefill, split into linear layers, attention (with writing keys and values) and
+the rest. Ends in one JSON line. The random model is packed once and kept in the cache directory.
 """
 
 from __future__ import annotations
@@ -11,15 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
+import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
 from safetensors.numpy import save_file
 
+from harness import alternate, parser, report
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.kernels import linear_table as lt
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear_dot import V16I, emit_load_bytes, int_constant
+from kvboost_edge.kernels.linear_program import run_program
+from kvboost_edge.kernels.team import KernelTeam
+from kvboost_edge.models.file_memo import cache_directory
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.native.runner import NativeRunner
 
@@ -37,6 +51,11 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 BLOCK = 16
+DEPTHS = (16, 512, 2048, 8192)
+PROMPTS = (512, 2112)
+TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
+PASS = 512  # tokens of a pass, as the engine cuts a prompt
+READ_CHUNK = 8 * 64
 
 
 def write_random_model(directory: Path, layers: int) -> None:
@@ -59,11 +78,78 @@ def write_random_model(directory: Path, layers: int) -> None:
             tensors[f"{at}mlp.{name}_proj.weight"] = matrix(*shape)
         for name in ("input", "post_attention"):
             tensors[f"{at}{name}_layernorm.weight"] = np.ones(hidden, np.float16)
+    directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
 
 
-def batch(start: int, stop: int) -> ForwardBatch:
+@intrinsic
+def _sum_lines(typing: Any, address: Any, chunks: Any) -> Any:
+    """Reads chunks of 8 cache lines, each line into a sum of its own."""
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        address, chunks = arguments
+        sums = [cgutils.alloca_once(b, V16I) for _ in range(8)]
+        for slot in sums:
+            b.store(ir.Constant(V16I, [0] * 16), slot)
+        with cgutils.for_range(b, chunks, intp=ir.IntType(64)) as loop:
+            at = b.add(address, b.mul(loop.index, int_constant(READ_CHUNK)))
+            for line, slot in enumerate(sums):
+                b.store(b.add(b.load(slot), emit_load_bytes(b, b.add(at, int_constant(64 * line)))), slot)
+        total = b.load(sums[0])
+        for slot in sums[1:]:
+            total = b.xor(total, b.load(slot))
+        return b.sext(b.extract_element(total, ir.Constant(ir.IntType(32), 0)), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@kernel
+def _read(address: int, chunks: int) -> int:
+    return _sum_lines(address, chunks)
+
+
+def plain_read(address: int, nbytes: int, num_threads: int) -> None:
+    """Read bytes once, one slice per thread."""
+    chunks = nbytes // READ_CHUNK // num_threads
+    parts = [(address + index * chunks * READ_CHUNK, chunks) for index in range(num_threads)]
+    threads = [threading.Thread(target=_read, args=part) for part in parts[1:]]
+    for thread in threads:
+        thread.start()
+    _read(*parts[0])
+    for thread in threads:
+        thread.join()
+
+
+class TimedRunner(NativeRunner):
+    """Counts the seconds its linear programs take."""
+
+    linear_s = 0.0
+
+    def _run(self, *arguments: Any) -> None:
+        started = time.perf_counter()
+        super()._run(*arguments)
+        self.linear_s += time.perf_counter() - started
+
+
+class TimedBackend(CPUBackend):
+    """Counts the seconds of attention and of writing keys and values."""
+
+    attention_s = 0.0
+
+    def attention(self, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = super().attention(*arguments)
+        TimedBackend.attention_s += time.perf_counter() - started
+        return result
+
+    def write_kv(self, *arguments: Any) -> None:
+        started = time.perf_counter()
+        super().write_kv(*arguments)
+        TimedBackend.attention_s += time.perf_counter() - started
+
+
+def batch(start: int, stop: int, *, logits: bool = True) -> ForwardBatch:
     """Tokens [start, stop) of one sequence whose blocks are 0, 1, 2, ..."""
     positions = np.arange(start, stop, dtype=np.int64)
     layout = BatchLayout(
@@ -72,55 +158,183 @@ def batch(start: int, stop: int) -> ForwardBatch:
         block_tables=np.arange(-(-stop // BLOCK), dtype=np.int32)[None],
         slot_mapping=positions,
     )
-    return ForwardBatch(positions * 7919 % 1000, positions, layout, np.array([stop - start - 1]))
+    rows = [stop - start - 1] if logits else []
+    return ForwardBatch(positions * 7919 % 1000, positions, layout, np.array(rows, np.int64))
+
+
+class LinearOps:
+    """Single operations of a runner's program, on rows that are quantized already."""
+
+    def __init__(self, runner: NativeRunner, tokens: int, num_threads: int) -> None:
+        self._program = (runner._program.ops, runner._program.params)
+        self._last: Sequence[int] = ()
+        self._team = KernelTeam(num_threads)
+        self._buffers = runner._buffers.addresses(tokens, 1)
+        self._logits = np.empty((tokens, runner._buffers.sizes.logits) if tokens <= 8 else 1, np.float32)
+        self._buffers[lt.B_LOGITS] = self._logits.ctypes.data
+        self._tokens = tokens
+
+    def find(self, code: int, outputs: int, inputs: int) -> list[int]:
+        return [
+            int(index)
+            for index, op in enumerate(self._program[0])
+            if op[lt.F_OP] == code and op[lt.F_COUNT] == outputs and op[lt.F_INPUTS] == inputs
+        ]
+
+    def run(self, indices: Sequence[int]) -> None:
+        """These operations one after the other, as one program."""
+        if self._last != indices:
+            self._last = indices
+            self._ops, self._params = (np.ascontiguousarray(a[list(indices)]) for a in self._program[:2])
+        count = len(indices)
+        counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
+        job = lt.ProgramJob(self._ops, self._params, self._buffers, counters, 0, count, self._tokens)
+        self._team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads)
+
+    def close(self) -> None:
+        self._team.close()
+
+
+def matrices() -> dict[str, tuple[int, int, int]]:
+    """name -> operation, outputs and inputs."""
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    return {
+        "qkv": (lt.OP_LINEAR, hidden + 256, hidden),
+        "out": (lt.OP_LINEAR, hidden, hidden),
+        "gate_up": (lt.OP_GATED, inner, hidden),
+        "down": (lt.OP_LINEAR, hidden, inner),
+        "head": (lt.OP_LINEAR, CONFIG["vocab_size"], hidden),
+    }
+
+
+def _bytes_of(name: str, weights: str, shape: tuple[int, int, int]) -> int:
+    code, outputs, inputs = shape
+    rows = 2 * outputs if code == lt.OP_GATED else outputs
+    kind = "int8" if name == "head" and weights == "int4" else weights
+    return int(rows * inputs * {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32}[kind])
+
+
+def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """GB/s of each matrix for one token, and the share of a plain read of the packed file."""
+    ops = LinearOps(runner, 1, options.threads)
+    address, nbytes = runner._packed.address("embed"), int(0.9 * runner.info.weight_bytes)
+    found = {name: ops.find(*shape) for name, shape in matrices().items()}
+    contenders: dict[str, Callable[[], object]] = {"read": lambda: plain_read(address, nbytes, options.threads)}
+    for name, indices in found.items():
+        contenders[name] = lambda indices=indices: ops.run(indices)
+    seconds = alternate(contenders, rounds=options.rounds)
+    ops.close()
+    read = nbytes / statistics.median(seconds["read"]) / 1e9
+    rows: list[dict[str, Any]] = [{"matrix": "plain read", "us": None, "gb_s": read, "share": 1.0}]
+    for name, shape in matrices().items():
+        each = statistics.median(seconds[name]) / len(found[name])
+        rate = _bytes_of(name, options.weights, shape) / each / 1e9
+        rows.append({"matrix": name, "us": each * 1e6, "gb_s": rate, "share": rate / read})
+    return rows
+
+
+def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """TOPS of the gate and up matrix of one layer on one thread, its activation and quantization included."""
+    rows = []
+    for tokens in TOKENS:
+        ops = LinearOps(runner, tokens, 1)
+        shape = matrices()["gate_up"]
+        index = ops.find(*shape)[:1]
+        seconds = alternate({"gate_up": lambda ops=ops, index=index: ops.run(index)}, rounds=options.rounds)["gate_up"]
+        ops.close()
+        work = 2 * 2 * shape[1] * shape[2] * tokens
+        rows.append({"tokens": tokens, "ms": min(seconds) * 1e3, "tops": work / min(seconds) / 1e12})
+    return rows
+
+
+def _split(runner: TimedRunner, backend: CPUBackend, passes: Sequence[ForwardBatch]) -> list[float]:
+    """Milliseconds: all, linear, attention, the rest."""
+    runner.linear_s, TimedBackend.attention_s = 0.0, 0.0
+    started = time.perf_counter()
+    for one in passes:
+        runner.forward(one)
+    whole = time.perf_counter() - started
+    attention = TimedBackend.attention_s
+    parts = (whole, runner.linear_s, attention, whole - runner.linear_s - attention)
+    return [1e3 * part for part in parts]
+
+
+def measure_passes(runner: TimedRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A decode step at several depths, and prefills: whole, in one kernel call, and layer by layer for the split."""
+    depths = DEPTHS[:2] if options.quick else DEPTHS
+    prompts = PROMPTS[:1] if options.quick else PROMPTS
+    num_blocks = (max(*depths, *prompts) + options.decode) // BLOCK + 2
+    rows = _passes(runner, TimedBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads), options)
+    whole = _passes(runner, CPUBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads), options)
+    for row, one in zip(rows, whole, strict=True):
+        row |= {"whole_ms": one["ms"], "whole_best_ms": one["best_ms"], "tok_s": one["tok_s"]}
+    return rows
+
+
+def _passes(runner: TimedRunner, backend: CPUBackend, options: argparse.Namespace) -> list[dict[str, Any]]:
+    depths = DEPTHS[:2] if options.quick else DEPTHS
+    prompts = PROMPTS[:1] if options.quick else PROMPTS
+    runner.bind(backend)
+    runner.forward(batch(0, 16))  # compiles
+    rows = []
+    for prompt in prompts:
+        cuts = [(first, min(first + PASS, prompt)) for first in range(0, prompt, PASS)]
+        passes = [batch(first, end, logits=end == prompt) for first, end in cuts]
+        best = min((_split(runner, backend, passes) for _ in range(1 if options.quick else 3)), key=lambda s: s[0])
+        rows.append(_row(f"prefill {prompt}", best, best[0], prompt))
+    reached = prompts[-1]
+    for depth in depths:
+        while reached < depth:
+            end = min(reached + PASS, depth)
+            runner.forward(batch(reached, end, logits=False))
+            reached = end
+        steps = [_split(runner, backend, [batch(at, at + 1)]) for at in range(depth, depth + options.decode)]
+        median = [statistics.median(column) for column in zip(*steps, strict=True)]
+        rows.append(_row(f"decode at {depth}", median, min(step[0] for step in steps), 1))
+    backend.close()
+    return rows
+
+
+def _row(name: str, parts: Sequence[float], best: float, tokens: int) -> dict[str, Any]:
+    names = ("ms", "linear_ms", "attention_ms", "other_ms")
+    return {"pass": name, **dict(zip(names, parts, strict=True)), "best_ms": best, "tok_s": 1e3 * tokens / parts[0]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", default="int4", choices=("f32", "bf16", "int8", "int4"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prefill", type=int, default=512)
-    parser.add_argument("--decode", type=int, default=24)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--model", type=Path, help="keep the random model here between runs")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = options.model or Path(scratch)
-        if not (directory / "config.json").exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            write_random_model(directory, options.layers)
-        start = time.perf_counter()
-        runner = NativeRunner.from_dir(
-            directory, weights=options.weights, num_threads=options.threads, cache_dir=directory / "cache"
-        )
-        result: dict[str, object] = {"weights": options.weights, "threads": options.threads}
-        result["load_s"] = round(time.perf_counter() - start, 2)
-        num_blocks = -(-(options.prefill + 2 * options.decode) // BLOCK) + 1
-        runner.bind(CPUBackend(runner.info.kv_spec, num_blocks, num_threads=options.threads))
-        runner.forward(batch(0, 16))  # compiles
-        times = []
-        for depth in range(16, 16 + options.decode):
-            start = time.perf_counter()
-            runner.forward(batch(depth, depth + 1))
-            times.append(time.perf_counter() - start)
-        result["decode_tok_s_shallow"] = round(1 / statistics.median(times), 1)
-        result["decode_tok_s_shallow_best"] = round(1 / min(times), 1)
-        start = time.perf_counter()
-        for first in range(0, options.prefill, 512):
-            runner.forward(batch(first, min(first + 512, options.prefill)))
-        result["prefill_s"] = round(time.perf_counter() - start, 3)
-        result["prefill_tok_s"] = round(options.prefill / (time.perf_counter() - start), 1)
-        times = []
-        for depth in range(options.prefill, options.prefill + options.decode):
-            start = time.perf_counter()
-            runner.forward(batch(depth, depth + 1))
-            times.append(time.perf_counter() - start)
-        result[f"decode_tok_s_at_{options.prefill}"] = round(1 / statistics.median(times), 1)
-        result["weight_mb"] = round(runner.info.weight_bytes / 1e6, 1)
-        runner.close()
-    for name, value in result.items():
-        print(f"{name:28} {value}")
-    print(json.dumps(result))
+    options_parser = parser(__doc__ or "")
+    options_parser.add_argument("--weights", default="int4", choices=("int8", "int4"))
+    options_parser.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
+    options_parser.add_argument("--threads", type=int, default=default_num_threads())
+    options_parser.add_argument("--decode", type=int, default=24, help="decode steps at each depth")
+    options_parser.add_argument("--layers", type=int, default=24)
+    options_parser.add_argument("--model", type=Path, help="where the random model lies or is to be written")
+    options = options_parser.parse_args()
+    options.rounds = 3 if options.quick else 9
+    directory = options.model or cache_directory() / f"random-qwen2-0.5b-{options.layers}"
+    if not (directory / "config.json").exists():
+        write_random_model(directory, options.layers)
+    started = time.perf_counter()
+    runner = TimedRunner.from_dir(
+        directory,
+        weights=options.weights,
+        num_threads=options.threads,
+        kv_bits=(options.kv_cache_bits, options.kv_cache_bits),
+        cache_dir=directory / "cache",
+    )
+    loaded = time.perf_counter() - started
+    passes = measure_passes(runner, options)
+    decode = measure_decode(runner, options)
+    rate = measure_rate(runner, options)
+    runner.close()
+    extra = {
+        "weights": options.weights,
+        "kv_cache_bits": options.kv_cache_bits,
+        "threads": options.threads,
+        "load_s": round(loaded, 2),
+    }
+    report("bench_linear: one token", decode, options=options)
+    report("bench_linear: rate of one thread", rate, options=options)
+    report("bench_linear", passes, options=options, **extra, decode=decode, rate=rate)
 
 
 if __name__ == "__main__":

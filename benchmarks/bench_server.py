@@ -35,6 +35,7 @@ import numpy as np
 import psutil
 
 import harness
+from kvboost_edge import CPUPagedEngine
 from peers.random_model import SHAPES, write_gguf
 
 _HERE = Path(__file__).parent
@@ -199,36 +200,57 @@ def in_process(model: Path, options: argparse.Namespace) -> list[Any]:
 
 
 def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What HTTP adds to a request and to a token: the client's time less the engine's own, bundled model."""
+    """What HTTP adds on the bundled model, beside an engine in this process that runs the same requests in turn.
+
+    added_ms    the client's time less the engine's own, of the same request
+    slower_ms   the client's time less that of the engine without a server: the loop takes time from the engine too
+    cpu_ms      processor time of the server process less that of the engine without a server
+    """
     port = free_port()
     command = [sys.executable, "-m", "kvboost_edge.server", "--model", "kvboost-edge/demo", "--port", str(port)]
     url = f"http://127.0.0.1:{port}/v1/completions"
     rows = []
-    with served(command, port), httpx.Client(timeout=60) as client:
-        for tokens in (1, 128):
-            extra = []
+    with (
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo") as engine,
+        served(command, port) as process,
+        httpx.Client(timeout=60) as client,
+    ):
+        for tokens, stream in ((1, False), (128, False), (128, True)):
+            body = {"model": "kvboost-edge/demo", "prompt": "Doc 7.", "max_tokens": tokens, "temperature": 0}
+            body |= {"ignore_eos": True, "stream": stream}
+            added, over_http, direct, cpu = [], [], [], 0.0
             for number in range(options.overhead_rounds + 5):
-                body = {"model": "kvboost-edge/demo", "prompt": "Doc 7.", "max_tokens": tokens, "temperature": 0}
-                body |= {"ignore_eos": True, "stream": tokens > 1}
+                if number == 5:
+                    cpu, served_cpu = 0.0, sum(process.cpu_times()[:2])
                 started = time.perf_counter()
-                if tokens > 1:
+                if stream:
                     with client.stream("POST", url, json=body) as response:
                         lines = [line for line in response.iter_lines() if line.startswith("data: {")]
                     answer = json.loads(lines[-1].removeprefix("data: "))
                 else:
                     answer = client.post(url, json=body).json()
                 seconds = time.perf_counter() - started
+                started, cpu_started = time.perf_counter(), time.process_time()
+                engine.generate("Doc 7.", tokens, temperature=0, ignore_eos=True)
                 if number >= 5:
-                    extra.append(1000 * seconds - answer["kvboost"]["total_ms"])
-            row = {"tokens": tokens, "added_ms_p50": statistics.median(extra)}
-            rows.append(row | {"added_ms_p99": float(np.percentile(extra, 99))})
-    rows.append(
-        {
-            "tokens": "per token",
-            "added_ms_p50": (rows[1]["added_ms_p50"] - rows[0]["added_ms_p50"]) / 127,
-            "added_ms_p99": None,
-        }
-    )
+                    cpu += time.process_time() - cpu_started
+                    direct.append(1000 * (time.perf_counter() - started))
+                    over_http.append(1000 * seconds)
+                    added.append(1000 * seconds - answer["kvboost"]["total_ms"])
+            served_cpu = sum(process.cpu_times()[:2]) - served_cpu
+            rows.append(
+                {
+                    "tokens": f"{tokens}{' streamed' if stream else ''}",
+                    "added_ms_p50": statistics.median(added),
+                    "added_ms_p99": float(np.percentile(added, 99)),
+                    "direct_ms_p50": statistics.median(direct),
+                    "slower_ms_p50": statistics.median(over_http) - statistics.median(direct),
+                    "cpu_ms": 1000 * (served_cpu - cpu) / options.overhead_rounds,
+                }
+            )
+    for row in rows[1:]:
+        figures = {name: (row[name] - rows[0][name]) / 127 for name in row if name != "tokens"}
+        rows.append({"tokens": f"a token of {row['tokens']}", **figures})
     return rows
 
 

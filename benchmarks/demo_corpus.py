@@ -356,3 +356,17 @@ def corpus_for_tokenizer(seed: int, texts: int = 1500) -> list[str]:
     lines += [" " + " ".join(words)] * 40 + ["".join(numbers)] * 4
     lines += [GENERAL_TEXT, " ".join(chr(code) for code in range(33, 127))] * 3
     return lines
+
+
+def held_out_question(facts: int, seed: str) -> tuple[list[dict[str, str]], str]:
+    """Chat messages that ask one held-out fact of a text of so many, and the right reply."""
+    rng = random.Random(seed)
+    style = rng.choice(["user", "system"])
+    sample = make_sample(rng, facts, 1, training=False, fresh_share=0.0, style=style)
+    documents = join(document_pieces(sample))
+    fact = sample.asked[0]
+    question = _question(rng, fact)
+    reply = fact.sentence() + END
+    if style == "system":
+        return [{"role": "system", "content": documents.rstrip("\n")}, {"role": "user", "content": question}], reply
+    return [{"role": "user", "content": documents + question}], reply

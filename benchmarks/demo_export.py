@@ -221,19 +221,10 @@ def evaluate(folder: Path, questions: int, seed: int) -> str:
 
 def _answers_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: int, seed: str) -> bool:
     """Whether the model's greedy reply to one held-out question, through the chat template, is exact."""
-    rng = random.Random(seed)
-    style = rng.choice(["user", "system"])
-    sample = corpus.make_sample(rng, facts, 1, training=False, fresh_share=0.0, style=style)
-    documents = corpus.join(corpus.document_pieces(sample))
-    fact = sample.asked[0]
-    question = rng.choice(corpus.QUESTION_FORMS).format(attribute=fact.attribute, subject=fact.subject)
-    if style == "system":
-        messages = [{"role": "system", "content": documents.rstrip("\n")}, {"role": "user", "content": question}]
-    else:
-        messages = [{"role": "user", "content": documents + question}]
+    messages, wanted_text = corpus.held_out_question(facts, seed)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
-    wanted = tokenizer.encode(fact.sentence() + corpus.END, add_special_tokens=False)
+    wanted = tokenizer.encode(wanted_text, add_special_tokens=False)
     with torch.no_grad():
         reply = model.generate(
             ids,

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["EngineConfig", "GenerationMode"]
+__all__ = ["KV_BIT_PAIRS", "EngineConfig", "GenerationMode", "kv_bits_from_text"]
 
 
 class GenerationMode(enum.StrEnum):
@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _LATER: dict[str, dict[str, str]] = {
     "runner": {"onnx": "the ONNX runner is not built yet"},
 }
+_MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 # Options whose feature does not exist yet: told apart from a misspelling.
 _LATER_OPTIONS: Mapping[str, str] = {
     "disk_cache_dir": "the disk tier",
@@ -52,6 +53,10 @@ _LATER_OPTIONS: Mapping[str, str] = {
 }
 
 
+KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
+"""(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options of `CPUPagedEngine`; unknown names are refused by `EngineConfig.from_options`.
@@ -59,8 +64,9 @@ class EngineConfig:
     Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
     pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs).
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
-    models, else float16. `weights` is the native runner's format and asks for that
-    runner; with runner="native" alone, "auto" takes int8 where it fits well, else int4.
+    models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
+    that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
+    checkpoint and makes int8 of a float one if weights and pool take at most half of the memory, else int4.
     """
 
     runner: str = "auto"
@@ -72,7 +78,7 @@ class EngineConfig:
     num_blocks: int | None = None
     max_chunks: int | None = None
     block_size: int = 16
-    kv_cache_bits: int | None = 16
+    kv_cache_bits: int | tuple[int, int] | None = 16
     max_num_seqs: int = 16
     max_batch_tokens: int = 512
     num_threads: int | None = None
@@ -128,6 +134,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=1)
+        if self.num_threads is not None and self.num_threads > _MAX_THREADS:
+            raise ConfigError(f"num_threads={self.num_threads} must be at most {_MAX_THREADS}")
         for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
             _check_int(name, getattr(self, name), low=1)
         _check_int("seed", self.seed, low=0)
@@ -136,12 +144,38 @@ class EngineConfig:
             raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")
         if self.block_size % 16 or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16, at most 256")
-        if self.kv_cache_bits is not None:
-            _check_int("kv_cache_bits", self.kv_cache_bits, low=1)
-        if self.kv_cache_bits in (8, 4):
-            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits} is refused: quantized KV is not built yet; use 16")
-        if self.kv_cache_bits not in (16, None):
-            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits!r} must be 16 or None")
+        self._check_kv_bits()
+
+    def _check_kv_bits(self) -> None:
+        value: object = self.kv_cache_bits
+        numbers = tuple(value) if isinstance(value, (tuple, list)) else (value,) * 2
+        if value is not None and (len(numbers) != 2 or any(type(number) is not int for number in numbers)):
+            raise ConfigError(
+                f"kv_cache_bits={value!r} must be 16 (or None), 8, 4, or a pair such as (8, 4): bits of keys, of values"
+            )
+        if value is not None and numbers not in KV_BIT_PAIRS:
+            raise ConfigError(
+                f"kv_cache_bits={value!r} is not offered: keys and values have 16 bits both, or 8 or 4 each"
+            )
+        if isinstance(value, list):
+            object.__setattr__(self, "kv_cache_bits", numbers)
+
+    @property
+    def kv_bits(self) -> tuple[int, int]:
+        """(bits of keys, bits of values); (16, 16): not quantized."""
+        value = self.kv_cache_bits
+        if isinstance(value, tuple):
+            return value
+        return (16, 16) if value is None else (value, value)
+
+
+def kv_bits_from_text(text: str) -> int | tuple[int, int]:
+    """`kv_cache_bits` as people write it: "16", "8", "4", or "8,4" for keys and values."""
+    parts = text.split(",")
+    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(f"kv_cache_bits={text!r} must be 16, 8, 4, or a pair such as 8,4: bits of keys, of values")
+    first, last = int(parts[0]), int(parts[-1])
+    return (first, last) if len(parts) == 2 else first
 
 
 def _check_int(name: str, value: object, *, low: int) -> None:

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from browser import find_chromium
+
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 ONE_THREAD = os.environ.get("KVBOOST_EDGE_TEST_ONE_THREAD") == "1"
 
@@ -137,3 +139,10 @@ def tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
 def scale() -> Callable[[int, int], int]:
     """`scale(short, long)`: the N of `make test` or of `make test-long`."""
     return lambda short, long: long if LONG else short
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if find_chromium() is None:
+        terminalreporter.write_line(
+            "chromium is not on the PATH: tests/server/page, which drive it, were not collected"
+        )

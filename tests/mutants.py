@@ -173,7 +173,7 @@ FAULTS = (
     fault("temperature ignored", "engine/sampling.py", "/ temperature)", "/ 1.0)", *SAMPLING),
     fault(
         "in a batch the first request's sampling counts for all",
-        "engine/engine.py",
+        "engine/intake.py",
         "[resolve_sampling(item, options) for item in sampling]",
         "[resolve_sampling(sampling[0], options) for item in sampling]",
         *PER_REQUEST,
@@ -196,7 +196,7 @@ FAULTS = (
     fault(
         "equal prefixes in flight are computed twice",
         "engine/scheduler.py",
-        "self.manager.awaited_hash(sequence.cacheable_ids, self._root)",
+        "self.manager.awaited_hash(sequence.cacheable_ids, self._root_of(sequence))",
         "None",
         "tests/engine/test_schedules.py",
     ),
@@ -206,9 +206,31 @@ FAULTS = (
     fault(
         "only one EOS token is known",
         "engine/build.py",
-        "return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)",
-        "return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids[:1]), fingerprint)",
+        "runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)",
+        "runner, tokenizer, frozenset(defaults.eos_token_ids[:1]), fingerprint)",
         *PER_REQUEST,
+    ),
+    fault(
+        "tenants share a root",
+        "engine/intake.py",
+        'root = narrowed_root(root, "tenant", terms.tenant)',
+        "pass",
+        "tests/engine/test_terms.py",
+    ),
+    fault("deadlines are not kept", "engine/core.py", "            self._expire()\n", "", "tests/engine/test_terms.py"),
+    fault(
+        "quantized blocks are written into again",
+        "kvcache/lookup.py",
+        "if self.whole_blocks and found.block_ids and covers_all",
+        "if found.block_ids and not covers_all and covers_all",
+        "tests/kvcache/test_lookup.py",
+    ),
+    fault(
+        "blocks freed while they were open keep their buffers",
+        "engine/core.py",
+        "self._backend.release_blocks([block for block in self._kept if block not in wanted])",
+        "pass",
+        "tests/engine/test_native_schedules.py",
     ),
     # Text and files.
     fault(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvboost_edge.backends.base import BatchLayout
 
@@ -16,7 +15,22 @@ DTYPES = tuple(NUMPY_DTYPES)
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 -> the nearest values that `dtype` can hold, as float32; torch does the rounding."""
+    """float32 -> the nearest values that `dtype` can hold, ties to even, as float32; NaN stays NaN."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(dtype).astype(np.float32)
+    # The last place of 8 significant bits; below the normal numbers places are 2^-133 apart.
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = values.astype(np.float64)
+        _, exponents = np.frexp(wide)
+        place = np.ldexp(1.0, np.maximum(exponents, -125) - 8)
+        return np.where(np.isfinite(wide), np.rint(wide / place) * place, wide).astype(np.float32)
+
+
+def round_with_torch(values: np.ndarray, dtype: str) -> np.ndarray:
+    """As `round_to`, by torch."""
+    import torch
+
     return torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import EngineConfig, kv_bits_from_text
 from kvboost_edge.errors import ConfigError
 
 TEXT_OPTIONS = ("runner", "backend", "dtype", "device", "revision", "token", "tenant")
@@ -24,10 +24,42 @@ def test_what_is_no_text_is_refused_by_name(name: str, value: Any) -> None:
         EngineConfig.from_options(**{name: value})
 
 
-@pytest.mark.parametrize("value", [[], {}, "16", 16.0, True, 0, 5, np.array([16, 16])], ids=repr)
-def test_kv_cache_bits_are_16_or_none(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [[], {}, "16", "8,4", 16.0, True, 0, 5, (8,), (8, 4, 4), (8, 5), (16, 8), (8, True), (8.0, 4), np.array([16, 16])],
+    ids=repr,
+)
+def test_kv_cache_bits_that_are_not_offered(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
         EngineConfig.from_options(kv_cache_bits=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [(None, (16, 16)), (16, (16, 16)), (8, (8, 8)), (4, (4, 4)), ((8, 4), (8, 4)), ([4, 8], (4, 8)), ((16, 16),) * 2],
+    ids=repr,
+)
+def test_kv_cache_bits_of_keys_and_values(value: Any, bits: tuple[int, int]) -> None:
+    config = EngineConfig.from_options(kv_cache_bits=value)
+    assert config.kv_bits == bits
+    assert not isinstance(config.kv_cache_bits, list), "a frozen config is hashable"
+
+
+@pytest.mark.parametrize(("text", "value"), [("16", 16), ("8", 8), ("8,4", (8, 4)), (" 4 , 8 ", (4, 8))])
+def test_kv_cache_bits_as_text(text: str, value: Any) -> None:
+    assert kv_bits_from_text(text) == value
+
+
+@pytest.mark.parametrize("text", ["", ",", "8,", "eight", "8,4,4", "-8", "8.0"])
+def test_text_that_is_no_kv_cache_bits(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
+        kv_bits_from_text(text)
+
+
+def test_threads_are_bounded() -> None:
+    assert EngineConfig.from_options(num_threads=1024).num_threads == 1024
+    with pytest.raises(ConfigError, match="num_threads=1025 must be at most 1024"):
+        EngineConfig.from_options(num_threads=1025)
 
 
 def test_a_token_is_never_shown() -> None:

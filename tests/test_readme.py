@@ -65,10 +65,15 @@ def test_named_make_targets_exist():
 def test_named_commands_exist():
     from kvboost_edge.cli.app import app
 
-    known = {info.callback.__name__ for info in app.registered_commands if info.callback is not None}
+    known = {info.name or info.callback.__name__ for info in app.registered_commands if info.callback is not None}
     assert set(re.findall(r"^kvboost-edge ([a-z]+)", README, flags=re.MULTILINE)) <= known
 
 
 def test_named_paths_exist():
     for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_readme_has_curl_examples():
+    """They run in tests/server/test_readme_curl.py."""
+    assert len(re.findall(r"^curl ", README, flags=re.MULTILINE)) >= 5

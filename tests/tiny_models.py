@@ -7,39 +7,16 @@ complete model directory: weights, config, generation config, and a byte-level t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-__all__ = ["FAMILIES", "VOCAB_SIZE", "build_tiny_model", "save_tiny_model"]
+from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
-VOCAB_SIZE = 300  # 256 bytes, 5 special tokens, the rest ids without a token
-CONTEXT = 512
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
-PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
+__all__ = ["EOS_ID", "FAMILIES", "PAD_ID", "VOCAB_SIZE", "build_tiny_model", "save_tiny_model"]
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "pad_token_id": PAD_ID,
-    "bos_token_id": BOS_ID,
-    "eos_token_id": EOS_ID,
-    "tie_word_embeddings": False,
-}
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -105,7 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers model type;
     `overrides` are config fields."""
-    fields = {"model_type": model_type, **_COMMON, **FAMILIES.get(model_type, {}), **overrides}
+    fields = {"model_type": model_type, **COMMON_FIELDS, **FAMILIES.get(model_type, {}), **overrides}
     hf_type = fields.pop("model_type").partition("-")[0]
     fields = {name: value for name, value in fields.items() if value is not None or name in overrides}
     config = AutoConfig.for_model(hf_type, **fields)
@@ -139,28 +116,5 @@ def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **
     model = build_tiny_model(model_type, seed=seed, **overrides)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
-    _save_tokenizer(directory)
+    save_tokenizer(directory)
     return directory
-
-
-def _save_tokenizer(directory: Path) -> None:
-    """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds <bos>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kernels.kv_layout import kv_record
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["AttentionParams", "Backend", "BatchLayout", "KVSpec", "LayerKVSpec"]
+__all__ = ["DEFAULT_NUM_OPEN", "AttentionParams", "Backend", "BatchLayout", "KVSpec", "LayerKVSpec"]
 
+DEFAULT_NUM_OPEN = 17
+"""Blocks of a quantized pool that may be partly written at a time: one for each of 16 sequences and one to spare."""
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -30,15 +33,37 @@ class LayerKVSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Storage of all layers. `dtype` is "float32", "float16" or "bfloat16"; layers may differ in shape."""
+    """Storage of all layers. `dtype` is "float32", "float16" or "bfloat16"; layers may differ in shape.
+
+    `bits` = (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8) and (4, 4) quantize
+    full blocks, and `dtype` is then that of the open (not yet full) blocks, "float16".
+    """
 
     layers: tuple[LayerKVSpec, ...]
     block_size: int
     dtype: str
+    bits: tuple[int, int] = (16, 16)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits != (16, 16)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes one block takes over all layers, keys and values together."""
+        """Bytes one block takes over all layers, keys and values together, scales included."""
+        if not self.is_quantized:
+            return self._bytes_as_stored
+        return sum(
+            layer.num_kv_heads * kv_record(self.block_size, layer.head_dim, self.bits).nbytes for layer in self.layers
+        )
+
+    @property
+    def bytes_per_open_block(self) -> int:
+        """Bytes of the buffer that one open block of a quantized pool takes beside the pool; 0 where none is needed."""
+        return self._bytes_as_stored if self.is_quantized else 0
+
+    @property
+    def _bytes_as_stored(self) -> int:
         per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.layers)
         return per_token * self.block_size * _BYTES[self.dtype]
 
@@ -94,15 +119,25 @@ class Backend(Protocol):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the preallocated pool, as allocated."""
+        """Bytes of the preallocated pool, as allocated; with the buffers of open blocks where it is quantized."""
         ...
 
     def prepare(self, layout: BatchLayout) -> Any:
-        """Check the layout's shapes and turn it into what `write_kv` and `attention` take; valid for one pass."""
+        """Check the layout's shapes and turn it into what `write_kv` and `attention` take; valid for one pass.
+
+        A quantized pool: a layout opens the blocks it begins to write, and closes those whose last slot it writes. A
+        block is begun at its first slot and written in order; ConfigError where the open copy of a block is gone, or
+        where more blocks would be open than there are buffers.
+        """
         ...
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks (all layers, K and V) src -> dst, in order."""
+        """Copy whole blocks (all layers, K and V) src -> dst, in order; a copy of an open block is open too."""
+        ...
+
+    def release_blocks(self, block_ids: Sequence[int]) -> None:
+        """These blocks were freed: give back the buffers of those among them that are open. Others are passed over,
+        and so is everything where the pool is not quantized."""
         ...
 
     def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:

@@ -8,13 +8,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BatchLayout, KVSpec
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
+from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels, QuantPass
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.kernels import storage
+from kvboost_edge.kernels import kv_write, storage
+from kvboost_edge.kernels.kv_launch import paged_attention_coded
 from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
-from kvboost_edge.kernels.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["CPUBackend", "PreparedBatch"]
@@ -25,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 class PreparedBatch:
     """A checked layout and the work plans of the layer kinds met so far (head counts and window); for one pass."""
 
-    __slots__ = ("_num_threads", "_plans", "paged", "slot_mapping")
+    __slots__ = ("_num_threads", "_plans", "coded", "paged", "slot_mapping")
 
     def __init__(self, layout: BatchLayout, num_threads: int) -> None:
         self.paged = PagedBatch(
@@ -35,6 +38,7 @@ class PreparedBatch:
         )
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads
+        self.coded: QuantPass | None = None
         self._plans: dict[tuple[int, int, int], WorkPlan] = {}
 
     def plan(self, heads_per_group: int, num_kv_heads: int, window: int) -> WorkPlan:
@@ -53,9 +57,17 @@ class CPUBackend(NumpyBlocks):
     """
 
     name = "cpu"
+    quant_kernels = QuantKernels(storage.write_kv, storage.copy_blocks, kv_write.quantize_blocks)
 
-    def __init__(self, spec: KVSpec, num_blocks: int, *, num_threads: int | None = None) -> None:
-        super().__init__(spec, num_blocks)
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        num_threads: int | None = None,
+        num_open: int = DEFAULT_NUM_OPEN,
+    ) -> None:
+        super().__init__(spec, num_blocks, num_open=num_open)
         if num_threads is None:
             num_threads = min(default_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
         self._workspace = AttentionWorkspace(num_threads)
@@ -65,31 +77,64 @@ class CPUBackend(NumpyBlocks):
         """Threads that attention uses."""
         return self._workspace.num_threads
 
+    @property
+    def workspace(self) -> AttentionWorkspace:
+        """Threads and buffers of attention, for a runner that calls its kernels itself."""
+        return self._workspace
+
+    @property
+    def plain_pools(self) -> Sequence[KVPool]:
+        """The pools of all layers as they are stored; none where they are quantized."""
+        return () if self.spec.is_quantized else tuple(self._pools)
+
+    @property
+    def coded_blocks(self) -> QuantBlocks | None:
+        """The storage of a quantized pool; None where it is not quantized."""
+        return self._quant
+
+    @property
+    def team(self) -> KernelTeam:
+        """The threads of attention, for a runner whose kernels take turns with it."""
+        return self._workspace.team
+
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
         """Check the layout; ConfigError says what is wrong."""
         check_layout(layout, self.spec.block_size, self.num_blocks)
-        return PreparedBatch(layout, self.num_threads)
+        batch = PreparedBatch(layout, self.num_threads)
+        if self._quant is not None:
+            batch.coded = self._quant.prepare(layout)
+        return batch
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
         self._check_pairs(ops)
+        if self._quant is not None:
+            self._quant.copy_blocks(ops)
         for pool in self._pools:
             storage.copy_blocks(pool, ops)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
         """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
-        storage.write_kv(keys, values, self._pools[layer], batch.slot_mapping)
+        if batch.coded is not None:
+            self._coded.write_kv(layer, keys, values, batch.coded)
+        else:
+            storage.write_kv(keys, values, self._pools[layer], batch.slot_mapping)
 
     def attention(
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
         """Causal attention: (out like queries, lse), float32."""
-        pool = self._pools[layer]
-        num_tokens, num_kv_heads = int(batch.paged.cu_seqlens_q[-1]), pool.keys.shape[1]
+        num_tokens, num_kv_heads = int(batch.paged.cu_seqlens_q[-1]), self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
             raise ConfigError(f"{len(queries)} query rows do not fit a batch of {num_tokens} tokens")
         plan = batch.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
-        return paged_attention(queries, pool, batch.paged, AttentionOptions(*params), self._workspace, plan)
+        options = AttentionOptions(*params)
+        if batch.coded is not None:
+            coded = self._coded.layer(layer, batch.coded)
+            return paged_attention_coded(
+                queries, coded.records, coded.record, batch.paged, coded.own, options, self._workspace, plan
+            )
+        return paged_attention(queries, self._pools[layer], batch.paged, options, self._workspace, plan)
 
     def close(self) -> None:
         """End the helper threads and release the pool."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import BatchLayout, KVSpec
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kernels.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.storage import STORAGE_DTYPES, to_storage
@@ -19,10 +20,12 @@ __all__ = ["NumpyBlocks", "check_layout"]
 class NumpyBlocks:
     """The pools of all layers. ConfigError for a spec that cannot be stored, CapacityError when memory is refused."""
 
+    name: str
     array_kind = "numpy"
     device = "cpu"
+    quant_kernels: QuantKernels
 
-    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
+    def __init__(self, spec: KVSpec, num_blocks: int, *, num_open: int = DEFAULT_NUM_OPEN) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
         if spec.block_size < 16 or spec.block_size % 16:
@@ -31,15 +34,13 @@ class NumpyBlocks:
             raise ConfigError(f"KV dtype {spec.dtype!r} is not one of {tuple(STORAGE_DTYPES)}")
         self.spec = spec
         self.num_blocks = num_blocks
-        dtype = STORAGE_DTYPES[spec.dtype]
+        self._pools: list[KVPool] = []
+        self._quant: QuantBlocks | None = None
         try:
-            self._pools = [
-                KVPool(
-                    aligned_empty((num_blocks, layer.num_kv_heads, layer.head_dim, spec.block_size), dtype),
-                    aligned_empty((num_blocks, layer.num_kv_heads, spec.block_size, layer.head_dim), dtype),
-                )
-                for layer in spec.layers
-            ]
+            if spec.is_quantized:
+                self._quant = QuantBlocks(spec, num_blocks, num_open, self.quant_kernels)
+            else:
+                self._pools = [_layer_pool(spec, layer, num_blocks) for layer in spec.layers]
         except MemoryError as error:
             raise CapacityError(
                 f"the block pool does not fit into memory: num_blocks={num_blocks} x {spec.bytes_per_block} bytes = "
@@ -48,23 +49,42 @@ class NumpyBlocks:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool, as allocated."""
+        """Bytes of the pool, as allocated, with the buffers of open blocks."""
+        if self._quant is not None:
+            return self._quant.num_bytes
         return sum(array.nbytes for pool in self._pools for array in pool)
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN in all layers."""
         ids = list(block_ids)
+        if self._quant is not None:
+            self._quant.poison(ids)
         for pool in self._pools:
             for array in pool:
                 array[ids] = to_storage(np.full(1, np.nan, dtype=np.float32), array.dtype)[0]
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """CRC-32 of each block's bytes over all layers."""
+        """CRC-32 of each block's bytes over all layers; of its buffer where it is open."""
+        if self._quant is not None:
+            return [self._quant.checksum(block_id) for block_id in block_ids]
         return [self._checksum(block_id) for block_id in block_ids]
+
+    def release_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give back the buffers of those of the blocks that are open; see `Backend`."""
+        if self._quant is not None:
+            self._quant.release(block_ids)
 
     def close(self) -> None:
         """Release the pool."""
         self._pools = []
+        self._quant = None
+
+    @property
+    def _coded(self) -> QuantBlocks:
+        """The quantized storage; ConfigError after `close`."""
+        if self._quant is None:
+            raise ConfigError(f"backend {self.name!r} holds no quantized pool (it may be closed)")
+        return self._quant
 
     def _checksum(self, block_id: int) -> int:
         crc = 0
@@ -77,6 +97,14 @@ class NumpyBlocks:
         for pair in ops:
             for block_id in pair:
                 _check_block(block_id, self.num_blocks)
+
+
+def _layer_pool(spec: KVSpec, layer: LayerKVSpec, num_blocks: int) -> KVPool:
+    heads, dim, dtype = layer.num_kv_heads, layer.head_dim, STORAGE_DTYPES[spec.dtype]
+    return KVPool(
+        aligned_empty((num_blocks, heads, dim, spec.block_size), dtype),
+        aligned_empty((num_blocks, heads, spec.block_size, dim), dtype),
+    )
 
 
 def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, BatchLayout
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
-from kvboost_edge.kernels import reference
+from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
+from kvboost_edge.kernels import reference, reference_kv
 from kvboost_edge.kernels.paged import AttentionOptions, PagedBatch
 from kvboost_edge.kvcache.block_table import CopyOp
 
@@ -19,28 +20,40 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReferenceBackend(NumpyBlocks):
-    """Implements `Backend` through kernels/reference.py: float64 sums, one query row at a time."""
+    """Implements `Backend` through kernels/reference*.py: sums in float64 where the pool is not quantized, the kernels'
+    own rounding steps where it is; one query row at a time."""
 
     name = "reference"
+    quant_kernels = QuantKernels(reference.write_kv, reference.copy_blocks, reference_kv.quantize_blocks)
 
-    def prepare(self, layout: BatchLayout) -> BatchLayout:
+    def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
         """Check the layout; ConfigError says what is wrong."""
         check_layout(layout, self.spec.block_size, self.num_blocks)
-        return layout
+        return layout if self._quant is None else self._quant.prepare(layout)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
         self._check_pairs(ops)
+        if self._quant is not None:
+            self._quant.copy_blocks(ops)
         for pool in self._pools:
             reference.copy_blocks(pool, ops)
 
-    def write_kv(self, layer: int, keys: Floats, values: Floats, batch: BatchLayout) -> None:
+    def write_kv(self, layer: int, keys: Floats, values: Floats, batch: BatchLayout | QuantPass) -> None:
         """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
-        reference.write_kv(keys, values, self._pools[layer], batch.slot_mapping)
+        if isinstance(batch, QuantPass):
+            self._coded.write_kv(layer, keys, values, batch)
+        else:
+            reference.write_kv(keys, values, self._pools[layer], batch.slot_mapping)
 
     def attention(
-        self, layer: int, queries: Floats, batch: BatchLayout, params: AttentionParams
+        self, layer: int, queries: Floats, batch: BatchLayout | QuantPass, params: AttentionParams
     ) -> tuple[Floats, Floats]:
         """Causal attention: (out like queries, lse), float32."""
-        paged = PagedBatch(batch.cu_seqlens_q, batch.seq_lens, batch.block_tables)
-        return reference.paged_attention(queries, self._pools[layer], paged, AttentionOptions(*params))
+        layout = batch.layout if isinstance(batch, QuantPass) else batch
+        paged = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
+        options = AttentionOptions(*params)
+        if isinstance(batch, QuantPass):
+            coded = self._coded.layer(layer, batch)
+            return reference_kv.paged_attention_coded(queries, coded.records, coded.record, paged, coded.own, options)
+        return reference.paged_attention(queries, self._pools[layer], paged, options)

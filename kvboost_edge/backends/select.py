@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 
-from kvboost_edge.backends.base import Backend, KVSpec
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, Backend, KVSpec
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
 __all__ = ["BACKEND_NAMES", "BackendChoice", "choose_backend", "make_backend"]
@@ -83,8 +83,16 @@ def _missing_device(device: str) -> str | None:
     return None
 
 
-def make_backend(choice: BackendChoice, spec: KVSpec, num_blocks: int, num_threads: int | None = None) -> Backend:
-    """Allocate the backend of a choice: a pool of `num_blocks` blocks. `num_threads` concerns the CPU kernels."""
+def make_backend(
+    choice: BackendChoice,
+    spec: KVSpec,
+    num_blocks: int,
+    num_threads: int | None = None,
+    *,
+    num_open: int = DEFAULT_NUM_OPEN,
+) -> Backend:
+    """Allocate the backend of a choice: a pool of `num_blocks` blocks. `num_threads` concerns the CPU kernels,
+    `num_open` quantized pools: how many blocks may be partly written at a time."""
     if choice.name == "torch":
         from kvboost_edge.backends.torch_backend import TorchBackend
 
@@ -92,7 +100,7 @@ def make_backend(choice: BackendChoice, spec: KVSpec, num_blocks: int, num_threa
     if choice.name == "reference":
         from kvboost_edge.backends.reference import ReferenceBackend
 
-        return ReferenceBackend(spec, num_blocks)
+        return ReferenceBackend(spec, num_blocks, num_open=num_open)
     from kvboost_edge.backends.cpu import CPUBackend
 
-    return CPUBackend(spec, num_blocks, num_threads=num_threads)
+    return CPUBackend(spec, num_blocks, num_threads=num_threads, num_open=num_open)

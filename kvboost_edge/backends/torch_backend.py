@@ -118,6 +118,11 @@ class TorchBackend:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
         if spec.dtype not in _DTYPES:
             raise ConfigError(f"KV dtype {spec.dtype!r} is not one of {tuple(_DTYPES)}")
+        if spec.is_quantized:
+            raise BackendUnavailable(
+                f"backend 'torch' keeps KV at 16 or 32 bits, not at {spec.bits}: kv_cache_bits needs backend='cpu' "
+                "(or 'reference') and the native runner"
+            )
         dtype = _DTYPES[spec.dtype]
         try:
             self._device = torch.device(device)
@@ -159,6 +164,9 @@ class TorchBackend:
                 raise ConfigError(f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}")
             for pool in self._pool:
                 pool[:, dst].copy_(pool[:, src])
+
+    def release_blocks(self, block_ids: Sequence[int]) -> None:
+        """Nothing to give back: only quantized pools have open blocks."""
 
     def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
         """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""

@@ -44,6 +44,14 @@ SamplingOptions = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens are generated.")]
+KVBitsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-bits",
+        metavar="BITS",
+        help="Bits of cached keys and values: 16 (as computed), 8, 4, or a pair such as 8,4.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -59,6 +67,7 @@ def generate(
     max_new_tokens: MaxNewTokens = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     sampling: SamplingOptions = None,
+    kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,36 +76,50 @@ def generate(
     from kvboost_edge.cli.options import engine_options, sampling_options
 
     settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}
-    run_generate(prompt, model, engine_options(option), settings, chat=chat, as_json=as_json)
+    run_generate(prompt, model, engine_options(option, kv_cache_bits), settings, chat=chat, as_json=as_json)
 
 
 @app.command(
     epilog="[b]Examples[/b]\n\n"
     "kvboost-edge chat\n\n"
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." -s temperature=0.7\n\n'
+    "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine\n\n"
     "In the chat: /reset starts over, /stats shows the pool, /quit or Ctrl-D leaves."
 )
 def chat(
-    model: ModelOption = DEMO_MODEL,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="As elsewhere; with --url the server's name for it.")
+    ] = None,
     system: Annotated[str, typer.Option("--system", help="A system message that opens the conversation.")] = "",
+    url: Annotated[
+        str | None, typer.Option("--url", help="Talk to a running server instead, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")] = "",
     max_new_tokens: MaxNewTokens = 512,
     sampling: SamplingOptions = None,
+    kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Talk with a model; under each answer stands what the cache saved."""
-    from kvboost_edge.cli.chat import run_chat
-    from kvboost_edge.cli.options import engine_options, sampling_options
+    """Talk with a model, here or on a server; under each answer stands what the cache saved."""
+    from kvboost_edge.cli.chat import run_chat, run_remote_chat
+    from kvboost_edge.cli.options import engine_options, remote_options, sampling_options
 
-    run_chat(model, engine_options(option), {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}, system)
+    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}
+    options = engine_options(option, kv_cache_bits)
+    remote_options(url, options, api_key)
+    if url is None:
+        run_chat(model or DEMO_MODEL, options, settings, system)
+    else:
+        run_remote_chat(url, api_key, model or "", settings, system)
 
 
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge demo\n\nkvboost-edge demo -o backend=reference")
-def demo(option: EngineOptions = None) -> None:
+def demo(kv_cache_bits: KVBitsOption = None, option: EngineOptions = None) -> None:
     """Ask the bundled model several questions about one shared document and show what is reused. No network."""
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.options import engine_options
 
-    run_demo(DEMO_MODEL, engine_options(option))
+    run_demo(DEMO_MODEL, engine_options(option, kv_cache_bits))
 
 
 @app.command(
@@ -104,6 +127,7 @@ def demo(option: EngineOptions = None) -> None:
 )
 def doctor(
     model: Annotated[str, typer.Argument(help="A model to judge: directory, id, or the bundled one.")] = DEMO_MODEL,
+    kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,12 +135,13 @@ def doctor(
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options
 
-    run_doctor(model, engine_options(option), as_json=as_json)
+    run_doctor(model, engine_options(option, kv_cache_bits), as_json=as_json)
 
 
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect Qwen/Qwen2-0.5B --json")
 def inspect(
     model: Annotated[str, typer.Argument(help="A model directory, a Hugging Face id, or the bundled demo model.")],
+    kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -124,7 +149,64 @@ def inspect(
     from kvboost_edge.cli.inspect import run_inspect
     from kvboost_edge.cli.options import engine_options
 
-    run_inspect(model, engine_options(option), as_json=as_json)
+    run_inspect(model, engine_options(option, kv_cache_bits), as_json=as_json)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS]",
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model over HTTP: OpenAI's endpoints, metrics and a web page. `serve --help` lists the flags."""
+    from kvboost_edge.server.__main__ import serve as run_serve
+
+    run_serve(context.args, prog="kvboost-edge serve")
+
+
+@app.command(
+    "eval",
+    epilog="[b]Examples[/b]\n\n"
+    "kvboost-edge eval notes.txt -m ./my-model\n\n"
+    "kvboost-edge eval notes.txt -m ./my-model --against weights=int4 --against weights=int8,kv_cache_bits=8,4\n\n"
+    "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json",
+)
+def evaluate(
+    file: Annotated[str, typer.Argument(help="A text in UTF-8; '-' reads it from standard input.")],
+    model: ModelOption = DEMO_MODEL,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--against",
+            metavar="NAME=VALUE,…",
+            help="Engine options to compare with, repeatable: mean and largest KL divergence, same most likely token.",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option("--window", help="Tokens a prediction may look back on; 512 or the context.")
+    ] = None,
+    kv_cache_bits: KVBitsOption = None,
+    option: EngineOptions = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Perplexity of a text, and how far other weights or cache widths are from it."""
+    from kvboost_edge.cli.evaluate import run_eval
+    from kvboost_edge.cli.options import engine_options
+
+    options = engine_options(option, kv_cache_bits)
+    run_eval(file, model, options, against or (), window=window, as_json=as_json)
+
+
+@app.command(
+    epilog="[b]Examples[/b]\n\nkvboost-edge warmup\n\n"
+    "kvboost-edge warmup -m ./my-model\n\nkvboost-edge warmup -m ./my-model -o weights=int4 --kv-cache-bits 8"
+)
+def warmup(model: ModelOption = DEMO_MODEL, kv_cache_bits: KVBitsOption = None, option: EngineOptions = None) -> None:
+    """Compile the kernels for this machine and keep them, so that later starts are quick. Packs the model's weights."""
+    from kvboost_edge.cli.options import engine_options
+    from kvboost_edge.cli.warmup import run_warmup
+
+    run_warmup(model, engine_options(option, kv_cache_bits))
 
 
 def run(argv: list[str] | None = None) -> int:

@@ -1,9 +1,11 @@
-"""`kvboost-edge chat`: a conversation whose earlier turns stay in the pool."""
+"""`kvboost-edge chat`: a conversation whose earlier turns stay in the pool, of an engine here or of a server."""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -12,32 +14,85 @@ from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.errors import RequestError
 
 if TYPE_CHECKING:
+    from kvboost_edge.cli.remote import RemoteChat
     from kvboost_edge.engine.engine import CPUPagedEngine
 
-__all__ = ["run_chat"]
+__all__ = ["run_chat", "run_remote_chat"]
 
 _HELP = "/reset starts over, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
 
+Messages = list[dict[str, str]]
+Write = Callable[[str], None]
+
+
+class _Partner(NamedTuple):
+    """Who answers. `reply` streams one answer and returns its text and a line of figures; `show_stats` prints."""
+
+    reply: Callable[[Messages, Write], tuple[str, str]]
+    show_stats: Callable[[], None]
+
 
 def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], system: str) -> None:
-    """Read user messages until the end of input; each answer streams, its figures follow."""
+    """Talk with a model on this machine until the end of input; each answer streams, its figures follow."""
     console = Console()
+    with loaded_engine(model, options, Console(stderr=True)) as engine:
+        _converse(console, _local(engine, settings, console), system)
+
+
+def run_remote_chat(url: str, api_key: str, model: str, settings: dict[str, Any], system: str) -> None:
+    """Talk with a running server."""
+    from kvboost_edge.cli.remote import RemoteChat
+
+    console = Console()
+    with RemoteChat(url, api_key=api_key, model=model) as remote:
+        console.print(f"[dim]{remote.model} at {url}[/dim]")
+        _converse(console, _remote(remote, settings, console), system)
+
+
+def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -> _Partner:
+    def reply(messages: Messages, write: Write) -> tuple[str, str]:
+        result = answer(engine, messages, settings, write)
+        return result.output_text, timing_line(result)
+
+    def show_stats() -> None:
+        console.print(pool_panel(engine.block_map(), engine.paged_stats(), width=console.width))
+
+    return _Partner(reply, show_stats)
+
+
+def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _Partner:
+    named = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in settings.items()}
+
+    def reply(messages: Messages, write: Write) -> tuple[str, str]:
+        for piece in remote.stream(messages, named):
+            if not isinstance(piece, str):
+                return piece.text, piece.timing_line
+            write(piece)
+        raise RequestError("the server ended the answer early")
+
+    return _Partner(reply, lambda: console.print_json(json.dumps(remote.stats())))
+
+
+def _converse(console: Console, partner: _Partner, system: str) -> None:
+    """Read user messages until the end of input."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    with loaded_engine(model, options, Console(stderr=True)) as engine:
-        console.print(f"[dim]{_HELP}[/dim]")
-        while (line := _read_line(console)) is not None:
-            if line == "/quit":
-                return
-            if line == "/reset":
-                messages = list(opening)
-                console.print("[dim]a new conversation[/dim]")
-            elif line == "/stats":
-                console.print(pool_panel(engine.block_map(), engine.paged_stats(), width=console.width))
-            elif line.startswith("/"):
-                console.print(f"[dim]{_HELP}[/dim]")
-            elif line:
-                _take_turn(engine, console, messages, line, settings)
+    console.print(f"[dim]{_HELP}[/dim]")
+    while (line := _read_line(console)) is not None:
+        if line == "/quit":
+            return
+        if line == "/reset":
+            messages = list(opening)
+            console.print("[dim]a new conversation[/dim]")
+        elif line == "/stats":
+            try:
+                partner.show_stats()
+            except RequestError as error:  # a server may keep its figures to itself; the conversation goes on
+                print(f"no figures: {error}", file=sys.stderr)
+        elif line.startswith("/"):
+            console.print(f"[dim]{_HELP}[/dim]")
+        elif line:
+            _take_turn(partner, console, messages, line)
 
 
 def _read_line(console: Console) -> str | None:
@@ -49,9 +104,7 @@ def _read_line(console: Console) -> str | None:
         return None
 
 
-def _take_turn(
-    engine: CPUPagedEngine, console: Console, messages: list[dict[str, str]], line: str, settings: dict[str, Any]
-) -> None:
+def _take_turn(partner: _Partner, console: Console, messages: Messages, line: str) -> None:
     """Append the user's line and the answer to `messages`. A refused or interrupted turn leaves them as they were."""
     turn = [*messages, {"role": "user", "content": line}]
 
@@ -60,12 +113,12 @@ def _take_turn(
         console.file.flush()
 
     try:
-        result = answer(engine, turn, settings, write)
+        text, figures = partner.reply(turn, write)
     except RequestError as error:
         print(f"this turn was refused: {error}", file=sys.stderr)
         return
     except KeyboardInterrupt:
         console.print("\n[dim]stopped; this turn is forgotten[/dim]")
         return
-    console.print(f"\n[dim]{timing_line(result)}[/dim]")
-    messages[:] = [*turn, {"role": "assistant", "content": result.output_text}]
+    console.print(f"\n[dim]{figures}[/dim]")
+    messages[:] = [*turn, {"role": "assistant", "content": text}]

@@ -15,6 +15,7 @@ from kvboost_edge.cli.inspect import route, shown
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
@@ -60,6 +61,7 @@ def _processor() -> dict[str, Any]:
         "model": cpu.model,
         "architecture": cpu.arch,
         "instruction_set": cpu.isa,
+        "kernel_path": _kernel_path(),
         "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
         "default_threads": default_num_threads(),
@@ -67,11 +69,19 @@ def _processor() -> dict[str, Any]:
     }
 
 
+def _kernel_path() -> str:
+    """The form of integer dot product that kernels are compiled with; NUMBA_CPU_FEATURES may mask instructions."""
+    from kvboost_edge.kernels.linear_dot import dot_form
+
+    return dot_form()
+
+
 def _memory() -> dict[str, Any]:
-    group = memory_limit()
+    group, threads = memory_limit(), default_num_threads()
     return {
         "total_bytes": total_bytes(),
         "available_bytes": available_bytes(),
+        "read_bandwidth": f"{measure_read_bandwidth(threads) / 1e9:.1f} GB/s with {threads} threads, measured now",
         "this_process_bytes": process_rss(),
         "cgroup": "no limit" if group is None else f"{group.limit / 1e6:,.0f} MB, {group.used / 1e6:,.0f} MB used",
     }

@@ -10,16 +10,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvboost_edge.backends.select import choose_backend
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.model_files import ModelFiles
+from kvboost_edge.engine.selection import select_path
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.architectures import check_model_compatibility, pinned_context
-from kvboost_edge.models.config_file import context_length, read_config, size_of, stored_dtype, text_config
+from kvboost_edge.models.config_file import context_length, size_of, stored_dtype, text_config
+from kvboost_edge.models.families import describe_model
 from kvboost_edge.models.fingerprint import model_fingerprint
-from kvboost_edge.models.safetensors_check import check_weights
-from kvboost_edge.runners.native.choice import backend_name, choose_runner
+from kvboost_edge.runners.native.choice import native_kv_spec
 
 __all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
 
@@ -38,13 +39,12 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
-    """Figures of a model directory by name. Raises ModelFormatError for what the engine would refuse to read."""
-    fields = read_config(path)
-    weights = check_weights(path, fields)
+    """Figures of a model directory or GGUF file by name. Raises ModelFormatError for what the engine would refuse."""
+    files = ModelFiles(path)
+    fields, weights = files.config, files.summary()
     inner = text_config(fields)
     path_taken = route(path, config)
-    dtype = "float32" if path_taken["runner"] == "native" else kv_dtype(fields, config, path_taken["device"])
-    per_token = kv_bytes_per_token(fields, dtype)
+    kv = _kv_spec(fields, config, path_taken)
     return {
         "path": str(path),
         **path_taken,
@@ -56,44 +56,43 @@ def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
         "weight_bytes": weights.nbytes,
         "weight_dtypes": ", ".join(sorted(weights.dtypes)),
         "weight_files": ", ".join(file.name for file in weights.files),
-        "kv_dtype": dtype,
-        "kv_bytes_per_token": per_token,
-        "kv_bytes_per_block": per_token * config.block_size,
+        "kv_dtype": f"{kv.bits[0]} bit keys, {kv.bits[1]} bit values" if kv.is_quantized else kv.dtype,
+        "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
+        "kv_bytes_per_block": kv.bytes_per_block,
         "fingerprint": model_fingerprint(path),
     }
 
 
 def route(path: Path, config: EngineConfig) -> dict[str, Any]:
-    """Which runner and backend `path` would use on this machine, and why; a refusal is part of the answer."""
-    compatibility = check_model_compatibility(path, strict=False)
+    """Which runner, weights and backend `path` would use on this machine, and why; a refusal is part of the answer."""
+    files = ModelFiles(path)
+    compatibility = check_model_compatibility(files.config, strict=False)
     report: dict[str, Any] = {
         "architecture": compatibility.model_type,
         "supported": compatibility.supported,
         "tested": compatibility.tested,
         "compatibility": compatibility.reason,
-        "runner": "torch" if compatibility.supported else "none",
-        "runner_reason": "any causal language model of transformers, its modules untouched",
+        "runner": "none",
+        "runner_reason": f"refused: {compatibility.reason}",
+        "weights": "none",
+        "backend": "none",
+        "device": "none",
+        "backend_reason": "no runner takes this model",
     }
     if not compatibility.supported:
-        report["runner_reason"] = f"refused: {compatibility.reason}"
+        return report
     try:
-        choice = choose_backend(backend_name(config), config.device)
+        selected = select_path(files, config)
     except KVBoostError as error:
-        return {**report, "backend": "none", "device": "none", "backend_reason": str(error)}
-    report |= {"backend": choice.name, "device": choice.device, "backend_reason": choice.reason}
-    if compatibility.supported:
-        report |= _runner_route(path, config, choice.name)
-    return report
-
-
-def _runner_route(path: Path, config: EngineConfig, backend: str) -> dict[str, Any]:
-    """The runner's name and reason; a refusal is part of the answer."""
-    try:
-        num_params = check_weights(path, read_config(path)).num_params
-        selected = choose_runner(config, read_config(path), backend, num_params, available_bytes())
-    except KVBoostError as error:
-        return {"runner": "none", "runner_reason": f"refused: {error}"}
-    return {"runner": selected.name, "runner_reason": selected.reason}
+        return {**report, "runner_reason": f"refused: {error}", "backend_reason": str(error)}
+    return report | {
+        "runner": selected.runner.name,
+        "runner_reason": selected.runner.reason,
+        "weights": selected.runner.weights or "the checkpoint's own",
+        "backend": selected.backend.name,
+        "device": selected.backend.device,
+        "backend_reason": selected.backend.reason,
+    }
 
 
 def _usable_context(fields: Mapping[str, Any]) -> int:
@@ -102,21 +101,24 @@ def _usable_context(fields: Mapping[str, Any]) -> int:
     return length if pinned is None else min(length, pinned.length)
 
 
-def kv_dtype(fields: Mapping[str, Any], config: EngineConfig, device: str) -> str:
-    """The dtype of KV in the pool, which is that of the compute: the option's, else the checkpoint's."""
-    if config.dtype != "auto":
-        return config.dtype
-    stored = stored_dtype(fields) or "float32"
-    return "float32" if stored == "float16" and device == "cpu" else stored
-
-
-def kv_bytes_per_token(fields: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of keys and values of one token over all layers."""
+def _kv_spec(fields: Mapping[str, Any], config: EngineConfig, path_taken: Mapping[str, Any]) -> KVSpec:
+    """How keys and values would be stored."""
+    if path_taken["runner"] == "native":
+        return native_kv_spec(describe_model(fields), path_taken["weights"], config.block_size, config.kv_bits)
     inner = text_config(fields)
     layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
     kv_heads = size_of(inner, "num_key_value_heads") or heads
     head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
-    return 2 * layers * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+    dtype = _torch_kv_dtype(fields, config, path_taken["device"])
+    return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
+
+
+def _torch_kv_dtype(fields: Mapping[str, Any], config: EngineConfig, device: str) -> str:
+    """The torch runner's KV has the dtype of its compute: the option's, else the checkpoint's."""
+    if config.dtype != "auto":
+        return config.dtype
+    stored = stored_dtype(fields) or "float32"
+    return "float32" if stored == "float16" and device == "cpu" else stored
 
 
 def print_report(report: dict[str, Any], *, title: str) -> None:

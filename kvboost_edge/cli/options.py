@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvboost_edge.config import kv_bits_from_text
 from kvboost_edge.errors import ConfigError, RequestError
 
-__all__ = ["engine_options", "parse_value", "sampling_options"]
+__all__ = ["engine_options", "parse_value", "remote_options", "sampling_options"]
 
 _WORDS = {"true": True, "false": False, "none": None}
 # These stay text whatever they look like.
@@ -26,14 +27,24 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def engine_options(pairs: Iterable[str] | None) -> dict[str, Any]:
-    """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a malformed pair."""
+def engine_options(pairs: Iterable[str] | None, kv_cache_bits: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a malformed pair.
+
+    kv_cache_bits: the option of that name, such as "8" or "8,4"; given both ways is an error too.
+    """
     options: dict[str, Any] = {}
+    if kv_cache_bits is not None:
+        pairs = [*(pairs or ()), f"kv_cache_bits={kv_cache_bits}"]
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"option {pair!r} must have the form NAME=VALUE, for example num_threads=2")
-        options[name] = text if name in _ENGINE_TEXT else parse_value(text)
+        if name in options:
+            raise ConfigError(f"option {name!r} is given twice; give it once")
+        if name == "kv_cache_bits" and text.lower() not in _WORDS:
+            options[name] = kv_bits_from_text(text)
+        else:
+            options[name] = text if name in _ENGINE_TEXT else parse_value(text)
     return options
 
 
@@ -52,3 +63,12 @@ def sampling_options(pairs: Iterable[str] | None) -> dict[str, Any]:
     if stops:
         options["stop"] = stops
     return options
+
+
+def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) -> None:
+    """Refuse (ConfigError) what belongs to a server beside an engine here, and the other way round."""
+    if url is not None and options:
+        name = next(iter(options))
+        raise ConfigError(f"{name} is an option of an engine here, and --url talks to a server; set it there")
+    if url is None and api_key:
+        raise ConfigError("--api-key is for --url; a model on this machine needs none")

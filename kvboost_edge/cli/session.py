@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kvboost_edge.models.locate import locate_model
 
@@ -32,18 +33,32 @@ def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator
 def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterator[CPUPagedEngine]:
     """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to `notes`."""
     started = time.perf_counter()
-    with found_model(model, options, notes) as path, notes.status(f"loading {model} …"):
+    with found_model(model, options, notes) as path, _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
 
-        engine = CPUPagedEngine.from_pretrained(str(path), **options)
+        engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
     with engine:
         stats = engine.paged_stats()
         notes.print(
-            f"[dim]{model}: runner {stats['runner']}, backend {stats['backend']}, {stats['num_threads']} threads, "
+            f"[dim]{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend {stats['backend']}, "
+            f"{stats['num_threads']} threads, "
             f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
             f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
         )
         yield engine
+
+
+@contextmanager
+def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that only moves to and fro while the model is loaded, and fills while its weights are packed."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task(f"loading {model}", total=None)
+
+        def packed(done: int, total: int) -> None:
+            bar.update(task, description=f"packing the weights of {model}, once", completed=done, total=total)
+
+        yield packed
 
 
 def answer(

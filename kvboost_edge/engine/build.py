@@ -13,19 +13,22 @@ from typing import Any
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, plan_num_blocks
+from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.model_files import ModelFiles
+from kvboost_edge.engine.selection import Selection, select_path
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.architectures import check_model_compatibility
-from kvboost_edge.models.config_file import generation_defaults, read_config, read_generation_config, stored_dtype
-from kvboost_edge.models.fingerprint import fingerprint_of_module, model_fingerprint
+from kvboost_edge.models.config_file import generation_defaults, stored_dtype
+from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.safetensors_check import WeightSummary, check_weights
+from kvboost_edge.models.packed_file import Progress
+from kvboost_edge.models.safetensors_check import WeightSummary
 from kvboost_edge.runners.base import Runner
-from kvboost_edge.runners.native.choice import BYTES_PER_PARAM, RunnerChoice, backend_name, choose_runner
+from kvboost_edge.runners.native.choice import RunnerChoice
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["EngineParts", "build_from_model", "build_from_path"]
@@ -34,6 +37,9 @@ _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only")
 _DEFAULTS = EngineConfig()
+_TORCH = ("torch", "transformers")
+# What transformers needs to load weights that are quantized so.
+_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,41 +56,53 @@ class EngineParts:
     backend_reason: str
 
 
-def build_from_path(path_or_id: str | Path, config: EngineConfig) -> EngineParts:
-    """Load a local model directory, a hub id or the bundled model; everything is checked before it is loaded."""
-    model_dir = locate_model(
+def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
+    """Load a model directory, a GGUF file, a hub id or the bundled model; everything is checked before it is loaded.
+
+    progress: called with (bytes done, bytes in all) while weights are packed, which happens once per model and format.
+    """
+    model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
-    model_config = read_config(model_dir)
-    check_model_compatibility(model_config, strict=config.strict)
-    summary = check_weights(model_dir, model_config)
-    choice = choose_backend(backend_name(config), config.device)
-    selected = choose_runner(config, model_config, choice.name, summary.num_params, available_bytes())
-    if choice.device == "cpu":
-        per_param = BYTES_PER_PARAM.get(selected.weights)
-        loaded = _loaded_bytes(summary, model_config, config.dtype)
-        check_weights_fit(loaded if per_param is None else int(summary.num_params * per_param), available_bytes())
-    tokenizer = Tokenizer.from_dir(model_dir)
-    defaults = read_generation_config(model_dir, model_config, tokenizer_eos=tokenizer.eos_token_id)
-    fingerprint = model_fingerprint(model_dir)
-    runner = _load_runner(model_dir, config, choice, selected)
-    return _assemble(config, choice, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
+    files = ModelFiles(model_path)
+    check_model_compatibility(files.config, strict=config.strict)
+    summary = files.summary()
+    selected = select_path(files, config)
+    if selected.backend.device == "cpu":
+        check_weights_fit(_loaded_bytes(files, summary, selected.runner, config.dtype), available_bytes())
+    tokenizer = files.tokenizer()
+    defaults = files.generation(tokenizer_eos=tokenizer.eos_token_id)
+    fingerprint = files.fingerprint()
+    runner = _load_runner(files, config, selected, progress)
+    return _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
 
 
-def _load_runner(model_dir: Path, config: EngineConfig, choice: BackendChoice, selected: RunnerChoice) -> Runner:
+def _load_runner(files: ModelFiles, config: EngineConfig, selected: Selection, progress: Progress | None) -> Runner:
     num_threads = config.num_threads or default_num_threads()
-    _LOG.info("runner %s: %s", selected.name, selected.reason)
-    if selected.name == "native":
+    choice = selected.runner
+    # What nobody asked for and is slower is said where everybody sees it.
+    level = logging.INFO if choice.wanted or choice.name == "native" else logging.WARNING
+    _LOG.log(level, "runner %s: %s", choice.name, choice.reason)
+    if choice.name == "native":
         from kvboost_edge.runners.native.runner import NativeRunner
 
         return NativeRunner.from_dir(
-            model_dir, weights=selected.weights, num_threads=num_threads, block_size=config.block_size
+            files.path,
+            weights=choice.weights,
+            num_threads=num_threads,
+            block_size=config.block_size,
+            kv_bits=config.kv_bits,
+            progress=progress,
         )
-    _require_torch()
+    _require_torch(choice.reason, config=files.config)
     from kvboost_edge.runners.torch_runner import TorchRunner
 
     return TorchRunner.from_dir(
-        model_dir, dtype=config.dtype, device=choice.device, num_threads=num_threads, block_size=config.block_size
+        files.path,
+        dtype=config.dtype,
+        device=selected.backend.device,
+        num_threads=num_threads,
+        block_size=config.block_size,
     )
 
 
@@ -96,13 +114,16 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
             raise ConfigError(
                 f"option {name!r} does not apply to a model that is already loaded; leave it out or use from_pretrained"
             )
-    _require_torch()
+    _require_torch("a loaded transformers model was given")
     import torch
 
     from kvboost_edge.runners.torch_runner import TorchRunner
 
-    if config.runner == "native" or config.weights != "auto":
-        raise ConfigError("a loaded transformers model runs on the torch runner; give a path for runner='native'")
+    if config.runner == "native" or config.weights != "auto" or config.kv_bits != (16, 16):
+        raise ConfigError(
+            "a loaded transformers model runs on the torch runner, which has no weights= and no kv_cache_bits=; give "
+            "a path for runner='native'"
+        )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
     choice = choose_backend(config.backend, config.device or own)
@@ -128,18 +149,20 @@ def _assemble(
     with _closed_on_error(runner):
         available = _available_on(choice.device)
         num_blocks = plan_num_blocks(config, info.kv_spec, info.max_context, info.weight_bytes, available)
-        backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads)
+        num_open = num_open_blocks(config)
+        backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open)
         with _closed_on_error(backend):
             runner.bind(backend)
     _LOG.info(
         "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB",
         *(info.name, info.dtype, backend.name, choice.device, choice.reason, num_blocks, backend.pool_bytes / 1e6),
     )
-    kv_format = f"{info.kv_spec.dtype}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
+    kv = info.kv_spec
+    kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
     return EngineParts(
         runner=runner,
         backend=backend,
-        manager=KVCacheManager(num_blocks, config.block_size),
+        manager=KVCacheManager(num_blocks, config.block_size, whole_blocks=info.kv_spec.is_quantized),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         # The rope settings are part of the model's config and so of its fingerprint.
@@ -149,10 +172,12 @@ def _assemble(
     )
 
 
-def _loaded_bytes(summary: WeightSummary, model_config: Mapping[str, Any], dtype: str) -> int:
+def _loaded_bytes(files: ModelFiles, summary: WeightSummary, selected: RunnerChoice, dtype: str) -> int:
     """Bytes the weights will take on the CPU: "auto" is the dtype in the config, float32 where that is float16."""
+    if selected.weights:
+        return files.packed_bytes(selected.weights)
     if dtype == "auto":
-        dtype = stored_dtype(model_config)
+        dtype = stored_dtype(files.config)
         dtype = "float32" if dtype == "float16" else dtype
     per_param = _DTYPE_BYTES.get(dtype)
     return summary.nbytes if per_param is None else summary.num_params * per_param
@@ -167,12 +192,14 @@ def _available_on(device: str) -> int:
     return available_bytes()
 
 
-def _require_torch() -> None:
-    for module in ("torch", "transformers"):
+def _require_torch(reason: str, *, config: Mapping[str, Any] | None = None) -> None:
+    """config: of a model to be loaded; of a quantized one transformers asks for more."""
+    settings = (config or {}).get("quantization_config") or {}
+    method = str(settings.get("quant_method"))
+    for module in (*_TORCH, *_QUANTIZERS.get(method, ())):
         if importlib.util.find_spec(module) is None:
-            raise BackendUnavailable(
-                f"runner 'torch' needs {module}, which is not installed; install the extra [torch]"
-            )
+            how = "install the extra [torch]" if module in _TORCH else f"it reads {method} weights; install it"
+            raise BackendUnavailable(f"runner 'torch' ({reason}) needs {module}, which is not installed; {how}")
 
 
 @contextlib.contextmanager

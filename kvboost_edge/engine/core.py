@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import heapq
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +22,9 @@ from kvboost_edge.backends.base import Backend, BatchLayout
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.scheduler import Chunk, Scheduler, StepPlan
-from kvboost_edge.engine.sequence import Floats, Sequence
+from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.errors import CacheCorruption, KVBoostError
+from kvboost_edge.models.file_memo import cache_directory
 from kvboost_edge.runners.base import ForwardBatch, Runner
 
 if TYPE_CHECKING:
@@ -70,7 +73,11 @@ class EngineCore:
         self._debug_checks = debug_checks
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._live: dict[int, Sequence] = {}
+        self._live: dict[int, Sequence] = {}  # from submit to the end
+        self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that ended are left in it
+        self._kept: list[int] = []  # freed blocks the backend was not told of yet
+        # Held for moments only, so that submitting never waits for the bookkeeping.
+        self._gate = threading.Lock()
         self._closing = False
         self._stopped = False
         self._failure: BaseException | None = None
@@ -97,6 +104,24 @@ class EngineCore:
             self.check_open()
             yield
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that stopped the engine."""
+        return self._failure
+
+    def is_alive(self) -> bool:
+        """Whether requests are being computed: started, not closed, the thread alive."""
+        return self._failure is None and not self._stopped and self._thread.is_alive()
+
+    def num_waiting(self) -> int:
+        """Requests that hold no block: on their way, queued, or preempted."""
+        return sum(sequence.status is SequenceStatus.WAITING for sequence in list(self._live.values()))
+
+    def waiting_tokens(self) -> int:
+        """Tokens those have to compute."""
+        waiting = [s for s in list(self._live.values()) if s.status is SequenceStatus.WAITING]
+        return sum(sequence.num_pending for sequence in waiting)
+
     def submit(self, request: Request) -> RequestHandle:
         """Queue a request; CapacityError if it could not run even alone."""
         self.scheduler.check_fits(request)
@@ -112,8 +137,9 @@ class EngineCore:
         return sequence.handle, sequence.logits
 
     def _submit(self, sequence: Sequence) -> None:
-        with self.lock:
+        with self._gate:
             self.check_open()
+            self._live[sequence.index] = sequence
             self._inbox.put(_Submit(sequence))
 
     def cancel(self, index: int) -> None:
@@ -148,7 +174,8 @@ class EngineCore:
             self._failure = error
         reason = self._failure or KVBoostError("the engine was closed before the request was done")
         with self.lock:
-            self._stopped = True
+            with self._gate:
+                self._stopped = True
             self._drain_inbox()
             for sequence in list(self._live.values()):
                 if self._failure is None:
@@ -174,16 +201,19 @@ class EngineCore:
         """Run one step; False if there was nothing to do."""
         with self.lock:
             self._drain_inbox()
+            self._expire()
             if self._closing or not self.scheduler.has_work:
+                self._release_blocks(frozenset())
                 return False
             plan = self.scheduler.schedule()
             for sequence, error in plan.failed:
                 self._end(sequence, error=error)
             plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.table is not None]
             new_blocks = self.scheduler.manager.drain_new_blocks()
+            # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
+            sources = frozenset(copy.src for copy in plan.copies)
+            self._release_blocks(sources)
             if self._debug_checks:
-                # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
-                sources = {copy.src for copy in plan.copies}
                 self._backend.poison_blocks([block for block in new_blocks if block not in sources])
             checksums = self._checksums() if self._debug_checks else {}
             batch = self._build_batch(plan)
@@ -203,6 +233,13 @@ class EngineCore:
                 self._compare(checksums)
         return True
 
+    def _release_blocks(self, wanted: frozenset[int]) -> None:
+        """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for the next step."""
+        if self._backend.spec.is_quantized:
+            self._kept += self.scheduler.manager.drain_released()
+            self._backend.release_blocks([block for block in self._kept if block not in wanted])
+            self._kept = [block for block in self._kept if block in wanted]
+
     def _drain_inbox(self) -> None:
         while True:
             try:
@@ -214,13 +251,23 @@ class EngineCore:
     def _handle(self, message: _Message) -> None:
         if isinstance(message, _Submit):
             sequence = message.sequence
-            self._live[sequence.index] = sequence
             self.scheduler.add(sequence)
+            if sequence.request.deadline is not None:
+                if len(self._deadlines) > 2 * len(self._live) + 64:
+                    self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._live)
+                heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.index))
         elif isinstance(message, _Cancel):
             if message.request_index in self._live:
                 self._end(self._live[message.request_index], reason="cancelled")
         else:
             self._closing = True
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed, in whatever state they are."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, index = heapq.heappop(self._deadlines)
+            if index in self._live:
+                self._end(self._live[index], reason="timeout")
 
     def _build_batch(self, plan: StepPlan) -> ForwardBatch | None:
         """The flat batch of a plan's chunks; None if there are none."""
@@ -277,7 +324,8 @@ class EngineCore:
         if not np.isfinite(rows.max()):
             raise KVBoostError(
                 f"the model returned NaN or infinite logits near token {chunk.stop - 1}; the request ends and its "
-                "blocks are not published; try dtype='float32'"
+                "blocks are not published; try runner='torch' or weights='f32', and if the model has worked before, "
+                f"remove its packed weights from {cache_directory() / 'packed'}: they may be damaged"
             )
         reason = None
         request = sequence.request
@@ -285,11 +333,13 @@ class EngineCore:
             wanted = chunk.stop - max(chunk.start, request.logits_start)
             if wanted > 0:
                 sequence.logits.append(rows[-wanted:].copy())
+        sequence.read_prompt(chunk.stop - len(rows), rows)
         if chunk.stop == sequence.num_tokens:
             if request.prefill_only or request.logits_start is not None:
                 reason = "length"
             else:
                 reason = sequence.accept(rows[-1])
+                self.scheduler.num_generated_tokens += 1
         sequence.num_computed_tokens = chunk.stop
         assert sequence.table is not None
         self.scheduler.manager.commit(sequence.table, sequence.token_ids, chunk.stop)
@@ -319,7 +369,7 @@ class EngineCore:
 
 def _num_logits(chunk: Chunk) -> int:
     """How many of a chunk's last rows need logits: one, which samples or at least shows NaN, or those asked for."""
-    start = chunk.sequence.request.logits_start
+    start = chunk.sequence.logits_from
     return 1 if start is None else max(1, chunk.stop - max(chunk.start, start))
 
 

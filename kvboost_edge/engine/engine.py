@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,18 +18,18 @@ from kvboost_edge.engine.batch import group_by_prefix
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
-from kvboost_edge.engine.request import Request, SamplingParams, as_int, check_mode, resolve_sampling
-from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
+from kvboost_edge.engine.intake import Intake, Terms
+from kvboost_edge.engine.prompts import Prompt
+from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult, alignment_warning
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.verify import verify_engine
 from kvboost_edge.errors import RequestError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["CPUPagedEngine"]
-
-_MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text is not worth a warning
 
 
 class CPUPagedEngine:
@@ -47,14 +45,17 @@ class CPUPagedEngine:
         self._start(build_from_model(model, tokenizer, config), config)
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> Self:
-        """Load a model directory, a hub id, or "kvboost-edge/demo" (bundled, no network).
+    def from_pretrained(
+        cls, path_or_id: str | Path, *, progress: Callable[[int, int], None] | None = None, **options: Any
+    ) -> Self:
+        """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no network).
 
+        progress: called with (bytes done, bytes in all) while the native runner packs the weights, once per model.
         Raises ConfigError for options, ModelFormatError for what is wrong with the files, CapacityError when weights
         and pool do not fit, BackendUnavailable for a backend that is not on this machine.
         """
         config = EngineConfig.from_options(**options)
-        return cls._from_parts(build_from_path(path_or_id, config), config)
+        return cls._from_parts(build_from_path(path_or_id, config, progress), config)
 
     @classmethod
     def _from_parts(cls, parts: EngineParts, config: EngineConfig) -> Self:
@@ -71,7 +72,7 @@ class CPUPagedEngine:
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
         )
-        self._next_index = itertools.count()
+        self._intake = Intake(parts, config, self._core.check_open)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
         self._finalizer = weakref.finalize(self, self._core.request_close)
         self._core.start()
@@ -97,14 +98,22 @@ class CPUPagedEngine:
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
+        entry: Entry | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`.
+        """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`; and
+        those of `Terms`: tenant, cache_salt, priority, deadline. `entry` says when the call began if that was before.
 
         Raises RequestError for anything wrong with prompt or options and CapacityError for a request larger than the
         pool; nothing is held then.
         """
-        return self._submit(self._make_request(prompt, mode, resolve_sampling(sampling, options)))
+        return self._submit(self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options}, entry))
+
+    def check(self, prompt: Prompt, **options: Any) -> int:
+        """Raise what `submit` would raise for these arguments, and hold nothing; the number of prompt tokens."""
+        request = self._intake.read(prompt, options)
+        self._scheduler.check_fits(request)
+        return request.num_prompt_tokens
 
     def generate(
         self,
@@ -135,7 +144,7 @@ class CPUPagedEngine:
 
         All prompts are checked before the first is queued. If a request fails its error is raised when all are done.
         """
-        requests = self._make_requests(prompts, mode, sampling, options)
+        requests = self._read_all(prompts, sampling, {"mode": mode, **options})
         return _wait(self._submit_all(requests))
 
     def generate_many(
@@ -148,11 +157,10 @@ class CPUPagedEngine:
     ) -> list[GenerationResult]:
         """`generate_batch` for many prompts: those that share a prefix run next to each other, so that it is still in
         the pool. Results in the order of the prompts."""
-        requests = self._make_requests(prompts, mode, sampling, options)
+        requests = self._read_all(prompts, sampling, {"mode": mode, **options})
         groups = group_by_prefix(requests, [r.prompt_ids for r in requests], self._config.block_size)
         order = [index for indices in groups.values() for index in indices]
-        # The arrival number decides who runs first.
-        ordered = [dataclasses.replace(requests[index], index=next(self._next_index)) for index in order]
+        ordered = [self._intake.renumbered(requests[index]) for index in order]
         handles = self._submit_all(ordered)
         by_index = dict(zip(order, handles, strict=True))
         return _wait([by_index[index] for index in range(len(requests))])
@@ -162,7 +170,7 @@ class CPUPagedEngine:
 
         The request is checked at once and queued by the first `next`; closing the iterator cancels it.
         """
-        request = self._read_request(prompt, options, time.perf_counter())
+        request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
         return self._stream(request)
 
@@ -185,29 +193,30 @@ class CPUPagedEngine:
 
     # Cache.
 
-    def warm(self, text: Prompt, position_offset: int = 0) -> WarmResult:
+    def warm(
+        self, text: Prompt, position_offset: int = 0, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> WarmResult:
         """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache."""
         if as_int("position_offset", position_offset) != 0:
             raise RequestError(
                 f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
             )
-        request = self._make_request(text, GenerationMode.PREFIX_CACHE, SamplingParams(), prefill_only=True)
+        terms = Terms(tenant=tenant, cache_salt=cache_salt)
+        request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
         _wait([self._submit(request)])
         chunk_size = self._config.block_size
         with self._core.lock:
             # One more token, because the last one of a prompt is never served.
-            stored = self._parts.manager.peek((*request.prompt_ids, 0), self._parts.root) // chunk_size
+            stored = self._parts.manager.peek((*request.prompt_ids, 0), self._intake.root(terms)) // chunk_size
         tail = request.num_prompt_tokens % chunk_size
-        aligned = tail < _MIN_CHUNK_TOKENS
+        warning = alignment_warning(tail, chunk_size)
         return WarmResult(
             chunks_stored=stored,
             token_count=request.num_prompt_tokens,
             chunk_size=chunk_size,
-            chunk_boundary_aligned=aligned,
+            chunk_boundary_aligned=warning is None,
             partial_tail_tokens=tail,
-            alignment_warning=None
-            if aligned
-            else f"the last {tail} tokens do not fill a chunk of {chunk_size} and are not cached",
+            alignment_warning=warning,
         )
 
     warm_chunks = warm
@@ -241,6 +250,31 @@ class CPUPagedEngine:
         with self._core.reading():
             return self._parts.manager.block_states()
 
+    def block_details(self, limit: int = 4096) -> list[BlockDetail]:
+        """State, tokens and references of the first `limit` blocks, by block id; no prompt text."""
+        with self._core.reading():
+            return stats.block_details(self._parts, self._scheduler, limit)
+
+    def num_running(self) -> int:
+        """Requests that hold blocks. Does not wait for the engine, nor do the next four."""
+        return len(self._scheduler.running)
+
+    def num_waiting(self) -> int:
+        """Requests that are queued or were preempted."""
+        return self._core.num_waiting()
+
+    def waiting_tokens(self) -> int:
+        """Tokens of the waiting requests, prompts and what they had generated when they were preempted."""
+        return self._core.waiting_tokens()
+
+    def is_alive(self) -> bool:
+        """Whether the engine can take requests: not closed, and its thread has not died."""
+        return self._core.is_alive()
+
+    def failure(self) -> BaseException | None:
+        """The error that stopped the engine, None while there is none."""
+        return self._core.failure
+
     def reset_cache(self) -> int:
         """Forget every cached block that is not in use; returns how many."""
         with self._core.reading():
@@ -259,77 +293,16 @@ class CPUPagedEngine:
 
     # Inside.
 
-    def _read_request(self, prompt: Prompt, options: dict[str, Any], entered_at: float) -> Request:
-        mode, sampling = options.pop("mode", GenerationMode.PREFIX_CACHE), options.pop("sampling", None)
-        return self._make_request(prompt, mode, resolve_sampling(sampling, options), entered_at=entered_at)
-
-    def _make_request(
-        self,
-        prompt: Prompt,
-        mode: GenerationMode | str,
-        params: SamplingParams,
-        *,
-        entered_at: float | None = None,
-        prefill_only: bool = False,
-        logits_start: int | None = None,
-    ) -> Request:
-        """Check everything; nothing is held when this raises. `entered_at`: when the caller's call began, None: now."""
-        if entered_at is None:
-            entered_at = time.perf_counter()
-        self._core.check_open()
-        info = self._parts.runner.info
-        mode = check_mode(mode)
-        params.check_vocabulary(info.vocab_size)
-        text, ids = encode_prompt(prompt, self.tokenizer, info.vocab_size)
-        if prefill_only or logits_start is not None:
-            max_tokens = len(ids)
-            if max_tokens > info.max_context:
-                raise RequestError(f"{max_tokens} tokens are more than the model's context of {info.max_context}")
-        else:
-            max_tokens = resolve_max_tokens(len(ids), params, info.max_context)
-        index = next(self._next_index)
-        eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
-        return Request(
-            index=index,
-            prompt=text or self.tokenizer.decode(ids, skip_special_tokens=False),
-            prompt_ids=tuple(ids),
-            params=params,
-            mode=mode,
-            max_tokens=max_tokens,
-            seed=self._derived_seed(index) if params.seed is None else params.seed,
-            stop_ids=eos | frozenset(params.stop_token_ids),
-            entered_at=entered_at,
-            tokenized_at=time.perf_counter(),
-            logits_start=logits_start,
-            prefill_only=prefill_only,
-        )
-
-    def _make_requests(
+    def _read_all(
         self,
         prompts: Sequence[Prompt],
-        mode: GenerationMode | str,
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         options: dict[str, Any],
     ) -> list[Request]:
-        entered_at = time.perf_counter()
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise RequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
-        if isinstance(sampling, Sequence):
-            if len(sampling) != len(prompts):
-                raise RequestError(
-                    f"sampling has {len(sampling)} entries for {len(prompts)} prompts; give one for each"
-                )
-            params = [resolve_sampling(item, options) for item in sampling]
-        else:
-            params = [resolve_sampling(sampling, options)] * len(prompts)
-        requests = [self._make_request(p, mode, s, entered_at=entered_at) for p, s in zip(prompts, params, strict=True)]
+        requests = self._intake.read_all(prompts, sampling, options)
         for request in requests:
             self._scheduler.check_fits(request)
         return requests
-
-    def _derived_seed(self, index: int) -> int:
-        """A seed for the request of this number, recorded in its result."""
-        return int(np.random.SeedSequence([self._config.seed, index]).generate_state(1, np.uint64)[0])
 
     def _submit(self, request: Request) -> RequestHandle:
         handle = self._core.submit(request)
@@ -356,10 +329,8 @@ class CPUPagedEngine:
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
         """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels the request."""
-        entered_at = time.perf_counter()
-        task = asyncio.ensure_future(
-            asyncio.to_thread(lambda: self._submit(self._read_request(prompt, options, entered_at)))
-        )
+        entry = Entry(time.perf_counter())
+        task = asyncio.ensure_future(asyncio.to_thread(lambda: self._submit(self._intake.read(prompt, options, entry))))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -370,8 +341,7 @@ class CPUPagedEngine:
         if isinstance(token_ids, str):
             raise RequestError("logits takes token ids, not text; encode it with engine.tokenizer.encode")
         first = as_int("start", start)
-        params = SamplingParams()
-        request = self._make_request(token_ids, mode, params, logits_start=first)
+        request = self._intake.make(token_ids, Terms(mode=mode), SamplingParams(), logits_start=first)
         if not 0 <= first < request.num_prompt_tokens:
             raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
         handle, rows = self._core.submit_logits(request)

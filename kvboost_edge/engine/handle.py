@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
 
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 
@@ -24,22 +26,58 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
 
 
+class _Alarm:
+    """Wakes coroutines of one event loop from other threads. Wakes that come before the loop runs are one: with many
+    streams each step would otherwise pay a system call for each of them."""
+
+    def __init__(self) -> None:
+        self._due: deque[asyncio.Event] = deque()
+        self._ringing = False
+
+    def wake(self, loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
+        """Set the event in its loop; RuntimeError if the loop was closed."""
+        self._due.append(changed)
+        # Whoever sees it ringing came before `_ring` clears it, and so before it empties the queue.
+        if not self._ringing or loop.is_closed():
+            self._ringing = True
+            loop.call_soon_threadsafe(self._ring)
+
+    def _ring(self) -> None:
+        self._ringing = False
+        while self._due:
+            self._due.popleft().set()
+
+
+_alarms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarm] = weakref.WeakKeyDictionary()
+_alarms_lock = threading.Lock()
+
+
+class _Listener(NamedTuple):
+    """A waiting coroutine: its loop, what wakes it, and whether each token does or only the end."""
+
+    loop: asyncio.AbstractEventLoop
+    alarm: _Alarm
+    changed: asyncio.Event
+    each_event: bool
+
+
 class RequestHandle:
     """Returned by `submit`. Safe to use from any thread; each event is handed out once.
 
     Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()` waits for the end;
     `cancel()` ends the request within one step. An error that ended the request is raised by the iteration and by
-    `result()`.
+    `result()`. `prompt_logprobs`, if asked for, are there before the first event.
     """
 
     def __init__(self, index: int, cancel: Callable[[int], None]) -> None:
         self.index = index
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._request_cancel = cancel
         self._condition = threading.Condition()
         self._events: deque[TokenEvent] = deque()
         self._result: GenerationResult | None = None
         self._error: BaseException | None = None
-        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._listeners: tuple[_Listener, ...] = ()
         self._owner: object = None
 
     def keep_alive(self, owner: object) -> None:
@@ -80,7 +118,7 @@ class RequestHandle:
 
     async def aresult(self) -> GenerationResult:
         """`result()` for asyncio; cancelling the task does not cancel the request by itself."""
-        changed = self._listen()
+        changed = self._listen(each_event=False)
         try:
             while not self.done:
                 await changed.wait()
@@ -109,9 +147,33 @@ class RequestHandle:
             self._unlisten(changed)
         self._outcome()
 
+    async def abatches(self) -> AsyncIterator[list[TokenEvent | GenerationResult]]:
+        """`aevents()` in lists of all that is there, for readers that may be slower than the engine; the last list
+        ends with the result."""
+        changed = self._listen()
+        try:
+            while True:
+                changed.clear()
+                done = self.done  # read first: every event of a request that is done can be taken
+                batch: list[TokenEvent | GenerationResult] = [*self._pop_all()]
+                if done and self._result is not None:
+                    batch.append(self._result)
+                if batch:
+                    yield batch
+                if done:
+                    break
+                await changed.wait()
+        finally:
+            self._unlisten(changed)
+        self._outcome()
+
     def _pop(self) -> TokenEvent | None:
         with self._condition:
             return self._events.popleft() if self._events else None
+
+    def _pop_all(self) -> list[TokenEvent]:
+        with self._condition:
+            return [self._events.popleft() for _ in range(len(self._events))]
 
     def _outcome(self) -> GenerationResult:
         if self._error is not None:
@@ -119,36 +181,45 @@ class RequestHandle:
         assert self._result is not None
         return self._result
 
-    def _listen(self) -> asyncio.Event:
-        changed = asyncio.Event()
+    def _listen(self, *, each_event: bool = True) -> asyncio.Event:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        with _alarms_lock:
+            alarm = _alarms.setdefault(loop, _Alarm())
         with self._condition:
-            self._listeners.append((asyncio.get_running_loop(), changed))
+            self._listeners = (*self._listeners, _Listener(loop, alarm, changed, each_event))
             if self._events or self.done:
                 changed.set()
         return changed
 
     def _unlisten(self, changed: asyncio.Event) -> None:
         with self._condition:
-            self._listeners = [item for item in self._listeners if item[1] is not changed]
+            self._listeners = tuple(item for item in self._listeners if item.changed is not changed)
 
     # The engine thread's side.
 
     def _push(self, event: TokenEvent) -> None:
         with self._condition:
             self._events.append(event)
-            self._wake()
+            self._condition.notify_all()
+            listeners = self._listeners
+        self._wake(listeners)
 
     def _finish(self, result: GenerationResult | None, error: BaseException | None) -> None:
         with self._condition:
             if self.done:
                 return
             self._result, self._error = result, error
-            self._wake()
+            self._condition.notify_all()
+            listeners = self._listeners
+        self._wake(listeners)
 
-    def _wake(self) -> None:
-        self._condition.notify_all()
-        for loop, changed in self._listeners:
+    def _wake(self, listeners: tuple[_Listener, ...]) -> None:
+        """Without the lock: a system call in here gives the interpreter to the reader, who would wait for the lock."""
+        for listener in listeners:
+            # Waking a loop for every token of a result that is wanted whole would cost the engine thread its time.
+            if not (listener.each_event or self.done or listener.loop.is_closed()):
+                continue
             try:
-                loop.call_soon_threadsafe(changed.set)
+                listener.alarm.wake(listener.loop, listener.changed)
             except RuntimeError:  # the loop was closed under its reader: nobody listens any more
                 self._request_cancel(self.index)

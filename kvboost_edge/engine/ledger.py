@@ -9,7 +9,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.host.memory import process_peak, process_rss
 
-__all__ = ["MemoryLedger", "check_weights_fit", "plan_num_blocks"]
+__all__ = ["MemoryLedger", "check_weights_fit", "num_open_blocks", "plan_num_blocks", "planned_pool_bytes"]
 
 _POOL_SHARE = 4  # without a given size the pool takes at most a quarter of the available memory
 
@@ -39,36 +39,53 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     if weight_bytes > available:
         raise CapacityError(
             f"the weights take {_gb(weight_bytes)}, {_gb(available)} of memory are available; "
-            "use a smaller model or dtype='bfloat16'"
+            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'"
         )
 
 
 def plan_num_blocks(config: EngineConfig, spec: KVSpec, max_context: int, weight_bytes: int, available: int) -> int:
     """Blocks of the pool. `available` is memory free now, after the weights were loaded.
 
-    Given by the config, else min(25% of the available memory, context x max_num_seqs), at least one block.
+    Given by the config, else min(25% of the available memory, context x max_num_seqs), at least one block. The
+    buffers of open blocks that a quantized pool needs come out of the same bytes.
     Raises CapacityError when the budget holds no block or the pool does not fit.
     """
-    block_bytes = spec.bytes_per_block
-    if config.max_cache_bytes is not None:
-        num_blocks = config.max_cache_bytes // block_bytes
-        if num_blocks < 1:
-            raise CapacityError(
-                f"max_cache_bytes={config.max_cache_bytes} holds no block: one of {spec.block_size} tokens takes "
-                f"{block_bytes} bytes in this model; give at least that"
-            )
-    elif config.num_blocks is not None or config.max_chunks is not None:
-        num_blocks = config.num_blocks or config.max_chunks or 0
-    else:
-        wanted = -(-max_context // spec.block_size) * config.max_num_seqs
-        num_blocks = max(1, min(available // _POOL_SHARE // block_bytes, wanted))
-    pool_bytes = num_blocks * block_bytes
+    num_blocks = _wanted_blocks(config, spec, max_context, available)
+    block_bytes, open_bytes = spec.bytes_per_block, num_open_blocks(config) * spec.bytes_per_open_block
+    if num_blocks < 1:
+        beside = f" beside {open_bytes} bytes for blocks that are not full yet" if open_bytes else ""
+        raise CapacityError(
+            f"max_cache_bytes={config.max_cache_bytes} holds no block: one of {spec.block_size} tokens takes "
+            f"{block_bytes} bytes in this model{beside}; give at least that"
+        )
+    pool_bytes = num_blocks * block_bytes + open_bytes
     if pool_bytes > available:
         raise CapacityError(
             f"weights {_gb(weight_bytes)} + pool {_gb(pool_bytes)} ({num_blocks} blocks of {block_bytes} bytes) exceed "
             f"memory: {_gb(available)} are available beside the weights; lower max_cache_bytes or num_blocks"
         )
     return num_blocks
+
+
+def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
+    """Bytes the pool would take of so much memory; nothing is refused."""
+    num_blocks = max(1, _wanted_blocks(config, spec, max_context, available))
+    return num_blocks * spec.bytes_per_block + num_open_blocks(config) * spec.bytes_per_open_block
+
+
+def num_open_blocks(config: EngineConfig) -> int:
+    """Blocks that may be partly written at a time: one for each sequence and one to spare."""
+    return config.max_num_seqs + 1
+
+
+def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
+    if config.num_blocks is not None or config.max_chunks is not None:
+        return config.num_blocks or config.max_chunks or 0
+    open_bytes = num_open_blocks(config) * spec.bytes_per_open_block
+    if config.max_cache_bytes is not None:
+        return (config.max_cache_bytes - open_bytes) // spec.bytes_per_block
+    wanted = -(-max_context // spec.block_size) * config.max_num_seqs
+    return max(1, min((available // _POOL_SHARE - open_bytes) // spec.bytes_per_block, wanted))
 
 
 def _gb(num_bytes: int) -> str:

@@ -7,12 +7,12 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import RequestError
 
-__all__ = ["Request", "SamplingParams", "check_mode", "resolve_sampling"]
+__all__ = ["Entry", "Request", "SamplingParams", "as_float", "as_int", "check_mode", "resolve_sampling"]
 
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
@@ -29,7 +29,8 @@ class SamplingParams:
 
     `temperature`, `top_p`, `top_k`, `min_p` and `seed` are "not given" when None and then mean 1.0, 1.0, 0 (off),
     0.0 (off) and a seed derived from the engine's. `do_sample=None` samples if any of the five is given and the
-    temperature is above 0; temperature 0 is greedy. `max_new_tokens=None` fills the context.
+    temperature is above 0; temperature 0 is greedy. `max_new_tokens=None` fills the context, 0 only computes the
+    prompt.
 
     temperature          [0, 1000]
     repetition_penalty   [0.001, 1000]; over prompt and output; logits above 0 are divided by it, others multiplied
@@ -37,6 +38,7 @@ class SamplingParams:
     logit_bias           token id -> value in [-10000, 10000] added to its logit
     logprobs             None, or how many of the most likely tokens to report beside the chosen one (0-100), from the
                          model's own logits before penalties and temperature
+    prompt_logprobs      the same for the prompt's tokens; the prompt is then computed, not taken from the cache
     stop                 strings that end the output; they are not part of it
     stop_token_ids       tokens that end the output like EOS; they end even when `ignore_eos` is set
     """
@@ -52,6 +54,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -76,7 +79,8 @@ class SamplingParams:
         _integer(self, "top_k", low=0)
         _integer(self, "seed", low=0, high=2**64 - 1)
         _integer(self, "logprobs", low=0, high=_MAX_LOGPROBS)
-        _integer(self, "max_new_tokens", low=1)
+        _integer(self, "prompt_logprobs", low=0, high=_MAX_LOGPROBS)
+        _integer(self, "max_new_tokens", low=0)
         if self.do_sample is not None and not isinstance(self.do_sample, bool):
             raise RequestError(f"do_sample={self.do_sample!r} must be True, False or None")
         if not isinstance(self.ignore_eos, bool):
@@ -102,6 +106,17 @@ class SamplingParams:
                     raise RequestError(f"{name} holds token id {token_id}; the vocabulary is 0..{vocab_size - 1}")
 
 
+class Entry(NamedTuple):
+    """How a request came in.
+
+    at            when the caller's call began, seconds of `time.perf_counter`
+    prompt_text   what the result's `prompt` says; None: the text, or the token ids decoded
+    """
+
+    at: float
+    prompt_text: str | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request as it was asked, checked and resolved. Times are seconds of `time.perf_counter`.
@@ -112,6 +127,10 @@ class Request:
     seed             the seed in use: the caller's or one derived from (engine seed, index)
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
     logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
+    prefill_only     the prompt is computed and nothing is generated
+    root             where its prefix hashes start (tenant and salt are in it), None: at the engine's own root
+    priority         lower runs earlier
+    deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     """
 
     index: int
@@ -126,6 +145,14 @@ class Request:
     tokenized_at: float
     logits_start: int | None = None
     prefill_only: bool = False
+    root: bytes | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the smaller one."""
+        return self.priority, self.index
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -134,8 +161,7 @@ class Request:
     @property
     def max_slots(self) -> int:
         """Most slots the request can ever need: the KV of the last sampled token is never computed."""
-        grows = self.logits_start is None and not self.prefill_only
-        return self.max_tokens - 1 if grows else len(self.prompt_ids)
+        return max(self.max_tokens - 1, len(self.prompt_ids))
 
 
 def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
@@ -165,14 +191,14 @@ def _real(params: SamplingParams, name: str, *, low: float, high: float, open_lo
     value = getattr(params, name)
     if value is None and name in _SAMPLING_KEYWORDS:
         return
-    number = _as_float(name, value)
+    number = as_float(name, value)
     inside = (number > low if open_low else number >= low) and number <= high  # NaN is never inside
     if not inside:
         raise RequestError(f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
     object.__setattr__(params, name, number)
 
 
-def _as_float(name: str, value: object) -> float:
+def as_float(name: str, value: object) -> float:
     """`value` as float; NumPy's scalars pass, booleans, strings and arrays raise RequestError. An integer too large
     for a float counts as infinite, which is outside of every range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -235,7 +261,7 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         raise RequestError(f"logit_bias={bias!r} must map token ids to numbers")
     checked: dict[int, float] = {}
     for token_id, value in bias.items():
-        number = _as_float(f"logit_bias[{token_id!r}]", value)
+        number = as_float(f"logit_bias[{token_id!r}]", value)
         if not abs(number) <= _MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias[{token_id!r}]={value!r} must be in [{-_MAX_LOGIT_BIAS:g}, {_MAX_LOGIT_BIAS:g}]"

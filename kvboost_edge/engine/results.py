@@ -13,7 +13,10 @@ __all__ = [
     "PromptCheck",
     "TokenLogprobs",
     "WarmResult",
+    "alignment_warning",
 ]
+
+_MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text is not worth a warning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,16 +36,22 @@ class GenerationResult:
     output_text          without the EOS or stop token and without the stop string that ended it
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
-    finish_reason        "stop", "length" or "cancelled"
-    cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens_by_tier` splits them
+    finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
+    cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by tier
     kv_reuse_ratio       cached_tokens / prompt_tokens
+    miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen" no block of it was
+                         ever cached for this tenant and salt; "evicted" one was, and was dropped; "tail" it lies in a
+                         last block that is not full, and only full ones are kept; "bypassed" the mode or
+                         prompt_logprobs ask for computing; "not_started" the request ended while it waited
     ttft_ms              entry of the call to the first token (the whole time if none came)
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
     token_times_ms       arrival of each output token, since entry
-    phases               tokenize, lookup (queue included), load, prefill, decode in milliseconds; sum == total_ms
+    phases               tokenize, queue, lookup, load, prefill, decode in milliseconds; sum == total_ms; each is an
+                         attribute too, such as `queue_ms`
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
+    prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if not asked for
     """
 
     mode: GenerationMode
@@ -54,7 +63,8 @@ class GenerationResult:
     prompt_tokens: int
     cached_tokens: int
     kv_reuse_ratio: float
-    hit_tokens_by_tier: Mapping[str, int]
+    hit_tokens: Mapping[str, int]
+    miss_reason: str
     ttft_ms: float
     total_ms: float
     tokens_per_sec: float
@@ -63,6 +73,31 @@ class GenerationResult:
     logprobs: tuple[TokenLogprobs, ...] | None
     seed: int
     preemptions: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def tokenize_ms(self) -> float:
+        return self.phases["tokenize"]
+
+    @property
+    def queue_ms(self) -> float:
+        return self.phases["queue"]
+
+    @property
+    def lookup_ms(self) -> float:
+        return self.phases["lookup"]
+
+    @property
+    def load_ms(self) -> float:
+        return self.phases["load"]
+
+    @property
+    def prefill_ms(self) -> float:
+        return self.phases["prefill"]
+
+    @property
+    def decode_ms(self) -> float:
+        return self.phases["decode"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +125,13 @@ class WarmResult:
 
     def __index__(self) -> int:
         return self.chunks_stored
+
+
+def alignment_warning(tail: int, chunk_size: int) -> str | None:
+    """What is lost when the last `tail` tokens of a warmed text do not fill a chunk; None if that is little."""
+    if tail < _MIN_CHUNK_TOKENS:
+        return None
+    return f"the last {tail} tokens do not fill a chunk of {chunk_size} and are not cached"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 There is no prefill and no decode phase: each sequence has one counter that catches up with its tokens. A step has a
 token budget. Sequences that lack one token come first, the rest of the budget is shared evenly among those that lack
-more. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs out.
+more. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs out. In each
+of these a request with a lower priority number goes before all with a higher one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["Chunk", "Scheduler", "StepPlan"]
 
-_BY_ARRIVAL = attrgetter("index")
-_BY_TURN = attrgetter("last_turn", "index")
+_BY_RANK = attrgetter("rank")
+_BY_PRIORITY = attrgetter("priority")
+_BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ class Scheduler:
 
     def __init__(self, manager: KVCacheManager, root: bytes, *, max_num_seqs: int, max_batch_tokens: int) -> None:
         self.manager = manager
-        self.waiting: list[Sequence] = []  # by arrival; preempted ones keep their place
-        self.running: list[Sequence] = []  # by arrival
+        self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
+        self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
+        self.num_generated_tokens = 0
         self._root = root
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
@@ -80,8 +83,8 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence by its arrival."""
-        bisect.insort(self.waiting, sequence, key=_BY_ARRIVAL)
+        """Queue a sequence by its rank."""
+        bisect.insort(self.waiting, sequence, key=_BY_RANK)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is, and give its blocks back."""
@@ -109,7 +112,7 @@ class Scheduler:
     # Letting sequences in.
 
     def _admit(self, plan: StepPlan) -> None:
-        """Let waiting sequences in by arrival until one does not fit: nobody who came later may take its blocks."""
+        """Let waiting sequences in by rank until one does not fit: nobody who comes later may take its blocks."""
         manager = self.manager
         for sequence in list(self.waiting):
             if len(self.running) >= self._max_num_seqs:
@@ -133,8 +136,11 @@ class Scheduler:
         """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
         when what it waited for has come, or will not come any more."""
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
-            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, self._root)
+            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, self._root_of(sequence))
         return sequence.awaited_hash is not None
+
+    def _root_of(self, sequence: Sequence) -> bytes:
+        return self._root if sequence.request.root is None else sequence.request.root
 
     @property
     def _spare_blocks(self) -> int:
@@ -144,15 +150,18 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Open a table and reserve blocks for all tokens there are; False and no change if they are not free."""
+        sequence.look_up()
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
-            table = self.manager.open_table(sequence.cacheable_ids, self._root, use_cache=use_cache, count=first)
+            table = self.manager.open_table(
+                sequence.cacheable_ids, self._root_of(sequence), use_cache=use_cache, count=first
+            )
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)
                 if needed <= self._spare_blocks:
                     self._extend(sequence, table, sequence.num_tokens, plan)
                     self.waiting.remove(sequence)
-                    bisect.insort(self.running, sequence, key=_BY_ARRIVAL)
+                    bisect.insort(self.running, sequence, key=_BY_RANK)
                     sequence.admit(table)
                     return True
             except BaseException:
@@ -177,15 +186,16 @@ class Scheduler:
         chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
         shares = {s.index: 1 for s in chosen}
         budget -= len(chosen)
-        hungry = sorted(filling, key=_BY_TURN)
-        while budget > 0 and hungry:
-            share = max(1, budget // len(hungry))
-            for sequence in hungry:
-                given = min(share, sequence.num_pending - shares.get(sequence.index, 0), budget)
-                shares[sequence.index] = shares.get(sequence.index, 0) + given
-                budget -= given
-                chosen.append(sequence)
-            hungry = [s for s in hungry if shares[s.index] < s.num_pending]
+        for _, group in itertools.groupby(sorted(filling, key=_BY_TURN), key=_BY_PRIORITY):
+            hungry = list(group)
+            while budget > 0 and hungry:
+                share = max(1, budget // len(hungry))
+                for sequence in hungry:
+                    given = min(share, sequence.max_chunk - shares.get(sequence.index, 0), budget)
+                    shares[sequence.index] = shares.get(sequence.index, 0) + given
+                    budget -= given
+                    chosen.append(sequence)
+                hungry = [s for s in hungry if shares[s.index] < s.max_chunk]
         for sequence in chosen:
             if shares[sequence.index]:
                 sequence.last_turn = next(self._turns)
@@ -194,7 +204,7 @@ class Scheduler:
     # Memory.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Make slots for everything wanted, earliest arrival first; the latest arrival is preempted when they lack."""
+        """Make slots for everything wanted, first in rank first; the last in rank is preempted when they lack."""
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:

@@ -25,6 +25,8 @@ __all__ = ["Sequence", "SequenceStatus"]
 
 Floats = npt.NDArray[np.float32]
 
+_MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
+
 
 class SequenceStatus(enum.Enum):
     """WAITING holds no block (new or preempted), RUNNING holds a block table, FINISHED holds none."""
@@ -59,7 +61,9 @@ class Sequence:
         self.last_turn = -1
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
+        self.looked_up_at: float | None = None
         self.admitted_at: float | None = None
+        self.miss_reason = "not_started"
         self.logits: list[Floats] = []
         self._sample = make_sampler(request.params, request.seed)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
@@ -67,11 +71,21 @@ class Sequence:
         self._text: list[str] = []
         self._token_times: list[float] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
     @property
     def index(self) -> int:
         """Arrival number: the order in which requests are served."""
         return self.request.index
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who is served first: the smaller one."""
+        return self.request.rank
 
     @property
     def num_tokens(self) -> int:
@@ -87,10 +101,31 @@ class Sequence:
         return self.request.mode is not GenerationMode.BASELINE
 
     @property
+    def max_chunk(self) -> int:
+        """Most tokens one step may compute: all pending ones, fewer where each needs logits of its own."""
+        wants_logprobs = self.request.params.prompt_logprobs is not None and self.logits_from is not None
+        return min(self.num_pending, _MAX_LOGPROB_ROWS) if wants_logprobs else self.num_pending
+
+    @property
+    def logits_from(self) -> int | None:
+        """The first token whose logits are still wanted; None: only those that the next token is sampled from."""
+        if self.request.logits_start is not None:
+            return self.request.logits_start
+        if self.request.params.prompt_logprobs is not None:
+            known = len(self._prompt_logprobs)
+            return known - 1 if known < self.request.num_prompt_tokens else None
+        return None
+
+    @property
     def cacheable_ids(self) -> list[int]:
         """Tokens that may be served by the cache when the sequence is let in."""
-        start = self.request.logits_start
+        start = self.logits_from
         return self.token_ids if start is None else self.token_ids[: start + 1]
+
+    def look_up(self) -> None:
+        """The cache is asked for the tokens now; the last time before the sequence is let in counts."""
+        if self.admitted_at is None:
+            self.looked_up_at = time.perf_counter()
 
     def admit(self, table: BlockTable) -> None:
         """Start or resume on a fresh table; what the cache served counts as computed."""
@@ -101,12 +136,27 @@ class Sequence:
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
             self.num_cached_tokens = table.num_cached_tokens
+            bypassed = not self.uses_cache or self.logits_from is not None
+            self.miss_reason = "bypassed" if bypassed else table.miss_reason
 
     def forget_computed(self) -> None:
         """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
         the caller holds it."""
         self.num_computed_tokens = 0
         self.logits.clear()
+
+    def read_prompt(self, first: int, logits: Floats) -> None:
+        """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts the one after it."""
+        count = self.request.params.prompt_logprobs
+        if count is None:
+            return
+        known = self._prompt_logprobs
+        for row in logits[len(known) - 1 - first :]:
+            if len(known) == self.request.num_prompt_tokens:
+                break
+            known.append(token_logprobs(row, self.token_ids[len(known)], count))
+        if len(known) == self.request.num_prompt_tokens and self.handle.prompt_logprobs is None:
+            self.handle.prompt_logprobs = tuple(known)
 
     def accept(self, logits: Floats) -> str | None:
         """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish reason, or None."""
@@ -156,7 +206,8 @@ class Sequence:
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
             kv_reuse_ratio=self.num_cached_tokens / request.num_prompt_tokens,
-            hit_tokens_by_tier={"memory": self.num_cached_tokens},
+            hit_tokens={"pool": self.num_cached_tokens},
+            miss_reason=self.miss_reason,
             ttft_ms=times[0] if times else total_ms,
             total_ms=total_ms,
             tokens_per_sec=len(output_ids) / total_ms * 1e3,
@@ -165,6 +216,7 @@ class Sequence:
             logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
             seed=request.seed,
             preemptions=self.preemptions,
+            prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(self._prompt_logprobs),
         )
 
     def _phases(self, now: float) -> dict[str, float]:
@@ -173,9 +225,11 @@ class Sequence:
         request = self.request
         first_token = self._token_times[0] if self._token_times else now
         admitted = first_token if self.admitted_at is None else self.admitted_at
+        looked_up = admitted if self.admitted_at is None or self.looked_up_at is None else self.looked_up_at
         return {
             "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
-            "lookup": (admitted - request.tokenized_at) * 1e3,
+            "queue": (looked_up - request.tokenized_at) * 1e3,
+            "lookup": (admitted - looked_up) * 1e3,
             "load": 0.0,
             "prefill": (first_token - admitted) * 1e3,
             "decode": (now - first_token) * 1e3,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
+from kvboost_edge.kvcache.manager import BLOCK_CACHED
 
 if TYPE_CHECKING:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import EngineParts
     from kvboost_edge.engine.scheduler import Scheduler
 
-__all__ = ["cache_stats", "paged_stats"]
+__all__ = ["BlockDetail", "block_details", "cache_stats", "paged_stats"]
 
 # Whose threads compute attention: the CPU kernels have a team of their own, apart from numba's and torch's.
 _THREADING_LAYERS = {"cpu": "kernel-team", "torch": "torch"}
@@ -72,6 +73,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "hit_tokens": manager.hit_tokens,
         "miss_tokens": manager.miss_tokens,
         "preemptions": scheduler.num_preemptions,
+        "generated_tokens": scheduler.num_generated_tokens,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "backend": parts.backend.name,
@@ -81,6 +83,30 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "threading_layer": _THREADING_LAYERS.get(parts.backend.name, "none"),
         "num_threads": getattr(parts.backend, "num_threads", config.num_threads or default_num_threads()),
     }
+
+
+class BlockDetail(NamedTuple):
+    """One block: state 0 free, 1 cached and idle, 2 in use, 3 shared; tokens whose KV it holds; references."""
+
+    state: int
+    tokens: int
+    refs: int
+
+
+def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[BlockDetail]:
+    """The first `limit` blocks, by id. A block in use that is not full yet counts the tokens computed so far."""
+    manager = parts.manager
+    size = manager.block_size
+    filled: dict[int, int] = {}
+    for sequence in scheduler.running:
+        table = sequence.table
+        if table is not None:
+            for index, block_id in enumerate(table.block_ids):
+                filled[block_id] = max(0, min(size, table.num_computed_tokens - index * size))
+    return [
+        BlockDetail(state, filled.get(block_id, size if state == BLOCK_CACHED else 0), manager.ref_count(block_id))
+        for block_id, state in enumerate(manager.block_states()[: max(0, limit)])
+    ]
 
 
 @functools.cache

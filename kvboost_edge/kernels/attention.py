@@ -4,9 +4,9 @@ Work unit: the query rows of one item (a tile of a sequence's query tokens, time
 Its tokens are walked in tiles of 64 inside spans of 512, both at absolute positions; each span is a softmax of its own
 and the spans are merged in order. So a row's bits depend on its own sequence and position only.
 
-A group of 16 tokens is read in place where it is float32, complete, and head_dim a multiple of 16; otherwise it is
-staged: widened to float32, padded, and zero where no token of the item's range lies. What was never written is
-therefore never multiplied by anything.
+A group of 16 tokens is read in place where it is float32, complete, and head_dim a multiple of 16, and for few rows
+where its whole tile is so in float16; otherwise it is staged: widened to float32, padded, and zero where no token of
+the item's range lies. What was never written is therefore never multiplied by anything.
 
 Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the compiler to look at.
 """
@@ -35,6 +35,8 @@ from kvboost_edge.kernels.tiles import (
     ROWS,
     TILE,
     fill,
+    half_scores_tile,
+    half_values_tile,
     hide_row,
     mix_row,
     scale_row,
@@ -45,6 +47,7 @@ from kvboost_edge.kernels.tiles import (
     values_tile,
 )
 from kvboost_edge.kernels.vectors import (
+    KIND_F16,
     KIND_F32,
     LANES,
     address_of,
@@ -57,21 +60,36 @@ from kvboost_edge.kernels.vectors import (
     store_i64,
 )
 
-__all__ = ["attend"]
+__all__ = [
+    "after",
+    "attend",
+    "attend_units",
+    "clear_state",
+    "job_of",
+    "merge_state",
+    "open_unit",
+    "place_group",
+    "store_rows",
+]
 
 _VALUES_4, _VALUES_2, _VALUES_1 = values_tile[4], values_tile[2], values_tile[1]
+_HALVES_4, _HALVES_2, _HALVES_1 = half_values_tile[4], half_values_tile[2], half_values_tile[1]
+_ROWS_IN_PLACE = 2 * ROWS  # for so few rows it is cheaper to widen float16 twice than to store it widened
 _LOWEST = np.float32(-np.inf)
 
 
 @kernel
-def _after(address: int, floats: int) -> int:
+def after(address: int, floats: int) -> int:
     """The next cache line after `floats` floats at an aligned address."""
     return address + (floats + LANES - 1) // LANES * LANES * 4
 
 
 @kernel
-def _place_group(job: Job, unit: Unit, group: int, position: int) -> None:
-    """Fill column `group` of the tile table for the 16 tokens at `position`, staging them where they need it."""
+def place_group(job: Job, unit: Unit, group: int, position: int, in_place: bool) -> None:
+    """Fill column `group` of the tile table for the 16 tokens at `position`, staging them where they need it.
+
+    in_place: the tile is read as it is stored, see `_reads_halves`
+    """
     shape = job.shape
     at = unit.table + 8 * group
     values_staged = GROUPS * LANES * shape.head_dim
@@ -88,7 +106,7 @@ def _place_group(job: Job, unit: Unit, group: int, position: int) -> None:
         next_keys, next_values = _locate(job, unit, position + TILE)
     size = 4 if shape.kind == KIND_F32 else 2
     key_step, value_step = shape.block_size * size, shape.head_dim * size
-    if shape.kind == KIND_F32 and end - first == LANES and shape.head_dim == shape.padded_dim:
+    if in_place or (shape.kind == KIND_F32 and end - first == LANES and shape.head_dim == shape.padded_dim):
         _set_column(at, keys, key_step, values, value_step, next_keys, next_values)
         return
     key_out = unit.stage + 4 * group * LANES * shape.head_dim
@@ -132,7 +150,14 @@ def _set_column(at: int, keys: int, key_step: int, values: int, value_step: int,
 
 
 @kernel
-def _attend_tile(shape: Shape, unit: Unit, start: int, state: int) -> None:
+def _reads_halves(shape: Shape, unit: Unit, start: int) -> Any:
+    """Whether the tile at `start` is complete float16 and read where it lies."""
+    few = shape.kind == KIND_F16 and unit.num_rows <= _ROWS_IN_PLACE and shape.head_dim == shape.padded_dim
+    return few and start >= unit.low and start + TILE <= unit.high
+
+
+@kernel
+def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: bool) -> None:
     """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
@@ -142,7 +167,10 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int) -> None:
         hides = True
     for row in range(0, unit.num_rows, ROWS):
         at = unit.scores + row * TILE * 4
-        scores_tile(unit.query + row * shape.head_dim * 4, unit.table, shape.head_dim, at)
+        if in_place:
+            half_scores_tile(unit.query + row * shape.head_dim * 4, unit.table, shape.head_dim, at)
+        else:
+            scores_tile(unit.query + row * shape.head_dim * 4, unit.table, shape.head_dim, at)
         if shape.softcap > 0:
             for each in range(ROWS):
                 softcap_row(at + each * TILE * 4, np.float32(shape.softcap))
@@ -155,6 +183,9 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int) -> None:
     for row in range(0, unit.num_rows, ROWS):
         at, out, factors = unit.scores + row * TILE * 4, state + row * dim * 4, unit.rescale + row * 4
         channel = 0
+        if in_place:
+            _add_halves(unit, at, factors, out, dim)
+            continue
         while dim - channel >= 64:
             _VALUES_4(at, unit.table, channel, factors, out, dim * 4)
             channel += 64
@@ -166,7 +197,20 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int) -> None:
 
 
 @kernel
-def _clear_state(shape: Shape, num_rows: int, state: int) -> None:
+def _add_halves(unit: Unit, weights: int, factors: int, out: int, dim: int) -> None:
+    channel = 0
+    while dim - channel >= 64:
+        _HALVES_4(weights, unit.table, channel, factors, out, dim * 4)
+        channel += 64
+    if dim - channel >= 32:
+        _HALVES_2(weights, unit.table, channel, factors, out, dim * 4)
+        channel += 32
+    if dim - channel >= 16:
+        _HALVES_1(weights, unit.table, channel, factors, out, dim * 4)
+
+
+@kernel
+def clear_state(shape: Shape, num_rows: int, state: int) -> None:
     rows = (num_rows + ROWS - 1) // ROWS * ROWS
     size = shape.padded_rows * shape.padded_dim
     fill(state, rows * shape.padded_dim, np.float32(0.0))
@@ -177,18 +221,19 @@ def _clear_state(shape: Shape, num_rows: int, state: int) -> None:
 @kernel
 def _attend_span(job: Job, unit: Unit, span: int, state: int) -> None:
     """Softmax of the unit's rows over one span, into a state."""
-    _clear_state(job.shape, unit.num_rows, state)
+    clear_state(job.shape, unit.num_rows, state)
     start = max(unit.low, span * SPAN) // TILE * TILE
     end = min(unit.high, span * SPAN + SPAN)
     while start < end:
+        in_place = _reads_halves(job.shape, unit, start)
         for group in range(GROUPS):
-            _place_group(job, unit, group, start + group * LANES)
-        _attend_tile(job.shape, unit, start, state)
+            place_group(job, unit, group, start + group * LANES, in_place)
+        _attend_tile(job.shape, unit, start, state, in_place)
         start += TILE
 
 
 @kernel
-def _merge_state(shape: Shape, num_rows: int, merged: int, state: int) -> None:
+def merge_state(shape: Shape, num_rows: int, merged: int, state: int) -> None:
     """Merge a later span's state into the merged state."""
     dim = shape.padded_dim
     maxima = 4 * shape.padded_rows * dim
@@ -210,7 +255,7 @@ def _first_row(job: Job, item: int) -> Any:
 
 
 @kernel
-def _open_unit(job: Job, item: int, head: int, scratch: int) -> Unit:
+def open_unit(job: Job, item: int, head: int, scratch: int) -> Unit:
     """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
     shape = job.shape
     group, dim = shape.heads_per_group, shape.head_dim
@@ -221,10 +266,10 @@ def _open_unit(job: Job, item: int, head: int, scratch: int) -> Unit:
     first_position = load_i32(job.seq_lens + 4 * sequence) - num_queries + load_i32(item + 4)
     low = max(0, first_position - shape.window + 1) if shape.window > 0 else 0
     query = scratch
-    scores = _after(query, shape.padded_rows * dim)
-    rescale = _after(scores, shape.padded_rows * TILE)
-    stage = _after(rescale, shape.padded_rows)
-    table = _after(stage, GROUPS * LANES * (dim + shape.padded_dim) + shape.padded_dim)
+    scores = after(query, shape.padded_rows * dim)
+    rescale = after(scores, shape.padded_rows * TILE)
+    stage = after(rescale, shape.padded_rows)
+    table = after(stage, GROUPS * LANES * (dim + shape.padded_dim) + shape.padded_dim)
     first = _first_row(job, item) * shape.num_kv_heads * group
     for row in range(num_rows):
         source = first + (row // group * shape.num_kv_heads + head) * group + row % group
@@ -235,7 +280,7 @@ def _open_unit(job: Job, item: int, head: int, scratch: int) -> Unit:
 
 
 @kernel
-def _store_rows(job: Job, unit: Unit, item: int, merged: int) -> None:
+def store_rows(job: Job, unit: Unit, item: int, merged: int) -> None:
     """Add the sinks, divide, and write the unit's rows of out and lse."""
     shape = job.shape
     group, dim = shape.heads_per_group, shape.head_dim
@@ -257,7 +302,7 @@ def _store_rows(job: Job, unit: Unit, item: int, merged: int) -> None:
 
 
 @kernel
-def _take_units(job: Job) -> None:
+def attend_units(job: Job) -> None:
     """Take units until none is left.
 
     A unit of a split sequence is one span, whose state goes to `parts`; the thread that finishes the last span of a
@@ -270,8 +315,8 @@ def _take_units(job: Job) -> None:
     if user >= job.num_threads:
         return
     merged = job.scratch + 4 * user * shape.scratch_floats
-    own_state = _after(merged, shape.state_floats)
-    scratch = _after(own_state, shape.state_floats)
+    own_state = after(merged, shape.state_floats)
+    scratch = after(own_state, shape.state_floats)
     part_bytes = 4 * shape.state_floats
     while True:
         unit_index = fetch_add(counters + 8 * NEXT_UNIT, 1)
@@ -279,38 +324,38 @@ def _take_units(job: Job) -> None:
             return
         item = job.items + 4 * ITEM_COLUMNS * (unit_index // shape.num_kv_heads)
         head = unit_index % shape.num_kv_heads
-        unit = _open_unit(job, item, head, scratch)
+        unit = open_unit(job, item, head, scratch)
         first_span, end_span, group = load_i32(item + 12), load_i32(item + 16), load_i32(item + 20)
         num_spans = load_i32(item + 28)
         parts = job.parts + part_bytes * (load_i32(item + 32) * shape.num_kv_heads + head * num_spans)
         last = True
         if group < 0:
-            _clear_state(shape, unit.num_rows, merged)
+            clear_state(shape, unit.num_rows, merged)
         for span in range(first_span, end_span):
             state = own_state if group < 0 else parts + part_bytes * (span - load_i32(item + 24))
             _attend_span(job, unit, span, state)
             if group < 0:
-                _merge_state(shape, unit.num_rows, merged, state)
+                merge_state(shape, unit.num_rows, merged, state)
         if group >= 0:
             counter = counters + 8 * (NUM_COUNTERS + group * shape.num_kv_heads + head)
             last = fetch_add(counter, 1) == num_spans - 1
             if last:
-                _clear_state(shape, unit.num_rows, merged)
+                clear_state(shape, unit.num_rows, merged)
                 for span in range(num_spans):
-                    _merge_state(shape, unit.num_rows, merged, parts + part_bytes * span)
+                    merge_state(shape, unit.num_rows, merged, parts + part_bytes * span)
         if last:
-            _store_rows(job, unit, item, merged)
+            store_rows(job, unit, item, merged)
         fetch_add(counters + 8 * UNITS_DONE, 1)
 
 
 @kernel
-def attend(call: AttentionCall) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
+def job_of(call: AttentionCall) -> Job:
+    """The call as addresses."""
     sinks = address_of(call.sinks)
     if call.sinks.size == 0:
         sinks = 0
     # By position: so many keywords are more than Numba reads.
-    job = Job(
+    return Job(
         address_of(call.queries),
         address_of(call.out),
         address_of(call.lse),
@@ -329,4 +374,9 @@ def attend(call: AttentionCall) -> None:
         call.scratch.shape[0],
         call.shape,
     )
-    _take_units(job)
+
+
+@kernel
+def attend(call: AttentionCall) -> None:
+    """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
+    attend_units(job_of(call))

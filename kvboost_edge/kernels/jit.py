@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache
 
-__all__ = ["intrinsic", "kernel"]
+__all__ = ["cache_path", "intrinsic", "kernel"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -31,6 +31,14 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), _source_digest())
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """As Numba's; an index that names types of another version of this package is emptied, not an error."""
+        try:
+            return super().load_overload(sig, target_context)
+        except (AttributeError, ImportError, TypeError):
+            self.flush()
+            return None
+
 
 def kernel(function: _Function) -> _Function:
     """Compile without the GIL, with machine semantics for division and no fastmath flag; cached on disk.
@@ -46,3 +54,8 @@ def kernel(function: _Function) -> _Function:
 def intrinsic(function: Callable[..., Any]) -> Any:
     """Numba's intrinsic decorator: the function emits LLVM IR instead of being compiled."""
     return numba.extending.intrinsic(function)
+
+
+def cache_path() -> str:
+    """Where compiled kernels are kept: beside the sources, or in the user's cache where those are read-only."""
+    return str(_PackageCache(_source_digest.__wrapped__).cache_path)

@@ -1,50 +1,106 @@
-"""The integer dot product of the linear kernels: 16 sums of 4 products of an unsigned and a signed byte.
+"""The integer dot product of the linear kernels: 16 sums of 4 products of a stored and a signed byte.
 
-Three forms that give the same integers: 512-bit VNNI, 256-bit VNNI, and plain vectors that LLVM turns into widening
-multiply-adds. Which one is compiled is decided by the feature flags that Numba compiles for.
+Five forms that give the same integers. Which one is compiled is decided by the feature flags that Numba compiles for:
+512-bit VNNI, 256-bit VNNI, AVX2, the dot product instruction of ARM, and plain vectors. A form first prepares the
+weights of a quad, once for all tokens, and turns the running state into sums when a group of 32 inputs is complete.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
+from collections.abc import Sequence
 from typing import Any
 
 import numba
 from llvmlite import binding, ir
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 
 from kvboost_edge.kernels.vectors import I64, LANES
 
-__all__ = ["V16I", "V64B", "dot_form", "emit_dot", "emit_load_bytes", "emit_splat_int"]
+__all__ = [
+    "GROUP",
+    "KIND_INT4",
+    "KIND_INT4M",
+    "KIND_INT8",
+    "OFFSET",
+    "V16I",
+    "GroupDot",
+    "dot_form",
+    "emit_load_bytes",
+    "emit_splat_int",
+    "int_constant",
+]
+
+KIND_INT8, KIND_INT4, KIND_INT4M = 3, 4, 5
+GROUP = 32
+# Stored weights are unsigned: the signed weight plus this. int4m: the code itself, its minimum is taken off later.
+OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4M: 0}
 
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 V16I = ir.VectorType(I32, LANES)
-V64B = ir.VectorType(I8, 64)
-_V8I, _V32B = ir.VectorType(I32, 8), ir.VectorType(I8, 32)
-_V32S, _V32I = ir.VectorType(I16, 32), ir.VectorType(I32, 32)
+_V64B = ir.VectorType(I8, 64)
+_V4I, _V8I, _V16B, _V32B = ir.VectorType(I32, 4), ir.VectorType(I32, 8), ir.VectorType(I8, 16), ir.VectorType(I8, 32)
+_V16S, _V32S, _V32I = ir.VectorType(I16, 16), ir.VectorType(I16, 32), ir.VectorType(I32, 32)
 _POINTER = ir.PointerType()
 
 Value = Any
 Builder = Any
 
 
+def _feature_text() -> str:
+    """Feature flags Numba compiles for, "+one,-other": its own setting, or the host's; empty if LLVM cannot tell."""
+    text = numba.config.CPU_FEATURES
+    return str(get_host_cpu_features() if text is None else text)
+
+
 @functools.cache
 def _features() -> frozenset[str]:
-    """Feature flags Numba compiles for: its own setting, or the host's."""
-    text = numba.config.CPU_FEATURES
-    if text is not None:
-        return frozenset(flag[1:] for flag in text.split(",") if flag.startswith("+"))
-    return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+    return frozenset(flag[1:] for flag in _feature_text().split(",") if flag.startswith("+"))
 
 
+@functools.cache
 def dot_form() -> str:
-    """ "vnni512", "vnni256" or "plain": the form that kernels of this process use."""
+    """ "vnni512", "vnni256", "avx2", "neon" or "plain": the form that kernels of this process use."""
     features = _features()
     if {"avx512vnni", "avx512bw", "avx512f"} <= features:
         return "vnni512"
     if "avxvnni" in features or {"avx512vnni", "avx512vl"} <= features:
         return "vnni256"
+    if "avx2" in features:
+        return "avx2"
+    if platform.machine().lower() in ("aarch64", "arm64") and _has_sdot():
+        return "neon"
     return "plain"
+
+
+_PROBE = """
+declare <4 x i32> @llvm.vector.partial.reduce.add.v4i32.v16i32(<4 x i32>, <16 x i32>)
+define <4 x i32> @probe(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {
+  %a = sext <16 x i8> %x to <16 x i32>
+  %b = sext <16 x i8> %y to <16 x i32>
+  %p = mul <16 x i32> %a, %b
+  %r = call <4 x i32> @llvm.vector.partial.reduce.add.v4i32.v16i32(<4 x i32> %sums, <16 x i32> %p)
+  ret <4 x i32> %r
+}
+"""
+
+
+def _has_sdot() -> bool:
+    """Whether the code generator may use ARM's dot product. The processor's name alone can allow it, so it is asked to
+    compile sums that become `sdot` where that exists and something longer elsewhere."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_triple(binding.get_process_triple())
+    name = numba.config.CPU_NAME or binding.get_host_cpu_name()
+    machine = target.create_target_machine(cpu=name, features=_feature_text())
+    return "sdot" in machine.emit_assembly(binding.parse_assembly(_PROBE))
+
+
+def int_constant(value: int) -> ir.Constant:
+    """An i64 constant."""
+    return ir.Constant(I64, value)
 
 
 def emit_load_bytes(b: Builder, address: Value) -> Value:
@@ -58,44 +114,113 @@ def emit_splat_int(b: Builder, scalar: Value) -> Value:
     return b.shuffle_vector(b.insert_element(undefined, scalar, I32(0)), undefined, ir.Constant(V16I, [0] * LANES))
 
 
-def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """sums[lane] + the products of the lane's 4 unsigned and 4 signed bytes; all three are <16 x i32>."""
-    if form == "vnni512":
-        kind = ir.FunctionType(V16I, [V16I, V64B, V64B])
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        return b.call(function, [sums, b.bitcast(unsigned, V64B), b.bitcast(signed, V64B)])
-    if form == "vnni256":
-        return _dot_halves(b, sums, unsigned, signed)
-    return _dot_plain(b, sums, unsigned, signed)
+def _parts(b: Builder, x: Value, count: int) -> list[Value]:
+    """A vector cut into so many of equal length."""
+    size = x.type.count // count
+    undefined = ir.Constant(x.type, ir.Undefined)
+    lanes = [ir.Constant(ir.VectorType(I32, size), list(range(at, at + size))) for at in range(0, x.type.count, size)]
+    return [b.shuffle_vector(x, undefined, order) for order in lanes]
 
 
-def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    kind = ir.FunctionType(_V8I, [_V8I, _V32B, _V32B])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.256")
-    undefined = ir.Constant(V16I, ir.Undefined)
-    halves = []
-    for first in (0, 8):
-        order = ir.Constant(_V8I, list(range(first, first + 8)))
-        parts = [b.shuffle_vector(x, undefined, order) for x in (sums, unsigned, signed)]
-        halves.append(b.call(function, [parts[0], b.bitcast(parts[1], _V32B), b.bitcast(parts[2], _V32B)]))
-    return b.shuffle_vector(halves[0], halves[1], ir.Constant(V16I, list(range(LANES))))
+def _joined(b: Builder, parts: Sequence[Value]) -> Value:
+    """The vectors one behind the other."""
+    parts = list(parts)
+    while len(parts) > 1:
+        order = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [b.shuffle_vector(parts[i], parts[i + 1], order) for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
-def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers; each pair is a widening multiply-add."""
-    eight = ir.Constant(_V32S, [8] * 32)
-    low_mask = ir.Constant(_V32S, [255] * 32)
-    u, s = b.bitcast(unsigned, _V32S), b.bitcast(signed, _V32S)
-    pairs = ((b.and_(u, low_mask), b.ashr(b.shl(s, eight), eight)), (b.lshr(u, eight), b.ashr(s, eight)))
-    undefined = ir.Constant(_V32I, ir.Undefined)
-    for x, y in pairs:
-        products = b.mul(b.sext(x, _V32I), b.sext(y, _V32I))
-        even = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(0, 32, 2))))
-        odd = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(1, 32, 2))))
-        sums = b.add(sums, b.add(even, odd))
-    return sums
+def _each(b: Builder, count: int, name: str, result: ir.Type, arguments: Sequence[tuple[Value, ir.Type]]) -> Value:
+    """Call an intrinsic on `count` equal parts of the arguments, each part taken as the type given with it."""
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [kind for _, kind in arguments]), name)
+    cut = [[b.bitcast(part, kind) for part in _parts(b, value, count)] for value, kind in arguments]
+    return _joined(b, [b.call(function, list(part)) for part in zip(*cut, strict=True)])
 
 
-def int_constant(value: int) -> ir.Constant:
-    """An i64 constant."""
-    return ir.Constant(I64, value)
+class GroupDot:
+    """How one group of 32 inputs is summed, for weights of a kind, in one of the forms.
+
+    start(seed)            the state of a group; seed: <16 x i32>, minus OFFSET times the sum of the token's 32 codes
+    prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of tokens
+    add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32> in every lane
+    sums(state, seed)      the exact sums of (weight - OFFSET) * code, <16 x i32>
+    """
+
+    def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
+        self._b, self._kind, self.form = b, kind, form or dot_form()
+        # Which forms sum weights as they are stored, so that the group starts at the seed.
+        self._seeded = self.form in ("vnni512", "vnni256") or (self.form in ("avx2", "plain") and kind != KIND_INT8)
+
+    def start(self, seed: Value) -> Value:
+        if self.form == "avx2" and self._kind != KIND_INT8:
+            return ir.Constant(_V32S, [0] * 32)
+        return seed if self._seeded else ir.Constant(V16I, [0] * LANES)
+
+    def prepare(self, quad: Value) -> Any:
+        b = self._b
+        if self._seeded:
+            return quad
+        offset = OFFSET[self._kind]
+        signed = b.bitcast(
+            b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)), V16I
+        )
+        if self.form != "avx2":
+            return signed
+        # 255 * 127 twice would not fit vpmaddubsw's 16 bits: it multiplies the magnitude, and the token gets the sign.
+        wide, zeros = b.bitcast(signed, _V64B), ir.Constant(_V64B, [0] * 64)
+        magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
+        return b.bitcast(magnitude, V16I), signed
+
+    def add(self, state: Value, quad: Any, x: Value) -> Value:
+        b = self._b
+        if self.form == "vnni512":
+            kind = ir.FunctionType(V16I, [V16I, _V64B, _V64B])
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+            return b.call(function, [state, b.bitcast(quad, _V64B), b.bitcast(x, _V64B)])
+        if self.form == "vnni256":
+            name = "llvm.x86.avx512.vpdpbusd.256"
+            return _each(b, 2, name, _V8I, [(state, _V8I), (quad, _V32B), (x, _V32B)])
+        if self.form == "neon":
+            return _each(b, 4, "llvm.aarch64.neon.sdot.v4i32.v16i8", _V4I, [(state, _V4I), (quad, _V16B), (x, _V16B)])
+        if self.form == "avx2":
+            return self._add_avx2(state, quad, x)
+        return self._add_plain(state, quad, x)
+
+    def _add_avx2(self, state: Value, quad: Any, x: Value) -> Value:
+        """4-bit codes: 16-bit sums hold 8 quads, at most 8 * 2 * 15 * 127 = 30,480. int8: 2 * 128 * 127 fits."""
+        b = self._b
+        if self._kind != KIND_INT8:
+            products = _each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(quad, _V32B), (x, _V32B)])
+            return b.add(state, products)
+        magnitude, signed = quad
+        turned = b.bitcast(_each(b, 2, "llvm.x86.avx2.psign.b", _V32B, [(x, _V32B), (signed, _V32B)]), V16I)
+        products = _each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(magnitude, _V32B), (turned, _V32B)])
+        return b.add(state, self._pairs(products))
+
+    def _pairs(self, products: Value) -> Value:
+        """Sums of neighbouring 16-bit numbers, <16 x i32>."""
+        ones = ir.Constant(_V32S, [1] * 32)
+        return _each(self._b, 2, "llvm.x86.avx2.pmadd.wd", _V8I, [(products, _V16S), (ones, _V16S)])
+
+    def _add_plain(self, state: Value, quad: Value, x: Value) -> Value:
+        """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers; each pair is a widening multiply-add."""
+        b = self._b
+        eight, low_mask = ir.Constant(_V32S, [8] * 32), ir.Constant(_V32S, [255] * 32)
+        w, s = b.bitcast(quad, _V32S), b.bitcast(x, _V32S)
+        if self._seeded:
+            halves = (b.and_(w, low_mask), b.lshr(w, eight))
+        else:
+            halves = (b.ashr(b.shl(w, eight), eight), b.ashr(w, eight))
+        undefined = ir.Constant(_V32I, ir.Undefined)
+        for y, z in zip(halves, (b.ashr(b.shl(s, eight), eight), b.ashr(s, eight)), strict=True):
+            products = b.mul(b.sext(y, _V32I), b.sext(z, _V32I))
+            even = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(0, 32, 2))))
+            odd = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(1, 32, 2))))
+            state = b.add(state, b.add(even, odd))
+        return state
+
+    def sums(self, state: Value, seed: Value) -> Value:
+        if self.form == "avx2" and self._kind != KIND_INT8:
+            return self._b.add(self._pairs(state), seed)
+        return state

@@ -1,20 +1,40 @@
-"""Microkernels of the linear layers: one tile of 16 output rows against 1, 2, 4 or 8 tokens.
+"""Microkernels of the linear layers: one or two tiles of 16 output rows against a panel of a few tokens.
 
 A lane is an output row, so there is no horizontal sum. Integer formats: the sum over a group of 32 inputs is exact,
 and groups are added in order by one float epilogue; float formats: one fma chain per output in input order. Either
-way an output depends on its own row and token only, not on how many tokens share the call.
+way an output depends on its own row and token only, not on how many tokens or tiles share the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils, types
 
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear_dot import V16I, dot_form, emit_dot, emit_load_bytes, emit_splat_int, int_constant
+from kvboost_edge.kernels.linear_dot import (
+    GROUP,
+    KIND_INT4,
+    KIND_INT4M,
+    KIND_INT8,
+    V16I,
+    GroupDot,
+    emit_load_bytes,
+    emit_splat_int,
+    int_constant,
+)
+from kvboost_edge.kernels.linear_panel import (
+    COARSE_BYTES,
+    FINE_BASE,
+    FINE_BYTES,
+    FINE_TOKENS,
+    SMALL_TOKENS,
+    TILES_AT_ONCE,
+    WIDE_FINE_TOKENS,
+    WIDE_TOKENS,
+)
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,
@@ -31,165 +51,299 @@ from kvboost_edge.kernels.vectors import (
     emit_store,
 )
 
-__all__ = ["GROUP", "KIND_INT4", "KIND_INT8", "TOKENS", "float_tile", "int_tile"]
+__all__ = [
+    "FLOAT_TOKENS",
+    "GROUP",
+    "KIND_INT4",
+    "KIND_INT4M",
+    "KIND_INT8",
+    "IntTiles",
+    "Target",
+    "Tile",
+    "float_tile",
+    "int_tile",
+]
 
-KIND_INT8, KIND_INT4 = 3, 4
-GROUP = 32
-TOKENS = (1, 2, 4, 8)
+FLOAT_TOKENS = (1, 2, 4, 8)
 _QUADS = GROUP // 4
 _LINE = 64
-# Stored weights are unsigned: the signed weight plus this. The sum over a group starts at -offset * sum(x).
-_OFFSET = {KIND_INT8: 128, KIND_INT4: 8}
-# Bytes ahead of the reading point; measured from DRAM. Larger batches reuse a tile from the cache instead.
-_AHEAD = 4096
+# Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse.
+_AHEAD = 8192
 
 Value = Any
 Builder = Any
 _I32 = ir.IntType(32)
 
 
-def _load_i32(b: Builder, address: Value) -> Value:
-    return b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32)
+class Tile(NamedTuple):
+    """Where the weights of a run of tiles are.
+
+    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4m only)
+    weights_step, scales_step  bytes from one tile's to the next tile's
+    groups                   groups of 32 inputs, or inputs for float formats
+    runs                     tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1
+    panel_step               0; or the runs are blocks of tokens against one tile (or pair), and this the bytes from one
+                             block's panel to the next one's
+    """
+
+    weights: int
+    scales: int
+    minima: int
+    weights_step: int
+    scales_step: int
+    groups: int
+    runs: int
+    panel_step: int
 
 
-def _slots(b: Builder, count: int) -> list[Value]:
+class Target(NamedTuple):
+    """Where results go: out = factor * (result + bias), or out += that where `add` is not 0.
+
+    out, out_step  address of float32 [tokens, 16], bytes from one token to the next
+    tile_step      bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that is one tile twice
+    bias           address of float32 [16] (the next tile's follow `tile_step` bytes behind), or 0
+    """
+
+    out: int
+    out_step: int
+    tile_step: int
+    bias: int
+    add: int
+    factor: Any
+
+
+def _bytes(b: Builder, address: Value, index: Value, size: int, offset: int = 0) -> Value:
+    return b.add(b.add(address, b.mul(index, int_constant(size))), int_constant(offset))
+
+
+def _splat_i32_at(b: Builder, address: Value) -> Value:
+    return emit_splat_int(b, b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32))
+
+
+def _splat_f32_at(b: Builder, address: Value) -> Value:
+    return emit_splat(b, emit_load(b, F32, address))
+
+
+def _zeroed(b: Builder, count: int) -> list[Value]:
     slots = [cgutils.alloca_once(b, V16) for _ in range(count)]
     for slot in slots:
         b.store(ir.Constant(V16, [0.0] * LANES), slot)
     return slots
 
 
-def _load_quads(b: Builder, kind: int, at: Value) -> list[Value]:
-    """The 8 quads of a group as unsigned bytes, <16 x i32> each."""
+def _load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
+    """Quads 2 * pair and 2 * pair + 1 of a group as unsigned bytes, <16 x i32> each."""
     if kind == KIND_INT8:
-        return [emit_load_bytes(b, b.add(at, int_constant(_LINE * quad))) for quad in range(_QUADS)]
-    mask = ir.Constant(V16I, [0x0F0F0F0F] * LANES)
-    four = ir.Constant(V16I, [4] * LANES)
-    quads = []
-    for line in range(_QUADS // 2):
-        both = emit_load_bytes(b, b.add(at, int_constant(_LINE * line)))
-        quads += [b.and_(both, mask), b.and_(b.lshr(both, four), mask)]
-    return quads
+        first = b.add(at, int_constant(2 * _LINE * pair))
+        return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
+    both = emit_load_bytes(b, b.add(at, int_constant(_LINE * pair)))
+    mask, four = ir.Constant(V16I, [0x0F0F0F0F] * LANES), ir.Constant(V16I, [4] * LANES)
+    return b.and_(both, mask), b.and_(b.lshr(both, four), mask)
 
 
-def _emit_epilogue(b: Builder, sums: Sequence[Value], arguments: Sequence[Value]) -> None:
-    """Add the bias, then store, or add to what is there: out = out + factor * result."""
-    out, out_step, bias, factor, add = arguments
-    has_bias = b.icmp_signed("!=", bias, int_constant(0))
-    factors = emit_splat(b, factor)
-    for token, slot in enumerate(sums):
-        with b.if_then(has_bias):
-            b.store(b.fadd(b.load(slot), emit_load(b, V16, bias)), slot)
-        place = b.add(out, b.mul(out_step, int_constant(token)))
-        with b.if_else(b.icmp_signed("!=", add, int_constant(0))) as (adds, stores):
-            with adds:
-                emit_store(b, emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)), place)
-            with stores:
+def _place(b: Builder, target: Target, tile: int, token: int) -> Value:
+    """Address of a tile's 16 outputs for a token."""
+    at = b.add(target.out, b.mul(target.tile_step, int_constant(tile)))
+    return b.add(at, b.mul(target.out_step, int_constant(token)))
+
+
+def _emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> None:
+    """Add the bias, then store, or add to what is there: out = out + factor * result. sums[tile][token]."""
+    factors = emit_splat(b, target.factor)
+    zero = int_constant(0)
+    for tile, slots in enumerate(sums):
+        offset = b.mul(target.tile_step, int_constant(tile))
+        with b.if_then(b.icmp_signed("!=", target.bias, zero)):
+            bias = emit_load(b, V16, b.add(target.bias, offset))
+            for slot in slots:
+                b.store(b.fadd(b.load(slot), bias), slot)
+    places = [[_place(b, target, tile, token) for token in range(len(slots))] for tile, slots in enumerate(sums)]
+    flat = [
+        (slot, place) for slots, row in zip(sums, places, strict=True) for slot, place in zip(slots, row, strict=True)
+    ]
+    with b.if_else(b.icmp_signed("!=", target.add, zero)) as (adds, stores):
+        with adds:
+            # All are read before any is written: without a second tile both write the same numbers to one place.
+            results = [emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)) for slot, place in flat]
+            for (_, place), result in zip(flat, results, strict=True):
+                emit_store(b, result, place)
+        with stores:
+            for slot, place in flat:
                 emit_store(b, b.fmul(b.load(slot), factors), place)
 
 
-def _emit_int_tile(b: Builder, arguments: Sequence[Value], kind: int, tokens: int) -> None:
-    weights, scales, groups, inputs, input_step, input_scales, input_sums, scale_step = arguments[:8]
-    form = dot_form()
-    group_bytes = _QUADS * _LINE // (1 if kind == KIND_INT8 else 2)
-    sums = _slots(b, tokens)
-    with cgutils.for_range(b, groups, intp=I64) as loop:
-        at = b.add(weights, b.mul(loop.index, int_constant(group_bytes)))
-        if tokens <= 2:
-            for line in range(group_bytes // _LINE):
-                emit_prefetch(b, b.add(at, int_constant(_AHEAD + _LINE * line)))
-        quads = _load_quads(b, kind, at)
-        row_scales = emit_load_as_f32(b, KIND_F16, b.add(scales, b.mul(loop.index, int_constant(2 * LANES))))
-        for token in range(tokens):
-            place = b.add(b.mul(scale_step, int_constant(token)), b.mul(loop.index, int_constant(4)))
-            start = b.mul(_load_i32(b, b.add(input_sums, place)), _I32(-_OFFSET[kind]))
-            dots = emit_splat_int(b, start)
-            here = b.add(b.add(inputs, b.mul(input_step, int_constant(token))), b.mul(loop.index, int_constant(GROUP)))
-            for quad in range(_QUADS):
-                four = emit_splat_int(b, _load_i32(b, b.add(here, int_constant(4 * quad))))
-                dots = emit_dot(b, form, dots, quads[quad], four)
-            scale = emit_splat(b, emit_load(b, F32, b.add(input_scales, place)))
-            scaled = b.fmul(b.sitofp(dots, V16), scale)
-            b.store(emit_fma(b, scaled, row_scales, b.load(sums[token])), sums[token])
-    _emit_epilogue(b, sums, arguments[8:])
+class IntTiles:
+    """Emits `tiles` tiles of a kind against a panel of `tokens` tokens; `fine`: 16-bit codes in two planes of bytes.
+
+    form: of the dot product; None for the one that kernels of this process use.
+    """
+
+    def __init__(self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None) -> None:
+        self.kind, self.tiles, self.tokens, self.fine, self.form = kind, tiles, tokens, fine, form
+        self.group_bytes = _QUADS * _LINE // (1 if kind == KIND_INT8 else 2)
+        self.planes = 2 if fine else 1
+
+    def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        """All runs: between two of them there is no call, and memory is kept busy."""
+        over_tokens = b.icmp_signed("!=", tile.panel_step, int_constant(0))
+        with cgutils.for_range(b, tile.runs, intp=I64) as loop:
+            index = b.select(over_tokens, int_constant(0), b.mul(loop.index, int_constant(self.tiles)))
+            tokens = b.select(over_tokens, b.mul(loop.index, int_constant(self.tokens)), int_constant(0))
+            scales = b.mul(index, tile.scales_step)
+            weights = b.add(tile.weights, b.mul(index, tile.weights_step))
+            here = tile._replace(weights=weights, scales=b.add(tile.scales, scales), minima=b.add(tile.minima, scales))
+            behind = b.mul(index, target.tile_step)
+            bias = b.select(b.icmp_signed("!=", target.bias, int_constant(0)), b.add(target.bias, behind), target.bias)
+            out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
+            at = b.add(panel, b.mul(loop.index, tile.panel_step))
+            self._emit_one(b, here, at, target._replace(out=out, bias=bias))
+
+    def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        weights = [b.add(tile.weights, b.mul(tile.weights_step, int_constant(t))) for t in range(self.tiles)]
+        scales = [b.add(tile.scales, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
+        minima = [b.add(tile.minima, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
+        sums = [_zeroed(b, self.tokens) for _ in range(self.tiles)]
+        for index in range(self.tiles):
+            for token in range(self.tokens):
+                emit_prefetch(b, _place(b, target, index, token), write=True)
+        record = self.tokens * (FINE_BYTES if self.fine else COARSE_BYTES)
+        with cgutils.for_range(b, tile.groups, intp=I64) as loop:
+            here = _bytes(b, panel, loop.index, record)
+            places = [_bytes(b, at, loop.index, self.group_bytes) for at in weights]
+            self._prefetch(b, tile, places, [_bytes(b, at, loop.index, 2 * LANES) for at in scales])
+            dots = self._dots(b, here, places)
+            halves = [emit_load_as_f32(b, KIND_F16, _bytes(b, at, loop.index, 2 * LANES)) for at in scales]
+            lows = []
+            if self.kind == KIND_INT4M:
+                lows = [emit_load_as_f32(b, KIND_F16, _bytes(b, at, loop.index, 2 * LANES)) for at in minima]
+            self._add_group(b, here, sums, dots, halves, lows)
+        _emit_target(b, sums, target)
+
+    def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
+        """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
+        ahead, scales_ahead = int_constant(_AHEAD), int_constant(_AHEAD * 2 * LANES // self.group_bytes)
+        if self.tiles > 1:
+            ahead = b.mul(tile.weights_step, int_constant(self.tiles))
+            scales_ahead = b.mul(tile.scales_step, int_constant(self.tiles))
+        for place, scale in zip(places, scales, strict=True):
+            start = b.add(place, ahead)
+            for line in range(self.group_bytes // _LINE):
+                emit_prefetch(b, b.add(start, int_constant(_LINE * line)))
+            emit_prefetch(b, b.add(scale, scales_ahead))
+
+    def _term(self, b: Builder, here: Value, token: int) -> Value:
+        return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
+
+    def _dots(self, b: Builder, here: Value, places: Sequence[Value]) -> list[list[Value]]:
+        """The integer sums of a group, [tile][token]."""
+        dot, zero = GroupDot(b, self.kind, self.form), ir.Constant(V16I, [0] * LANES)
+        seeds = [zero] * self.tokens
+        if self.kind != KIND_INT4M:
+            seeds = [_splat_i32_at(b, self._term(b, here, token)) for token in range(self.tokens)]
+        # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
+        starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
+        states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]
+        for pair in range(_QUADS // 2):
+            loaded = [_load_pair(b, self.kind, place, pair) for place in places]
+            for half in range(2):
+                quads = [dot.prepare(two[half]) for two in loaded]
+                for plane in range(self.planes):
+                    for token in range(self.tokens):
+                        offset = (plane * self.tokens + token) * GROUP + 4 * (2 * pair + half)
+                        x = _splat_i32_at(b, b.add(here, int_constant(offset)))
+                        for state, quad in zip(states, quads, strict=True):
+                            state[plane][token] = dot.add(state[plane][token], quad, x)
+        result = []
+        for state in states:
+            planes = [
+                [dot.sums(one, seed) for one, seed in zip(*both, strict=True)]
+                for both in zip(state, starts, strict=True)
+            ]
+            result.append([self._joined(b, [plane[token] for plane in planes]) for token in range(self.tokens)])
+        return result
+
+    def _joined(self, b: Builder, planes: Sequence[Value]) -> Value:
+        """FINE_BASE * first + second, where there are two planes."""
+        if not self.fine:
+            return planes[0]
+        shifted = b.shl(planes[0], ir.Constant(V16I, [(FINE_BASE + 1).bit_length() - 1] * LANES))
+        return b.add(b.sub(shifted, planes[0]), planes[1])
+
+    def _add_group(
+        self,
+        b: Builder,
+        here: Value,
+        sums: Sequence[Sequence[Value]],
+        dots: Sequence[Sequence[Value]],
+        halves: Sequence[Value],
+        lows: Sequence[Value],
+    ) -> None:
+        """The float epilogue, the only one there is; `reference_linear.linear_int` says the same in NumPy."""
+        for token in range(self.tokens):
+            scale = _splat_f32_at(b, b.add(self._term(b, here, token), int_constant(4 * self.tokens)))
+            for tile, slots in enumerate(sums):
+                scaled = b.fmul(b.sitofp(dots[tile][token], V16), scale)
+                result = emit_fma(b, scaled, halves[tile], b.load(slots[token]))
+                if lows:
+                    taken = _splat_f32_at(b, self._term(b, here, token))
+                    result = emit_fma(b, taken, lows[tile], result)
+                b.store(result, slots[token])
 
 
-def _emit_float_tile(b: Builder, arguments: Sequence[Value], kind: int, tokens: int) -> None:
-    weights, num_inputs, inputs, input_step = arguments[:4]
+def _emit_float_tile(
+    b: Builder, kind: int, tokens: int, tile: Tile, inputs: Value, step: Value, target: Target
+) -> None:
     size = 4 if kind == KIND_F32 else 2
-    sums = _slots(b, tokens)
-    with cgutils.for_range(b, num_inputs, intp=I64) as loop:
-        row = emit_load_as_f32(b, kind, b.add(weights, b.mul(loop.index, int_constant(size * LANES))))
-        at = b.add(inputs, b.mul(loop.index, int_constant(4)))
+    sums = _zeroed(b, tokens)
+    with cgutils.for_range(b, tile.groups, intp=I64) as loop:
+        place = _bytes(b, tile.weights, loop.index, size * LANES)
+        emit_prefetch(b, b.add(place, int_constant(_AHEAD)))
+        row = emit_load_as_f32(b, kind, place)
+        at = _bytes(b, inputs, loop.index, 4)
         for token in range(tokens):
-            value = emit_load(b, F32, b.add(at, b.mul(input_step, int_constant(token))))
-            b.store(emit_fma(b, row, emit_splat(b, value), b.load(sums[token])), sums[token])
-    _emit_epilogue(b, sums, arguments[4:])
+            value = _splat_f32_at(b, b.add(at, b.mul(step, int_constant(token))))
+            b.store(emit_fma(b, row, value, b.load(sums[token])), sums[token])
+    _emit_target(b, [sums], target)
 
 
-def _int_tile(kind: int, tokens: int) -> Any:
+def _fields(b: Builder, kind: Any, value: Value) -> Any:
+    return kind(*cgutils.unpack_tuple(b, value))
+
+
+def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
     @intrinsic
-    def tile(
-        typing: Any,
-        weights: Any,
-        scales: Any,
-        groups: Any,
-        inputs: Any,
-        input_step: Any,
-        input_scales: Any,
-        input_sums: Any,
-        scale_step: Any,
-        out: Any,
-        out_step: Any,
-        bias: Any,
-        factor: Any,
-        add: Any,
-    ) -> Any:
-        """out[token, 16 rows] from a tile of quantized weights and quantized tokens.
-
-        weights, scales           addresses of the tile: `groups` groups of quads, of 16 float16
-        inputs, input_step        int8 [tokens, groups * 32], bytes from one token to the next
-        input_scales, input_sums  float32 and int32 [tokens, groups], both `scale_step` bytes a token
-        out, out_step             float32 [tokens, 16], bytes from one token to the next
-        bias                      address of float32 [16], or 0
-        factor, add               out = factor * result, or out += factor * result where add is not 0
-        """
+    def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
+        """tile: `Tile`; panel: address of the tokens' panel, see linear_panel.py; target: `Target`."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            _emit_int_tile(b, arguments, kind, tokens)
+            emitter = IntTiles(kind, tiles, tokens, fine)
+            emitter.emit(b, _fields(b, Tile, arguments[0]), arguments[1], _fields(b, Target, arguments[2]))
             return context.get_dummy_value()
 
-        i, f = types.int64, types.float32
-        return types.void(i, i, i, i, i, i, i, i, i, i, i, f, i), codegen
+        return types.void(tile, types.int64, target), codegen
 
     return tile
 
 
 def _float_tile(kind: int, tokens: int) -> Any:
     @intrinsic
-    def tile(
-        typing: Any,
-        weights: Any,
-        num_inputs: Any,
-        inputs: Any,
-        input_step: Any,
-        out: Any,
-        out_step: Any,
-        bias: Any,
-        factor: Any,
-        add: Any,
-    ) -> Any:
-        """out[token, 16 rows] from a tile of float weights [num_inputs, 16] and float32 tokens; else as `int_tile`."""
+    def tile(typing: Any, tile: Any, inputs: Any, step: Any, target: Any) -> Any:
+        """tile: `Tile` of floats [inputs, 16]; inputs: address of float32 [tokens, inputs], `step` bytes a token."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            _emit_float_tile(b, arguments, kind, tokens)
+            where, target = _fields(b, Tile, arguments[0]), _fields(b, Target, arguments[3])
+            _emit_float_tile(b, kind, tokens, where, arguments[1], arguments[2], target)
             return context.get_dummy_value()
 
-        i, f = types.int64, types.float32
-        return types.void(i, i, i, i, i, i, i, f, i), codegen
+        return types.void(tile, types.int64, types.int64, target), codegen
 
     return tile
 
 
-int_tile = {(kind, tokens): _int_tile(kind, tokens) for kind in (KIND_INT8, KIND_INT4) for tokens in TOKENS}
-float_tile = {(kind, tokens): _float_tile(kind, tokens) for kind in (KIND_F32, KIND_BF16) for tokens in TOKENS}
+_SHAPES = {(1, tokens, False) for tokens in SMALL_TOKENS} | {(1, tokens, True) for tokens in FINE_TOKENS}
+_SHAPES |= {(TILES_AT_ONCE, WIDE_TOKENS, False), (TILES_AT_ONCE, WIDE_FINE_TOKENS, True)}
+int_tile = {
+    (kind, *shape): _int_tile(kind, *shape) for kind in (KIND_INT8, KIND_INT4, KIND_INT4M) for shape in sorted(_SHAPES)
+}
+"""(kind, tiles, tokens, fine) -> microkernel."""
+float_tile = {(kind, tokens): _float_tile(kind, tokens) for kind in (KIND_F32, KIND_BF16) for tokens in FLOAT_TOKENS}

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear_dot import V16I, int_constant
-from kvboost_edge.kernels.linear_tiles import GROUP
+from kvboost_edge.kernels.linear_dot import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8, OFFSET, V16I, int_constant
+from kvboost_edge.kernels.linear_panel import COARSE_BYTES, FINE_BASE, FINE_BYTES
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,
@@ -25,7 +25,6 @@ from kvboost_edge.kernels.vectors import (
     emit_fma,
     emit_lanes_in,
     emit_load,
-    emit_max,
     emit_shuffle,
     emit_splat,
     emit_store,
@@ -36,6 +35,7 @@ from kvboost_edge.kernels.vectors import (
 __all__ = [
     "ACT_GELU_TANH",
     "ACT_SILU",
+    "activate_group",
     "activate_vectors",
     "fma_f32",
     "norm_row",
@@ -64,6 +64,12 @@ def _unary(b: Builder, name: str, x: Value) -> Value:
     suffix = "v16f32" if isinstance(x.type, ir.VectorType) else "f32"
     kind = ir.FunctionType(x.type, [x.type])
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.{name}.{suffix}"), [x])
+
+
+def _maximum(b: Builder, x: Value, y: Value) -> Value:
+    """The larger one, lane by lane; NaN if one of them is."""
+    kind = ir.FunctionType(V16, [V16, V16])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.maximum.v16f32"), [x, y])
 
 
 def _fold(b: Builder, vector: Value, combine: Any) -> Value:
@@ -141,39 +147,114 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
         store_f32(out + 4 * index, load_f32(x + 4 * index) * factor * load_f32(weight + 4 * index))
 
 
-def _emit_quantize(b: Builder, vectors: Sequence[Value], out: Value, scale_at: Value, sum_at: Value) -> None:
-    """One group of 32: q = rint(x * (127 / max|x|)), scale = max|x| / 127, and the sum of q."""
-    absolute = [_unary(b, "fabs", vector) for vector in vectors]
-    top = _fold(b, emit_max(b, absolute[0], absolute[1]), lambda x, y: emit_max(b, x, y))
+def _emit_rounded(b: Builder, vectors: Sequence[Value], top: Value, levels: float) -> tuple[list[Value], Value]:
+    """rint(x * (levels / top)) of each vector, as float32, and the scale top / levels; zeros where top is tiny."""
     empty = b.fcmp_ordered("<", top, F32(_TINY))
-    scale = b.select(empty, F32(0.0), b.fdiv(top, F32(127.0)))
-    inverse = emit_splat(b, b.select(empty, F32(0.0), b.fdiv(F32(127.0), top)))
-    total = None
-    for index, vector in enumerate(vectors):
-        rounded = b.fptosi(_unary(b, "rint", b.fmul(vector, inverse)), V16I)
-        b.store(b.trunc(rounded, _V16B), b.inttoptr(b.add(out, int_constant(LANES * index)), ir.PointerType()), align=1)
-        total = rounded if total is None else b.add(total, rounded)
-    kind = ir.FunctionType(_I32, [V16I])
-    add = cgutils.get_or_insert_function(b.module, kind, "llvm.vector.reduce.add.v16i32")
+    scale = b.select(empty, F32(0.0), b.fdiv(top, F32(levels)))
+    inverse = emit_splat(b, b.select(empty, F32(0.0), b.fdiv(F32(levels), top)))
+    return [_unary(b, "rint", b.fmul(vector, inverse)) for vector in vectors], scale
+
+
+def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
+    """Two vectors of 16 int32 as 32 int8."""
+    for index, vector in enumerate(codes):
+        place = b.inttoptr(b.add(out, int_constant(LANES * index)), ir.PointerType())
+        b.store(b.trunc(vector, _V16B), place, align=1)
+
+
+def _emit_quantize(
+    b: Builder, vectors: Sequence[Value], out: Sequence[Value], term_at: Value, scale_at: Value, kind: Value
+) -> None:
+    """One group of 32 (two vectors): codes in one plane, or FINE_BASE * first + second in two; term and scale."""
+    absolute = [_unary(b, "fabs", vector) for vector in vectors]
+    # NaN wins, and makes the scale NaN: what is not a number must not come out as one.
+    top = _fold(b, _maximum(b, absolute[0], absolute[1]), lambda x, y: _maximum(b, x, y))
+    rounded, scale = _emit_rounded(b, vectors, top, 127.0 if len(out) == 1 else 127.0 * FINE_BASE)
+    codes = [b.fptosi(vector, V16I) for vector in rounded]
+    if len(out) == 1:
+        _emit_codes(b, codes, out[0])
+    else:
+        high = [b.fptosi(_unary(b, "rint", b.fmul(vector, _splat(1.0 / FINE_BASE))), V16I) for vector in rounded]
+        base = ir.Constant(V16I, [FINE_BASE] * LANES)
+        _emit_codes(b, high, out[0])
+        _emit_codes(b, [b.sub(code, b.mul(first, base)) for code, first in zip(codes, high, strict=True)], out[1])
+    reduce = ir.FunctionType(_I32, [V16I])
+    add = cgutils.get_or_insert_function(b.module, reduce, "llvm.vector.reduce.add.v16i32")
+    total = b.call(add, [b.add(codes[0], codes[1])])
+    offset = _I32(-OFFSET[KIND_INT4])
+    offset = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset)
+    taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, F32), scale)), _I32)
+    term = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT4M)), taken, b.mul(total, offset))
+    b.store(term, b.inttoptr(term_at, ir.PointerType()), align=4)
     emit_store(b, scale, scale_at)
-    b.store(b.call(add, [total]), b.inttoptr(sum_at, ir.PointerType()), align=4)
 
 
 @intrinsic
-def quantize_groups(typing: Any, x: Any, groups: Any, out: Any, scales: Any, sums: Any) -> Any:
-    """Quantize `groups` whole groups of 32 float32: int8 into `out`, float32 scales, int32 sums of the int8."""
+def quantize_groups(typing: Any, x: Any, groups: Any, record: Any, size: Any, place: Any, kind: Any, fine: Any) -> Any:
+    """Quantize `groups` whole groups of 32 float32 at address x for weights of a kind.
+
+    record       address of the first group's record in a panel of `size` tokens, of which this one is number `place`
+    kind, fine   of the weights that will read the panel; whether its codes have two planes (not 0) or one
+    """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        x, groups, out, scales, sums = arguments
-        with cgutils.for_range(b, groups, intp=I64) as loop:
-            at = b.add(x, b.mul(loop.index, int_constant(2 * _VECTOR)))
-            vectors = [emit_load(b, V16, at), emit_load(b, V16, b.add(at, int_constant(_VECTOR)))]
-            four = b.mul(loop.index, int_constant(4))
-            to = b.add(out, b.mul(loop.index, int_constant(GROUP)))
-            _emit_quantize(b, vectors, to, b.add(scales, four), b.add(sums, four))
+        x, groups, record, size, place, kind, fine = arguments
+        four = b.mul(place, int_constant(4))
+        with b.if_else(b.icmp_signed("!=", fine, int_constant(0))) as (two, one):
+            for branch, planes, bytes_each in ((two, 2, FINE_BYTES), (one, 1, COARSE_BYTES)):
+                with branch, cgutils.for_range(b, groups, intp=I64) as loop:
+                    here = b.add(record, b.mul(loop.index, b.mul(size, int_constant(bytes_each))))
+                    rows = [
+                        b.mul(b.add(place, size) if plane else place, int_constant(GROUP)) for plane in range(planes)
+                    ]
+                    term = b.add(b.add(here, b.mul(size, int_constant(GROUP * planes))), four)
+                    scale = b.add(term, b.mul(size, int_constant(4)))
+                    source = b.add(x, b.mul(loop.index, int_constant(2 * _VECTOR)))
+                    vectors = [emit_load(b, V16, source), emit_load(b, V16, b.add(source, int_constant(_VECTOR)))]
+                    _emit_quantize(b, vectors, [b.add(here, row) for row in rows], term, scale, kind)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 7), codegen
+
+
+def _emit_activate(b: Builder, x: Value, up: Value, is_silu: Value) -> Value:
+    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner))."""
+    cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
+    inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
+    exponent = b.fsub(_splat(0.0), b.select(is_silu, x, inner))
+    exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
+    return b.fmul(b.fdiv(x, b.fadd(_splat(1.0), emit_exp(b, exponent))), up)
+
+
+@intrinsic
+def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, record: Any, kind: Any) -> Any:
+    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their record of a coarse panel.
+
+    rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the next; the 32 of the way
+                up follow half a step behind
+    kind        as in `quantize_groups`
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        rows, step, size, act, record, kind = arguments
+        half = b.lshr(step, int_constant(1))
+        is_silu = b.icmp_signed("==", act, int_constant(ACT_SILU))
+        # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
+        with cgutils.for_range(b, size, intp=I64) as loop:
+            at = b.add(rows, b.mul(loop.index, step))
+            for gate in (at, b.add(at, int_constant(_VECTOR))):
+                x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
+                emit_store(b, _emit_activate(b, x, up, is_silu), gate)
+        terms = b.add(record, b.mul(size, int_constant(GROUP)))
+        with cgutils.for_range(b, size, intp=I64) as loop:
+            at = b.add(rows, b.mul(loop.index, step))
+            vectors = [emit_load(b, V16, gate) for gate in (at, b.add(at, int_constant(_VECTOR)))]
+            codes = b.add(record, b.mul(loop.index, int_constant(GROUP)))
+            term = b.add(terms, b.mul(loop.index, int_constant(4)))
+            _emit_quantize(b, vectors, [codes], term, b.add(term, b.mul(size, int_constant(4))), kind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
 
 
 @intrinsic
@@ -185,13 +266,8 @@ def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vec
         is_silu = b.icmp_signed("==", kind, int_constant(ACT_SILU))
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.mul(loop.index, int_constant(_VECTOR))
-            x = emit_load(b, V16, b.add(gate, at))
-            cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
-            inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
-            exponent = b.fsub(_splat(0.0), b.select(is_silu, x, inner))
-            exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
-            activated = b.fdiv(x, b.fadd(_splat(1.0), emit_exp(b, exponent)))
-            value = b.fmul(activated, emit_load(b, V16, b.add(up, at)))
+            x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
+            value = _emit_activate(b, x, y, is_silu)
             left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
             inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))
             emit_store(b, b.select(inside, value, _splat(0.0)), b.add(out, at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ __all__ = [
     "SPAN",
     "AttentionOptions",
     "KVPool",
+    "OwnBlocks",
     "PagedBatch",
     "WorkPlan",
     "aligned_empty",
@@ -26,6 +28,7 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
+_TILE = 64  # tokens, see tiles.py
 SPAN = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
 _KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): KIND_F32,
@@ -46,6 +49,18 @@ class KVPool(NamedTuple):
 
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
+
+
+class OwnBlocks(NamedTuple):
+    """The blocks that a pass writes, in float16: a query reads its own block here.
+
+    pool   float16 buffers as in KVPool;  tables int32 [num_seqs, width]: the buffer of the sequence's first block that
+    the pass writes, of the next, ...;  first int32 [num_seqs]: the number of that first block within the sequence.
+    """
+
+    pool: KVPool
+    tables: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
 
 
 class PagedBatch(NamedTuple):
@@ -105,12 +120,39 @@ def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window
     How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way.
     """
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_group)
-    lengths = np.diff(batch.cu_seqlens_q).astype(np.int64)
+    lengths = np.diff(batch.cu_seqlens_q)
+    cut = _Cut(heads_per_group, num_kv_heads, window, num_threads, tile_rows)
+    if window > 0 or lengths.max(initial=0) > tile_rows:
+        return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), cut)
+    # Steps of decoding: the same plan until a sequence begins another tile.
+    seq_lens = (batch.seq_lens + (_TILE - 1)) // _TILE * _TILE
+    return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), cut)
+
+
+class _Cut(NamedTuple):
+    """What decides, beside lengths, how a batch is cut."""
+
+    heads_per_group: int
+    num_kv_heads: int
+    window: int
+    num_threads: int
+    tile_rows: int
+
+
+@lru_cache(maxsize=64)
+def _plan_again(lengths: bytes, seq_lens: bytes, cut: _Cut) -> WorkPlan:
+    """`_plan_items`, for lengths whose bytes it has met before the same again; int32."""
+    one, other = (np.frombuffer(data, dtype=np.int32).astype(np.int64) for data in (lengths, seq_lens))
+    return _plan_items(one, other, cut)
+
+
+def _plan_items(lengths: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], cut: _Cut) -> WorkPlan:
+    heads_per_group, num_kv_heads, window, num_threads, tile_rows = cut
     tiles = -(-lengths // tile_rows)
     sequence = np.repeat(np.arange(lengths.size), tiles)
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(lengths[sequence] - first_row, tile_rows)
-    position = batch.seq_lens[sequence] - lengths[sequence] + first_row
+    position = seq_lens[sequence] - lengths[sequence] + first_row
     first_span = np.maximum(position - window + 1, 0) // SPAN if window > 0 else np.zeros_like(position)
     end_span = -(-(position + rows) // SPAN)
     few = (tiles == 1) | (tiles * num_kv_heads < _ITEMS_PER_THREAD * num_threads)
@@ -135,7 +177,7 @@ def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window
     # Longest first, so that no thread is left with a long item at the end; spans of one group stay side by side.
     cost = (items[:, 4] - items[:, 3]).astype(np.int64) * items[:, 2]
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
-    row_steps, tile_steps = -(-rows * heads_per_group // 4), -(-(position + rows - first_span * SPAN) // 64)
+    row_steps, tile_steps = -(-rows * heads_per_group // 4), -(-(position + rows - first_span * SPAN) // _TILE)
     num_parts, num_steps = int(np.where(split, spans, 0).sum()), int((row_steps * tile_steps).sum())
     return WorkPlan(items, int(split.sum()), num_parts, tile_rows, num_steps)
 

@@ -8,6 +8,7 @@ Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "linear_float",
     "linear_int",
     "norm_rows",
+    "pack_panel",
     "quantize_rows",
     "rotate",
     "unpack_codes",
@@ -28,21 +30,49 @@ __all__ = [
 
 Floats = npt.NDArray[np.float32]
 _LANES, _GROUP = 16, 32
+_FINE_BASE = 255
 
 
-def quantize_rows(x: Floats) -> tuple[npt.NDArray[np.int8], Floats, npt.NDArray[np.int32]]:
-    """x float32 [tokens, count] -> int8 [tokens, groups * 32], float32 scales and int32 sums [tokens, groups]."""
+def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int16], Floats, npt.NDArray[np.int32]]:
+    """x float32 [tokens, count] -> codes [tokens, groups * 32], float32 scales and int32 sums [tokens, groups].
+
+    Codes lie within +-127, or, if `fine`, within +-127 * 255.
+    """
     tokens, count = x.shape
     groups = -(-count // _GROUP)
     padded = np.zeros((tokens, groups, _GROUP), dtype=np.float32)
     padded.reshape(tokens, -1)[:, :count] = x
+    levels = np.float32(127.0 * _FINE_BASE if fine else 127.0)
     top = np.abs(padded).max(axis=2)
     empty = top < np.float32(1e-30)
     safe = np.where(empty, np.float32(1.0), top)
-    inverse = np.where(empty, np.float32(0.0), np.float32(127.0) / safe)
-    scales = np.where(empty, np.float32(0.0), top / np.float32(127.0)).astype(np.float32)
-    codes = np.rint(padded * inverse[:, :, None]).astype(np.int8)
+    inverse = np.where(empty, np.float32(0.0), levels / safe)
+    scales = np.where(empty, np.float32(0.0), top / levels).astype(np.float32)
+    codes = np.rint(padded * inverse[:, :, None]).astype(np.int16)
     return codes.reshape(tokens, -1), scales, codes.sum(axis=2, dtype=np.int32)
+
+
+def pack_panel(x: Floats, kind: str, blocks: Sequence[int], *, fine: bool = False) -> npt.NDArray[np.uint8]:
+    """The bytes of a panel for weights of a kind: a record per block of tokens and group, see linear_panel.py."""
+    codes, scales, sums = quantize_rows(x, fine=fine)
+    planes = [codes]
+    if fine:
+        first = np.rint(codes / _FINE_BASE).astype(np.int16)
+        planes = [first, codes - np.int16(_FINE_BASE) * first]
+    if kind == "int4m":
+        terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
+    else:
+        terms = sums * np.int32(-128 if kind == "int8" else -8)
+    records, start = [], 0
+    for size in blocks:
+        rows = slice(start, start + size)
+        for group in range(scales.shape[1]):
+            inputs = slice(group * _GROUP, (group + 1) * _GROUP)
+            parts: list[npt.NDArray[Any]] = [plane[rows, inputs].astype(np.int8) for plane in planes]
+            parts += [terms[rows, group].astype(np.int32), scales[rows, group]]
+            records += [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
+        start += size
+    return np.concatenate(records)
 
 
 def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int) -> npt.NDArray[np.int8]:
@@ -73,7 +103,7 @@ def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
     return packed.reshape(tiles, inputs, _LANES).transpose(0, 2, 1).reshape(-1, inputs)[:rows]
 
 
-def group_sums(codes: npt.NDArray[np.int8], weights: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
+def group_sums(codes: npt.NDArray[np.signedinteger[Any]], weights: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
     """The exact integer sums, [tokens, rows, groups]."""
     groups = codes.shape[1] // _GROUP
     x = codes.reshape(len(codes), groups, _GROUP).astype(np.int64)
@@ -88,13 +118,24 @@ def _fma(x: Floats, y: Floats, z: Floats) -> Floats:
 
 
 def linear_int(
-    codes: npt.NDArray[np.int8], scales: Floats, weights: npt.NDArray[np.int8], weight_scales: Floats
+    codes: npt.NDArray[np.signedinteger[Any]],
+    scales: Floats,
+    weights: npt.NDArray[np.int8],
+    weight_scales: Floats,
+    minima: Floats | None = None,
 ) -> Floats:
-    """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out)."""
+    """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out).
+
+    int4m: `weights` are the codes 0..15 themselves and `minima` [rows, groups] what is taken off a scaled code; in each
+    group follows out = fma(-(sum of the token's codes * token scale), minimum, out), the product rounded once.
+    """
     sums = group_sums(codes, weights).astype(np.float32)
+    token_sums = codes.reshape(len(codes), -1, _GROUP).sum(axis=2, dtype=np.int32).astype(np.float32)
     out = np.zeros(sums.shape[:2], dtype=np.float32)
     for group in range(sums.shape[2]):
         out = _fma(sums[:, :, group] * scales[:, group, None], weight_scales[None, :, group], out)
+        if minima is not None:
+            out = _fma(-(token_sums[:, group, None] * scales[:, group, None]), minima[None, :, group], out)
     return out
 
 

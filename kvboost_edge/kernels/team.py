@@ -2,7 +2,8 @@
 
 The calling thread always works itself and takes whatever units are left, so a helper that the system does not schedule
 costs nothing but its share: on a machine whose cores are shared, nobody waits at a barrier for a thread that sleeps.
-Idle helpers sleep. Waking one costs the caller about 1 us; it joins some 20 us later.
+A helper that has just worked looks out for more for a moment before it sleeps: the calls of a pass follow one another
+closely. Waking one that sleeps costs the caller about 1 us; it joins some 20 us later.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.vectors import address_of, fetch_add
+from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
 __all__ = ["KernelTeam"]
 
 _SPINS = 20_000  # about 100 us of looking at the counter before the wait gives its core away
 _NAP_S = 50e-6
+_LOOKS = 10_000  # about 150 us in which a helper looks out for the next work before it sleeps
 
 
 @kernel
@@ -37,6 +39,19 @@ def _wait_for(counters: npt.NDArray[np.int64], index: int, value: int, spins: in
     return False
 
 
+@kernel
+def _look_out(board: npt.NDArray[np.int64], seen: int, looks: int) -> Any:
+    """The number on the board as soon as it is not `seen`, or `seen` after that many looks."""
+    at = address_of(board)
+    while looks > 0:
+        number = load_acquire(at)
+        if number != seen:
+            return number
+        relax()
+        looks -= 1
+    return seen
+
+
 class _Work(NamedTuple):
     serial: int
     function: Callable[[Any], None]
@@ -48,6 +63,7 @@ class _Mailbox:
     """What the helpers see of a team: the newest work, if it is still wanted. Holds no reference to the team."""
 
     def __init__(self) -> None:
+        self.board = np.zeros(1, dtype=np.int64)  # changes with every work, for helpers that are awake
         self.work: _Work | None = None
         self.failure: BaseException | None = None
         self.closed = False
@@ -121,6 +137,7 @@ class KernelTeam:
         if not self._threads:
             self._start()
         self._mailbox.work = work
+        self._mailbox.board[0] += 1
         for signal in self._signals[:num_helpers]:
             _raise_signal(signal)
 
@@ -143,28 +160,30 @@ def _raise_signal(signal: threading.Lock) -> None:
 
 
 def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
-    last = 0
-    while True:
-        signal.acquire()
-        if mailbox.closed:
-            return
+    last = seen = 0
+    signal.acquire()
+    while not mailbox.closed:
         work = mailbox.begin(last)
-        if work is None:
-            continue
-        last = work.serial
-        try:
-            work.function(work.job)
-        except BaseException as failure:
-            mailbox.failure = failure
-            return
-        finally:
-            mailbox.end()
-        work = None  # a sleeping helper keeps nothing of a finished call alive
+        if work is not None:
+            last = work.serial
+            try:
+                work.function(work.job)
+            except BaseException as failure:
+                mailbox.failure = failure
+                return
+            finally:
+                mailbox.end()
+            work = None  # a waiting helper keeps nothing of a finished call alive
+        number = _look_out(mailbox.board, seen, _LOOKS)
+        # Awake, it takes the signal that came with the work, if it is there yet; otherwise it sleeps until one comes.
+        signal.acquire(blocking=number == seen)
+        seen = number
 
 
 def _dismiss(mailbox: _Mailbox, signals: list[threading.Lock], threads: list[threading.Thread]) -> None:
     mailbox.closed = True
     mailbox.work = None
+    mailbox.board[0] += 1
     for signal in signals:
         _raise_signal(signal)
     for thread in threads:

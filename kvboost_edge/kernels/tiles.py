@@ -46,13 +46,17 @@ __all__ = [
     "ROWS",
     "TILE",
     "fill",
+    "half_scores_tile",
+    "half_values_tile",
     "hide_row",
     "mix_row",
     "scale_row",
+    "scores_group",
     "scores_tile",
     "softcap_row",
     "softmax_rows",
     "stage_rows",
+    "values_group",
     "values_tile",
 ]
 
@@ -85,44 +89,57 @@ def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
     b.store(emit_fma(b, x, y, b.load(slot)), slot)
 
 
-def _emit_scores(b: Builder, query: Value, table: Value, head_dim: Value, scores: Value) -> None:
+def _emit_scores(b: Builder, arguments: Sequence[Value], groups: int, kind: int) -> None:
+    query, table, head_dim, scores = arguments
     keys, steps, ahead = (_table(b, table, row) for row in (0, 1, 4))
     row_bytes = b.mul(head_dim, _int(4))
-    sums = _accumulators(b, ROWS * GROUPS)
+    sums = _accumulators(b, ROWS * groups)
     with cgutils.for_range(b, head_dim, intp=I64) as loop:
-        for group in range(GROUPS):
+        for group in range(groups):
             emit_prefetch(b, b.add(ahead[group], b.mul(loop.index, steps[group])))
-        vectors = [emit_load(b, V16, b.add(keys[g], b.mul(loop.index, steps[g]))) for g in range(GROUPS)]
+        places = [b.add(keys[g], b.mul(loop.index, steps[g])) for g in range(groups)]
+        vectors = [emit_load_as_f32(b, kind, place) for place in places]
         at = b.add(query, b.mul(loop.index, _int(4)))
         for row in range(ROWS):
             scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
             splat = emit_splat(b, scalar)
-            for group in range(GROUPS):
-                _accumulate(b, sums[row * GROUPS + group], splat, vectors[group])
-    for position, slot in enumerate(sums):
-        emit_store(b, b.load(slot), b.add(scores, _int(position * _VECTOR_BYTES)))
+            for group in range(groups):
+                _accumulate(b, sums[row * groups + group], splat, vectors[group])
+    for row in range(ROWS):
+        for group in range(groups):
+            place = b.add(scores, _int((row * GROUPS + group) * _VECTOR_BYTES))
+            emit_store(b, b.load(sums[row * groups + group]), place)
 
 
-@intrinsic
-def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
-    """Scores of four rows against the tile's 64 tokens.
+def _scores_tile(groups: int, kind: int = KIND_F32) -> Any:
+    @intrinsic
+    def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
+        """Scores of four rows against the tile's first 16 * groups tokens, whose keys are stored as `kind`.
 
-    query   address of float32 [4, head_dim], rows contiguous
-    scores  address of float32 [4, 64], written
-    """
+        query   address of float32 [4, head_dim], rows contiguous
+        scores  address of float32 [4, 64], written in the columns of those tokens
+        """
 
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        _emit_scores(b, *arguments)
-        return context.get_dummy_value()
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            _emit_scores(b, arguments, groups, kind)
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+        return types.void(*[types.int64] * 4), codegen
+
+    return scores_tile
 
 
-def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int) -> None:
+scores_tile = _scores_tile(GROUPS)
+scores_group = _scores_tile(1)
+half_scores_tile = _scores_tile(GROUPS, KIND_F16)
+
+
+def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int, groups: int, kind: int) -> None:
     """`values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
     bases, steps, ahead = (_table(b, table, row) for row in (2, 3, 5))
-    offset = b.mul(channel, _int(4))
+    size = 4 if kind == KIND_F32 else 2
+    offset, stored = b.mul(channel, _int(4)), b.mul(channel, _int(size))
     places = [
         b.add(b.add(out, offset), b.add(b.mul(out_row_bytes, _int(row)), _int(vector * _VECTOR_BYTES)))
         for row in range(ROWS)
@@ -132,14 +149,14 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int)
     splats = [emit_splat(b, emit_load(b, F32, b.add(scales, _int(4 * row)))) for row in range(ROWS)]
     for index, place in enumerate(places):
         b.store(b.fmul(emit_load(b, V16, place), splats[index // num_vectors]), sums[index])
-    for group in range(GROUPS):
+    for group in range(groups):
         at = b.add(weights, _int(group * _VECTOR_BYTES))
-        base, ask = b.add(bases[group], offset), b.add(ahead[group], offset)
+        base, ask = b.add(bases[group], stored), b.add(ahead[group], stored)
         with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
             row_at, ask_at = (b.add(start, b.mul(loop.index, steps[group])) for start in (base, ask))
-            for vector in range(num_vectors):
-                emit_prefetch(b, b.add(ask_at, _int(vector * _VECTOR_BYTES)))
-            vectors = [emit_load(b, V16, b.add(row_at, _int(v * _VECTOR_BYTES))) for v in range(num_vectors)]
+            for line in range(0, num_vectors * LANES * size, _VECTOR_BYTES):
+                emit_prefetch(b, b.add(ask_at, _int(line)))
+            vectors = [emit_load_as_f32(b, kind, b.add(row_at, _int(v * LANES * size))) for v in range(num_vectors)]
             for row in range(ROWS):
                 scalar_at = b.add(at, b.add(b.mul(loop.index, _int(4)), _int(row * TILE * 4)))
                 splat = emit_splat(b, emit_load(b, F32, scalar_at))
@@ -149,10 +166,10 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int)
         emit_store(b, b.load(sums[index]), place)
 
 
-def _values_tile(num_vectors: int) -> Any:
+def _values_tile(num_vectors: int, groups: int, kind: int = KIND_F32) -> Any:
     @intrinsic
     def values_tile(typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any) -> Any:
-        """out[row] = out[row] * scale[row] + sum over the tile's tokens of weight[row, token] * value[token].
+        """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * groups) tokens of weight[row] * value.
 
         weights  address of float32 [4, 64]
         channel  first of the panel's channels
@@ -161,7 +178,7 @@ def _values_tile(num_vectors: int) -> Any:
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            _emit_values_panel(b, arguments, num_vectors)
+            _emit_values_panel(b, arguments, num_vectors, groups, kind)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -169,7 +186,9 @@ def _values_tile(num_vectors: int) -> Any:
     return values_tile
 
 
-values_tile = {vectors: _values_tile(vectors) for vectors in (4, 2, 1)}
+values_tile = {vectors: _values_tile(vectors, GROUPS) for vectors in (4, 2, 1)}
+half_values_tile = {vectors: _values_tile(vectors, GROUPS, KIND_F16) for vectors in (4, 2, 1)}
+values_group = {vectors: _values_tile(vectors, 1) for vectors in (4, 1)}
 
 
 @intrinsic
@@ -293,16 +312,29 @@ def stage_rows(
     return types.void(*[types.int64] * 8), codegen
 
 
+def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
+    """Run `emit(kind, byte offset)` over `count` floats: whole vectors, then one by one; nothing if count <= 0."""
+    vectors = b.sdiv(count, _int(LANES))
+    with cgutils.for_range(b, vectors, intp=I64) as loop:
+        emit(V16, b.mul(loop.index, _int(_VECTOR_BYTES)))
+    done = b.mul(vectors, _int(LANES))
+    with cgutils.for_range(b, b.sub(count, done), intp=I64) as loop:
+        emit(F32, b.mul(b.add(done, loop.index), _int(4)))
+
+
 def _row_intrinsic(num_floats: int, combine: Any) -> Any:
     """An intrinsic f(out, source, count, *floats): out[i] = combine(b, out[i], source[i], *floats) for i < count."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         out, source, count = arguments[:3]
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            offset = b.mul(loop.index, _int(4))
+        splats = [emit_splat(b, value) for value in arguments[3:]]
+
+        def emit(kind: ir.Type, offset: Value) -> None:
             place = b.add(out, offset)
-            old, new = emit_load(b, F32, place), emit_load(b, F32, b.add(source, offset))
-            emit_store(b, combine(b, old, new, *arguments[3:]), place)
+            old, new = emit_load(b, kind, place), emit_load(b, kind, b.add(source, offset))
+            emit_store(b, combine(b, old, new, *(splats if kind is V16 else arguments[3:])), place)
+
+        _emit_by_vectors(b, count, emit)
         return context.get_dummy_value()
 
     kinds = [types.int64] * 3 + [types.float32] * num_floats
@@ -327,8 +359,10 @@ def fill(typing: Any, out: Any, count: Any, value: Any) -> Any:
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         out, count, value = arguments
-        with cgutils.for_range(b, count, intp=I64) as loop:
-            emit_store(b, value, b.add(out, b.mul(loop.index, _int(4))))
+        splat = emit_splat(b, value)
+        _emit_by_vectors(
+            b, count, lambda kind, offset: emit_store(b, splat if kind is V16 else value, b.add(out, offset))
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), codegen

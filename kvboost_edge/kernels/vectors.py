@@ -39,9 +39,11 @@ __all__ = [
     "emit_store",
     "exp_f32",
     "fetch_add",
+    "load_acquire",
     "load_f32",
     "load_i32",
     "load_scalar",
+    "relax",
     "store_f32",
     "store_i64",
     "store_scalar",
@@ -165,9 +167,9 @@ def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
     return b.bitcast(b.shl(wide, _constant(_VI32, 16)), V16)
 
 
-def emit_prefetch(b: Builder, address: Value) -> None:
-    """Ask for the cache line at a byte address, for reading, into all levels."""
-    arguments = [b.inttoptr(address, _POINTER), ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)]
+def emit_prefetch(b: Builder, address: Value, *, write: bool = False) -> None:
+    """Ask for the cache line at a byte address, for reading or for writing, into all levels."""
+    arguments = [b.inttoptr(address, _POINTER), *(ir.Constant(I32, number) for number in (int(write), 3, 1))]
     kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
     b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0"), arguments)
 
@@ -244,6 +246,32 @@ def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
         return b.atomic_rmw("add", pointer, arguments[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_acquire(typing: Any, address: Any) -> Any:
+    """The int64 at an address that other threads write, with all they wrote before it."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def relax(typing: Any) -> Any:
+    """Tell the core that this is a waiting loop; nothing where there is no such hint."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        if b.module.triple.startswith(("x86_64", "i686", "amd64")):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.sse2.pause"), [])
+        elif b.module.triple.startswith(("aarch64", "arm64")):
+            kind, give_way = ir.FunctionType(ir.VoidType(), [I32]), ir.Constant(I32, 1)
+            b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.hint"), [give_way])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

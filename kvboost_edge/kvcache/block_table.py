@@ -40,6 +40,7 @@ class BlockTable:
     num_cached_tokens    tokens served by the cache when the table was opened
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
+    miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class BlockTable:
         "_uncounted_misses",
         "_withdrawn",
         "block_ids",
+        "miss_reason",
         "num_cached_tokens",
         "num_computed_tokens",
         "root",
@@ -63,6 +65,7 @@ class BlockTable:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
+        self.miss_reason = "bypassed"
         self._serial = serial
         # The chain so far: how many full blocks it covers, the hash and the identity of the last of them.
         self._num_chained = 0

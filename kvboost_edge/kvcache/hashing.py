@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["TOKEN_BYTES", "HashFn", "chain_hash", "encode_tokens", "root_hash"]
+__all__ = ["TOKEN_BYTES", "HashFn", "chain_hash", "encode_tokens", "narrowed_root", "root_hash"]
 
 HashFn = Callable[[bytes, bytes], bytes]
 
@@ -32,7 +32,16 @@ def root_hash(*, model_fingerprint: str, kv_format: str, rope: str = "", adapter
         "adapter": adapter,
         "tenant": tenant,
     }
-    digest = hashlib.sha256(b"kvboost-edge prefix root 1\n")
+    return _digest_of(b"kvboost-edge prefix root 1\n", fields)
+
+
+def narrowed_root(root: bytes, name: str, value: str) -> bytes:
+    """Return the 32 bytes that chains start from when only requests of equal `value` under `name` may share them."""
+    return _digest_of(b"kvboost-edge narrowed root 1\n" + root, {name: value})
+
+
+def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:
+    digest = hashlib.sha256(start)
     for name, value in fields.items():
         # surrogatepass: a tenant may come from undecodable header bytes and must still have a root of its own
         for part in (name.encode(), value.encode("utf-8", "surrogatepass")):

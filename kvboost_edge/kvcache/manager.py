@@ -7,14 +7,15 @@ before the next forward pass. One thread calls it; the counters and `block_state
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, chain_hash, encode_tokens
+from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
-from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
+from kvboost_edge.kvcache.lookup import Lookup
+from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -24,7 +25,8 @@ BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 class KVCacheManager:
     """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix sharing.
 
-    `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide.
+    `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide. `whole_blocks`: full
+    blocks cannot be written into again (quantized storage), see `Lookup`.
 
     cow_copies     blocks copied because somebody else still reads them
     evictions      published blocks handed out again, their prefix forgotten
@@ -39,8 +41,10 @@ class KVCacheManager:
         "_in_flight",
         "_index",
         "_live",
+        "_lookup",
         "_next_table",
         "_pool",
+        "_released",
         "block_size",
         "cow_copies",
         "evictions",
@@ -49,20 +53,23 @@ class KVCacheManager:
         "progress",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFn = chain_hash) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, hash_fn: HashFn = chain_hash, whole_blocks: bool = False
+    ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(num_blocks)
+        self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
         self._hash_fn = hash_fn
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._in_flight: dict[bytes, int] = {}  # prefix hash -> serial of the live table that computes it
-        self._fresh: dict[int, None] = {}  # ids handed out since the last drain; a dict as an ordered set
+        # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
+        self._fresh: dict[int, None] = {}
+        self._released: dict[int, None] = {}
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self.progress = 0
-
-    # ---- opening -------------------------------------------------------------------------------------------------
 
     def open_table(
         self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True
@@ -70,7 +77,8 @@ class KVCacheManager:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
         At least the last token is left to compute: with a prompt that is cached to its end, the table shares all its
-        blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block writable. The blocks of
+        blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block writable; with
+        `whole_blocks` it leaves that last block out. `table.miss_reason` says why no more was found. The blocks of
         the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
         nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. Takes no
         free block that is not part of the match, so it cannot fail for lack of room.
@@ -79,15 +87,16 @@ class KVCacheManager:
         data = encode_tokens(token_ids)
         table = BlockTable(self._next_table, root)
         if use_cache:
-            match = self._match(data, root)
+            match = self._lookup.match(data, root)
             for block_id in match.block_ids:
                 self._pool.touch(block_id)
             table.block_ids = match.block_ids
             table._num_chained = len(match.block_ids)
             table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
-            table.num_cached_tokens = self._servable(match, len(token_ids))
+            table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
+            table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
             table.num_computed_tokens = table.num_cached_tokens
-            for index, prefix_hash in enumerate(self._rest_hashes(data, match), len(match.block_ids)):
+            for index, prefix_hash in enumerate(self._lookup.rest(data, match), len(match.block_ids)):
                 self._claim(table, index, prefix_hash)
             table._uncounted_misses = len(token_ids) - table.num_cached_tokens if count else 0
         self._next_table += 1
@@ -96,7 +105,7 @@ class KVCacheManager:
 
     def peek(self, token_ids: Sequence[int], root: bytes) -> int:
         """Number of tokens `open_table` would serve now. Changes nothing; valid until the next change of the pool."""
-        return self._servable(self._match(encode_tokens(token_ids), root), len(token_ids))
+        return self._lookup.servable(self._lookup.match(encode_tokens(token_ids), root), len(token_ids))
 
     def awaited_hash(self, token_ids: Sequence[int], root: bytes) -> bytes | None:
         """Hash of the last of the blocks after the longest published prefix that live tables are computing, or None.
@@ -105,24 +114,13 @@ class KVCacheManager:
         Changes nothing. Claims compare hashes alone: a collision makes a request wait, never read another's KV.
         """
         data = encode_tokens(token_ids)
-        rest = self._rest_hashes(data, self._match(data, root))
+        rest = self._lookup.awaitable(data, self._lookup.match(data, root))
         promised = list(itertools.takewhile(self._in_flight.__contains__, rest))
         return promised[-1] if promised else None
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
         """Whether a live table is still computing the block of this hash."""
         return prefix_hash in self._in_flight
-
-    def _servable(self, match: PrefixMatch, num_tokens: int) -> int:
-        return min(len(match.block_ids) * self.block_size, max(num_tokens - 1, 0))
-
-    def _match(self, data: bytes, root: bytes) -> PrefixMatch:
-        return self._index.match(data, root, self.block_size * TOKEN_BYTES, self._hash_fn)
-
-    def _rest_hashes(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
-        return rest_hashes(data, match, self.block_size * TOKEN_BYTES, self._hash_fn)
-
-    # ---- single flight -------------------------------------------------------------------------------------------
 
     def _claim(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
         """Promise a block, unless its hash is promised already."""
@@ -134,8 +132,6 @@ class KVCacheManager:
         prefix_hash = table._claims.pop(index, None)
         if prefix_hash is not None:
             del self._in_flight[prefix_hash]
-
-    # ---- growing -------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
@@ -208,11 +204,9 @@ class KVCacheManager:
         taken = self._pool.take(count)
         for block_id in taken:
             if self._index.entry(block_id) is not None:
-                self._index.withdraw(block_id)
+                self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
                 self.evictions += 1
         return taken
-
-    # ---- publishing ----------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
         """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block this made full.
@@ -279,8 +273,6 @@ class KVCacheManager:
             table._twins[index] = (known, entry.serial)
         return entry.serial
 
-    # ---- forking and freeing -------------------------------------------------------------------------------------
-
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, the partial tail included. Takes no block.
 
@@ -316,7 +308,10 @@ class KVCacheManager:
                 if entry is not None and entry.serial == serial:
                     self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
             block_id = table.block_ids[index]
-            self._pool.release(block_id, matchable=self._index.entry(block_id) is not None)
+            matchable = self._index.entry(block_id) is not None
+            self._pool.release(block_id, matchable=matchable)
+            if not matchable and not self._pool.ref_count(block_id):
+                self._released[block_id] = None
         del self._live[table._serial]
         table.block_ids = []
         self.progress += 1
@@ -325,10 +320,8 @@ class KVCacheManager:
         """Forget every cached (idle) block and return how many there were; referenced blocks stay published."""
         idle = [block_id for block_id in self._pool.free_ids() if self._index.entry(block_id) is not None]
         for block_id in idle:
-            self._index.withdraw(block_id)
+            self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
         return len(idle)
-
-    # ---- looking -------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -385,6 +378,12 @@ class KVCacheManager:
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
+
+    def drain_released(self) -> list[int]:
+        """Ids freed since the last call with nothing to match: what is kept for a block that is not full may go."""
+        released = list(self._released)
+        self._released.clear()
+        return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
         """Recompute all bookkeeping from `tables`, all the live ones; CacheCorruption on the first contradiction."""

@@ -12,11 +12,15 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.json_file import read_config_object, text_config
+from kvboost_edge.models.quant_config import packed_layout
 
 __all__ = [
-    "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext", "check_model_compatibility",
-    "pinned_context",
+    "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
+    "check_model_compatibility", "pin_notice", "pinned_context",
 ]  # fmt: skip
+
+PHI3_LENGTH = 4096
+"""original_max_position_embeddings of a Phi-3 whose config does not give it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def check_model_compatibility(model: Any, *, strict: bool = True) -> Compatibili
         reason = f"model_type={model_type!r} should run but is not tested here; check it with verify_correctness()"
         if strict:
             _warn_once(reason)
-    notices = [reason, _pin_notice(config)]
+    notices = [reason, pin_notice(config)]
     return CompatibilityReport(model_type, True, tested, "; ".join(notice for notice in notices if notice))
 
 
@@ -153,6 +157,8 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
         # Some families keep it beside the rope settings; for these transformers takes that one.
         length = inner.get(name)
         length = rope.get(name) if length is None else length
+        if length is None and inner.get("model_type") == "phi3":
+            length = PHI3_LENGTH
         if length is None:
             continue
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
@@ -161,7 +167,8 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     return min(found, key=lambda pinned: pinned.length, default=None)
 
 
-def _pin_notice(config: Mapping[str, Any]) -> str:
+def pin_notice(config: Mapping[str, Any]) -> str:
+    """That the context is shorter than the config says, and why; empty where it is not."""
     pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
@@ -211,7 +218,10 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"it needs code from its own repository ({code}), which is never run"
         yield f"unknown; known are {', '.join(sorted(SUPPORTED_ARCHITECTURES))}"
     if inner.get("quantization_config") or config.get("quantization_config"):
-        yield "its weights are quantized (quantization_config); use the float checkpoint"
+        try:
+            packed_layout(config)
+        except ModelFormatError as error:
+            yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
 

@@ -12,9 +12,12 @@ from kvboost_edge.models.architectures import SUPPORTED_ARCHITECTURES
 from kvboost_edge.models.json_file import read_config_object, read_json_object, text_config
 
 __all__ = [
+    "MAX_LAYERS",
     "GenerationDefaults",
     "context_length",
     "generation_defaults",
+    "integer_of",
+    "number_of",
     "read_config",
     "read_generation_config",
     "size_of",
@@ -31,9 +34,15 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
 }
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# Numbers that spoil every result when they are damaged, whichever runner it is.
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_NUMBERS = {"rms_norm_eps": (0.0, 1.0), **dict.fromkeys(_MULTIPLIERS, (1e-6, 1e6))}
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 # Larger than any real model by far: a number beyond it is a damaged file, and must not size an allocation.
 _MAX_SIZE = 1 << 31
+MAX_LAYERS = 10_000
+"""Layers beyond any real model: lists of one entry for each are made before the weights are looked at."""
+_LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,10 +58,19 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
     """The object in config.json. For a supported family the keys that every causal language model needs are checked;
     another one's are left to `check_model_compatibility`, which says more than that a key is missing.
 
-    Raises ModelFormatError that names the file and the key.
+    `model_dir` may be a GGUF file: its metadata as such a config. Raises ModelFormatError that names the file and the
+    key.
     """
+    if Path(model_dir).is_file():
+        from kvboost_edge.models.gguf_config import gguf_config
+        from kvboost_edge.models.gguf_file import read_gguf
+
+        return gguf_config(read_gguf(model_dir))
     path = Path(model_dir) / "config.json"
     config = read_config_object(Path(model_dir))
+    settings = config.get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        raise ModelFormatError(f"{path}: quantization_config must be an object, got {type(settings).__name__}")
     if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
         return config
     inner = text_config(config)
@@ -60,6 +78,9 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         # A config of several parts leaves out what equals the defaults of its architecture.
         if size_of(inner, name, path) is None and inner is config:
             raise ModelFormatError(f"{path} lacks the key {name!r}")
+    for name, (low, high) in _NUMBERS.items():
+        if inner.get(name) is not None:
+            number_of(inner, name, low, high, path)
     if inner is config:
         context_length(config, path)
         _check_heads(config, path)
@@ -73,6 +94,19 @@ def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -
         if value is not None:
             return _positive(key, value, path)
     return None
+
+
+def number_of(config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config") -> float:
+    """The number under a key. ModelFormatError that names the key unless it is one from `low` to `high`."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
+    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is none."""
+    return _integer(key, config.get(key), low, _MAX_SIZE, path)
 
 
 def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
@@ -93,7 +127,12 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 def read_generation_config(
     model_dir: Path | str, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
 ) -> GenerationDefaults:
-    """EOS ids and special ids of a model directory; generation_config.json may be missing."""
+    """EOS ids and special ids of a model directory, of which generation_config.json may be missing, or a GGUF file."""
+    if Path(model_dir).is_file():
+        from kvboost_edge.models.gguf_config import token_ids
+        from kvboost_edge.models.gguf_file import read_gguf
+
+        return generation_defaults(token_ids(read_gguf(model_dir)), {}, tokenizer_eos=tokenizer_eos, path=model_dir)
     path = Path(model_dir) / "generation_config.json"
     generation = read_json_object(path) if path.is_file() else {}
     if config is None:
@@ -136,8 +175,12 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _positive(key: str, value: object, path: Path | str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
-        raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from 1 to {_MAX_SIZE}")
+    return _integer(key, value, 1, _LIMITS.get(key, _MAX_SIZE), path)
+
+
+def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from {low} to {high}")
     return value
 
 

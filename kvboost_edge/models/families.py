@@ -13,7 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config_file import context_length, size_of
+from kvboost_edge.models.architectures import PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config_file import context_length, integer_of, number_of, size_of
+from kvboost_edge.models.quant_config import packed_layout
 from kvboost_edge.models.rope_kinds import RopeKind, rope_kind
 
 __all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
@@ -93,24 +95,46 @@ class ModelSpec:
 
 def _layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
     """Windows from layer_types, or from a rule where the config has none."""
-    window = int(config.get("sliding_window") or 0)
+    window = _window(config, 0)
     rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
     types = config.get("layer_types") or rule
     known = {"sliding_attention": window, "full_attention": 0}
-    if len(types) != layers or not set(types) <= set(known):
-        raise ModelFormatError(f"layer_types={types!r} must be {layers} of {sorted(known)}")
+    if not isinstance(types, (list, tuple)) or len(types) != layers or any(kind not in list(known) for kind in types):
+        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
     if "sliding_attention" in types and window < 1:
         raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
     return [known[kind] for kind in types]
 
 
-def _same_window(default: int | None) -> Callable[[Config, int], list[int]]:
+def _window(config: Config, default: int) -> int:
+    """sliding_window, 0 where it is null."""
+    if "sliding_window" not in config:
+        return default
+    return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
+
+
+def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
+    """The number under a key, `default` where the config does not say."""
+    return number_of(config, key, low, high) if key in config else default
+
+
+def _cap(config: Config, key: str, default: float) -> float:
+    """A softcap, 0 for none."""
+    return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
+
+
+def _step(config: Config, keys: tuple[str, ...], default: int) -> int:
+    """The first of the keys that the config gives, as an integer of at least 1."""
+    return next((integer_of(config, key, 1) for key in keys if config.get(key) is not None), default)
+
+
+def _same_window(default: int) -> Callable[[Config, int], list[int]]:
     """Every layer has the window of the config, or `default` where the config does not say."""
 
     def windows(config: Config, layers: int) -> list[int]:
         if config.get("layer_types"):
             return _layer_windows(config, layers, lambda i: False)
-        return [int(config.get("sliding_window", default) or 0)] * layers
+        return [_window(config, default)] * layers
 
     return windows
 
@@ -118,7 +142,7 @@ def _same_window(default: int | None) -> Callable[[Config, int], list[int]]:
 def _qwen_windows(config: Config, layers: int) -> list[int]:
     if not config.get("use_sliding_window", False):
         return [0] * layers
-    first = config.get("max_window_layers", 28)
+    first = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
     return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i >= first)
 
 
@@ -127,7 +151,7 @@ def _every_second(config: Config, layers: int) -> list[int]:
 
 
 def _all_but_every(config: Config, layers: int) -> list[int]:
-    step = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    step = _step(config, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
     return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: (i + 1) % step != 0)
 
 
@@ -152,10 +176,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=_all_but_every,
             unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
-        "phi3": Family(qkv_bias=False, fused=True, eps=1e-5, windows=_same_window(None)),
+        "phi3": Family(qkv_bias=False, fused=True, eps=1e-5, windows=_same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
         "granite": Family(multipliers=True),
-        "smollm3": Family(tied=True, theta=2e6, no_rope=True, windows=_same_window(None),
+        "smollm3": Family(tied=True, theta=2e6, no_rope=True, windows=_same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
 )  # fmt: skip
@@ -176,14 +200,17 @@ def describe_model(config: Config) -> ModelSpec:
         if config.get(key) not in allowed:
             raise ModelFormatError(f"{model_type}: {key}={config.get(key)!r} is not known to the native runner")
     if config.get("quantization_config"):
-        raise ModelFormatError("weights with a quantization_config are not known to the native runner")
+        packed_layout(config)
     layers, heads, hidden = (_size(config, k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
     ropes, rope_of = _ropes(config, family, head_dim)
     windows = family.windows(config, layers) if family.windows else [0] * layers
     attention_bias = bool(config.get("attention_bias", False))
     factor = _multipliers(config, family)
-    scalar = float(config.get("query_pre_attn_scalar") or 256) if family.query_scalar else head_dim
+    scalar: float = head_dim
+    if family.query_scalar:
+        scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
+    longest, pinned = context_length(config), pinned_context(config)
     return ModelSpec(
         model_type=model_type,
         family=family,
@@ -193,19 +220,19 @@ def describe_model(config: Config) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=size_of(config, "num_key_value_heads") or heads,
         head_dim=head_dim,
-        eps=float(config.get("rms_norm_eps", family.eps)),
+        eps=_given(config, "rms_norm_eps", family.eps, 0.0, 1.0),
         activation=_activation(config, family),
         softmax_scale=factor.get("attention_multiplier", 1 / math.sqrt(scalar)),
-        softcap=float(config.get("attn_logit_softcapping", 50.0) or 0.0) if family.softcaps else 0.0,
-        logit_cap=float(config.get("final_logit_softcapping", 30.0) or 0.0) if family.softcaps else 0.0,
+        softcap=_cap(config, "attn_logit_softcapping", 50.0) if family.softcaps else 0.0,
+        logit_cap=_cap(config, "final_logit_softcapping", 30.0) if family.softcaps else 0.0,
         embedding_factor=math.sqrt(hidden) if family.scaled_embedding else factor.get("embedding_multiplier", 1.0),
         residual_factor=factor.get("residual_multiplier", 1.0),
         logit_factor=1.0 / factor.get("logits_scaling", 1.0),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=attention_bias and family.qkv_bias is None,
+        output_bias=bool(config.get("attention_output_bias", attention_bias)) and family.qkv_bias is None,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        max_context=context_length(config),
+        max_context=longest if pinned is None else min(longest, pinned.length),
         layers=tuple(LayerSpec(w, rope_of(i, w)) for i, w in enumerate(windows)),
         ropes=ropes,
     )
@@ -220,20 +247,17 @@ def _size(config: Config, name: str) -> int:
 
 def _activation(config: Config, family: Family) -> str:
     name = config.get("hidden_activation") or config.get("hidden_act") or family.activation
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelFormatError(f"activation {name!r} is not known to the native runner ({sorted(_ACTIVATIONS)})")
     return _ACTIVATIONS[name]
 
 
 def _multipliers(config: Config, family: Family) -> dict[str, float]:
     names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-    found = {name: config[name] for name in names if config.get(name) is not None}
     if not family.multipliers:
         return {}
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value == 0:
-            raise ModelFormatError(f"{name}={value!r} must be a number other than 0")
-    return {"attention_multiplier": 1.0, **{name: float(value) for name, value in found.items()}}
+    found = {name: number_of(config, name, 1e-6, 1e6) for name in names if config.get(name) is not None}
+    return {"attention_multiplier": 1.0, **found}
 
 
 def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
@@ -246,10 +270,10 @@ def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKin
     if not family.no_rope:
         return ropes, lambda i, w: 0
     layers = _size(config, "num_hidden_layers")
-    step = int(config.get("no_rope_layer_interval") or 4)
+    step = _step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
-    if len(uses) != layers:
-        raise ModelFormatError(f"no_rope_layers has {len(uses)} entries for {layers} layers")
+    if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
+        raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
     return ropes, lambda i, w: 0 if uses[i] else -1
 
 
@@ -262,21 +286,29 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
     if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
         raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
     merged = {**older, **{key: value for key, value in newer.items() if value is not None}}
-    if "original_max_position_embeddings" not in merged:
-        merged["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or context_length(
-            config
-        )
+    name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
+        merged["rope_type"] = "longrope"  # Phi-3's first names of it
+    if merged.get("rope_type", merged.get("type")) == "longrope":
+        # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
+        merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+    else:
+        merged[name] = merged.get(name) or outer or context_length(config)
     return merged
 
 
 def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope of the full layers and of the sliding ones."""
-    newer = config.get("rope_parameters")
+    newer, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
     if isinstance(newer, Mapping) and {"full_attention", "sliding_attention"} <= set(newer):
-        full, local = dict(newer["full_attention"]), dict(newer["sliding_attention"])
+        parts = newer["full_attention"], newer["sliding_attention"]
     else:
-        full = {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
-        local = {"rope_theta": config.get("rope_local_base_freq")}
+        parts = scaling, {}
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise ModelFormatError(f"rope settings {newer or scaling!r:.200} are not known to the native runner")
+    full, local = (dict(part) for part in parts)
+    if parts[0] is scaling:
+        full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
     full["rope_theta"] = full.get("rope_theta") or family.theta
     local["rope_theta"] = local.get("rope_theta") or 10000.0
     return full, local

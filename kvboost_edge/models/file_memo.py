@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 __all__ = ["FileStamp", "cache_directory", "recall", "remember"]
 
@@ -33,8 +33,16 @@ class FileStamp:
     @classmethod
     def of(cls, path: Path) -> FileStamp:
         real = path.resolve()
-        stat = real.stat()
-        return cls(str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        return cls._with(real, real.stat())
+
+    @classmethod
+    def of_open(cls, file: IO[bytes], path: Path) -> FileStamp:
+        """Of the file that was opened under `path`, whatever is there by now."""
+        return cls._with(path.resolve(), os.fstat(file.fileno()))
+
+    @classmethod
+    def _with(cls, path: Path, stat: os.stat_result) -> FileStamp:
+        return cls(str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 def cache_directory() -> Path:

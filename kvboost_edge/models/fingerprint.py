@@ -17,7 +17,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.models.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.safetensors_check import weight_files
 
-__all__ = ["fingerprint_of_module", "model_fingerprint"]
+__all__ = ["checkpoint_stamps", "fingerprint_of_module", "model_fingerprint"]
 
 # Files that change what the same prompt means; those that are there are hashed.
 _SMALL_FILES = (
@@ -38,22 +38,37 @@ _READ_BYTES = 1 << 20
 
 
 def model_fingerprint(model_dir: Path | str, *, cache_dir: Path | None = None) -> str:
-    """Fingerprint of a model directory, 64 hexadecimal digits.
+    """Fingerprint of a model directory or GGUF file, 64 hexadecimal digits.
 
     The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's cache directory)
     and computed again when the file's size, times or inode change. Raises ModelFormatError when files are missing.
     """
     directory = Path(model_dir)
+    if directory.is_file():
+        # A GGUF file holds everything: config, tokenizer and weights.
+        return hashlib.sha256(b"kvboost-edge gguf 1" + _file_digest(directory, cache_dir).encode()).hexdigest()
     digest = hashlib.sha256(b"kvboost-edge model 1")
-    for name in _SMALL_FILES:
-        path = directory / name
-        if path.is_file():
-            _add(digest, name.encode())
-            _add(digest, _read(path))
+    for path in _small_files(directory):
+        _add(digest, path.name.encode())
+        _add(digest, _read(path))
     for path in weight_files(directory):
         _add(digest, path.name.encode())
         _add(digest, _file_digest(path, cache_dir).encode())
     return digest.hexdigest()
+
+
+def checkpoint_stamps(model_dir: Path | str) -> tuple[FileStamp, ...]:
+    """Stamps of every file that the fingerprint covers: as long as they are the same, so is it."""
+    directory = Path(model_dir)
+    paths = [directory] if directory.is_file() else [*_small_files(directory), *weight_files(directory)]
+    try:
+        return tuple(FileStamp.of(path) for path in paths)
+    except OSError as error:
+        raise ModelFormatError(f"{model_dir} cannot be read: {error}") from error
+
+
+def _small_files(directory: Path) -> list[Path]:
+    return [directory / name for name in _SMALL_FILES if (directory / name).is_file()]
 
 
 def fingerprint_of_module(model: Any, tokenizer: Any) -> str:

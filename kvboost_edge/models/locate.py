@@ -26,9 +26,10 @@ def locate_model(
     token: str | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Directory that holds the model's files.
+    """Directory that holds the model's files, or the GGUF file that is the model.
 
-    `path_or_id`: 'kvboost-edge/demo' (part of the package), a directory, or a hub id such as 'owner/name', of which
+    `path_or_id`: 'kvboost-edge/demo' (part of the package), a directory, a file that ends in .gguf, or a hub id such as
+    'owner/name', of which
     only configuration, tokenizer and safetensors files are fetched. Raises ConfigError for what is neither a string
     nor a path, ModelFormatError when there is no such model or it cannot be fetched.
     """
@@ -43,7 +44,13 @@ def locate_model(
     if directory.is_dir():
         return directory.resolve()
     if directory.is_file():
-        raise ModelFormatError(f"{name} is a file; give the model directory with config.json and model.safetensors")
+        if directory.suffix.lower() == ".gguf":
+            return directory.resolve()
+        raise ModelFormatError(
+            f"{name} is a file; give the model directory with config.json and model.safetensors, or a .gguf file"
+        )
+    if directory.suffix.lower() == ".gguf":
+        raise ModelFormatError(f"there is no file {name}")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
         raise ModelFormatError(f"there is no model directory {name}, and it is not a hub id such as 'owner/name'")
     return _snapshot(name, revision=revision, token=token, local_files_only=local_files_only)

@@ -1,24 +1,36 @@
-"""From a model's spec and a weight format to the list of packed entries, and the bytes of each."""
+"""From a model's spec and a weight format to the list of packed entries: which tensors, in which format, how large."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.quant_weights import KINDS, pack_rows, packed_sizes
-from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED, packed_sizes
 from kvboost_edge.models.families import ModelSpec
-from kvboost_edge.models.weight_source import SafetensorsSource
+from kvboost_edge.models.weight_source import WeightSource
 
-__all__ = ["WEIGHT_FORMATS", "PackEntry", "check_tensors", "pack_entry", "pack_plan"]
+__all__ = [
+    "STORED",
+    "VECTOR",
+    "WEIGHT_FORMATS",
+    "PackEntry",
+    "check_tensors",
+    "holds_exactly",
+    "is_quantized",
+    "pack_plan",
+    "plan_bytes",
+    "plan_label",
+]
 
 WEIGHT_FORMATS = ("f32", "bf16", "int8", "int4")
+STORED = "auto"
+"""The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
-_CHUNK_BYTES = 8 << 20  # float32 bytes of rows that are quantized at once
+# From narrow to wide: int4 fits int4m and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
+_WIDENING = ("int4", "int4m", "int8")
+# (format of the tensor, format of the entry) where every stored weight keeps its value.
+_EXACT = {("int8", "int8"), ("int4", "int4"), ("int4m", "int4m"), ("int4", "int4m"), ("int4", "int8")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +38,7 @@ class PackEntry:
     """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    "f32", "bf16", "int8", "int4", or "vector"
+    kind    "f32", "bf16", "int8", "int4", "int4m", or "vector"
     offset  added to a vector's values
     """
 
@@ -41,16 +53,32 @@ class PackEntry:
         return sum(rows for _, rows in self.parts)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of the codes (or floats) and of the scales; a vector is padded to a multiple of 32 with zeros."""
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the codes (or floats), scales and minima; a vector is padded to a multiple of 32 with zeros."""
         if self.kind == VECTOR:
-            return -(-self.rows // 32) * 32 * 4, 0
+            return -(-self.rows // 32) * 32 * 4, 0, 0
         return packed_sizes(self.rows, self.inputs, KINDS[self.kind])
 
+    @property
+    def sections(self) -> tuple[tuple[str, int], ...]:
+        """Names and bytes of the entry's sections in a packed file."""
+        names = (self.name, f"{self.name}.scales", f"{self.name}.minima")
+        return tuple((name, size) for name, size in zip(names, self.sizes, strict=True) if size)
 
-def pack_plan(spec: ModelSpec, weights: str) -> list[PackEntry]:
-    """Entries of a model in the order of use. `weights` is one of WEIGHT_FORMATS; with int4 the head and the embedding
-    are int8. A tied head is the entry "embed" itself."""
+
+def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None) -> list[PackEntry]:
+    """Entries of a model in the order of use. A tied head is the entry "embed" itself.
+
+    weights: one of WEIGHT_FORMATS; with int4 the head and the embedding are int8. Or STORED, for a `source` that is
+    quantized: each matrix keeps the format of its tensors; one made of several takes the widest of theirs.
+    """
+    if weights == STORED:
+        if source is None or not is_quantized(source):
+            raise ConfigError(
+                f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has none; "
+                f"give one of {WEIGHT_FORMATS}"
+            )
+        return [_as_stored(entry, source) for entry in pack_plan(spec, "int8")]
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
     outer = "int8" if weights == "int4" else weights
@@ -62,6 +90,37 @@ def pack_plan(spec: ModelSpec, weights: str) -> list[PackEntry]:
     if not spec.tied:
         plan.append(PackEntry("head", outer, (("lm_head.weight", spec.vocab_size),), spec.hidden_size))
     return plan
+
+
+def is_quantized(source: WeightSource) -> bool:
+    """Whether any tensor of the checkpoint is stored quantized."""
+    return any(source.kind(name) is not None for name in source.names())
+
+
+def holds_exactly(kind: str, stored: str | None) -> bool:
+    """Whether the packed format `kind` holds a tensor whose own is `stored` (None: floats) as it is."""
+    return (stored, kind) in _EXACT
+
+
+def plan_bytes(plan: Sequence[PackEntry]) -> int:
+    """Bytes of all sections: what the packed weights take in memory."""
+    return sum(size for entry in plan for size in entry.sizes)
+
+
+def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
+    """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
+    if weights != STORED:
+        return weights
+    return "+".join(sorted({entry.kind for entry in plan if entry.kind != VECTOR}))
+
+
+def _as_stored(entry: PackEntry, source: WeightSource) -> PackEntry:
+    if entry.kind == VECTOR:
+        return entry
+    kinds = {source.kind(tensor) or "int8" for tensor, _ in entry.parts}
+    if not kinds <= set(_WIDENING):
+        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(kinds)}, known are {QUANTIZED}")
+    return dataclasses.replace(entry, kind=max(kinds, key=_WIDENING.index))
 
 
 def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
@@ -115,7 +174,7 @@ def _norm_names(spec: ModelSpec) -> dict[str, str]:
     return {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm", **after}
 
 
-def check_tensors(plan: list[PackEntry], source: SafetensorsSource) -> None:
+def check_tensors(plan: Sequence[PackEntry], source: WeightSource) -> None:
     """Every tensor of the plan is there with its shape, and the checkpoint has no weights the plan does not use."""
     used = set()
     for entry in plan:
@@ -128,38 +187,3 @@ def check_tensors(plan: list[PackEntry], source: SafetensorsSource) -> None:
     left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
     if left:
         raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")
-
-
-def pack_entry(entry: PackEntry, source: SafetensorsSource) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """The entry's bytes, piece by piece: (0 for codes or floats, 1 for scales; bytes). Pieces of each stream follow
-    one another; rows are read a few megabytes at a time."""
-    if entry.kind == VECTOR:
-        yield 0, _pack_vector(entry, source)
-        return
-    step = max(LANES, _CHUNK_BYTES // (4 * entry.inputs) // LANES * LANES)
-    for start in range(0, entry.rows, step):
-        rows = _read_rows(entry, source, start, min(entry.rows, start + step))
-        codes, scales = pack_rows(rows, KINDS[entry.kind])
-        yield 0, codes
-        if scales.size:
-            yield 1, scales
-    for tensor, _ in entry.parts:
-        source.release(tensor)
-
-
-def _pack_vector(entry: PackEntry, source: SafetensorsSource) -> npt.NDArray[np.uint8]:
-    padded = np.zeros(entry.sizes[0] // 4, dtype=np.float32)
-    values = np.concatenate([source.rows(tensor) for tensor, _ in entry.parts])
-    padded[: entry.rows] = values + np.float32(entry.offset)
-    return padded.view(np.uint8)
-
-
-def _read_rows(entry: PackEntry, source: SafetensorsSource, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """Rows [start, stop) of the parts one below the other."""
-    pieces, first = [], 0
-    for tensor, rows in entry.parts:
-        low, high = max(start, first), min(stop, first + rows)
-        if low < high:
-            pieces.append(source.rows(tensor, low - first, high - first))
-        first += rows
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

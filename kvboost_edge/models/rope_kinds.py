@@ -1,4 +1,5 @@
-"""Frequencies of the rope kinds whose angles do not depend on the length of the sequence."""
+"""Frequencies of the rope kinds whose angles do not depend on the length of the sequence, and of longrope up to its
+original length, where they do not either."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config_file import number_of
 
 __all__ = ["RopeKind", "rope_kind"]
+
+# What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
+_LEAST, _MOST = 1e-9, 1e12
 
 Floats = npt.NDArray[np.float32]
 
@@ -31,13 +36,18 @@ class RopeKind:
 
 
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
-    """The rope of a `rope_parameters` entry: default, linear, llama3 or yarn, possibly of a part of the head.
+    """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of a part of the head;
+    or "factors", where the frequencies are those of default, each divided by its entry of the list `factors`.
 
-    ModelFormatError names a kind that is not one of these, or the setting that is missing.
+    max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
+    original_max_position_embeddings. ModelFormatError names a kind that is not one of these, or the setting that is
+    missing.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
-    rotary_dim = int(head_dim * float(settings.get("partial_rotary_factor") or 1.0))
+    part = "partial_rotary_factor"
+    share = 1.0 if settings.get(part) is None else number_of(settings, part, 0.0, 1.0, f"rope of type {kind!r}")
+    rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelFormatError(f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head")
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
@@ -46,12 +56,16 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
         return _kind(base)
     if kind == "linear":
         return _kind(base / np.float32(_number(settings, "factor", kind)))
+    if kind == "factors":
+        return _kind(base / _factors(settings, "factors", kind, base.size))
     if kind == "llama3":
         return _kind(_llama3(base, settings))
     if kind == "yarn":
         return _yarn(base, theta, settings, max_positions)
+    if kind == "longrope":
+        return _longrope(base, settings, max_positions)
     raise ModelFormatError(
-        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, yarn)"
+        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, yarn)"
     )
 
 
@@ -60,10 +74,19 @@ def _kind(frequencies: Floats, factor: float = 1.0) -> RopeKind:
 
 
 def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
-    value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ModelFormatError(f"rope of type {kind!r}: {key}={value!r} must be a positive number")
-    return float(value)
+    return number_of(settings, key, _LEAST, _MOST, f"rope of type {kind!r}")
+
+
+def _optional(settings: Mapping[str, Any], key: str, default: float, kind: str) -> float:
+    """The number under a key, `default` where it is missing or null."""
+    return default if settings.get(key) is None else _number(settings, key, kind)
+
+
+def _factors(settings: Mapping[str, Any], key: str, kind: str, count: int) -> Floats:
+    values = settings.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise ModelFormatError(f"rope of type {kind!r}: {key} must be a list of {count} numbers, got {values!r:.60}")
+    return np.array([_number({key: value}, key, kind) for value in values], dtype=np.float32)
 
 
 def _llama3(base: Floats, settings: Mapping[str, Any]) -> Floats:
@@ -71,6 +94,10 @@ def _llama3(base: Floats, settings: Mapping[str, Any]) -> Floats:
         _number(settings, key, "llama3")
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
+    if high <= low:
+        raise ModelFormatError(
+            f"rope of type 'llama3': high_freq_factor={high:g} must be above low_freq_factor={low:g}"
+        )
     wavelength = 2 * math.pi / base.astype(np.float64)
     smooth = (old / wavelength - low) / (high - low)
     slow = base / factor
@@ -81,13 +108,15 @@ def _llama3(base: Floats, settings: Mapping[str, Any]) -> Floats:
 
 def _yarn(base: Floats, theta: float, settings: Mapping[str, Any], max_positions: int) -> RopeKind:
     old = _number(settings, "original_max_position_embeddings", "yarn")
-    scale = max_positions / old if settings.get("factor") is None else _number(settings, "factor", "yarn")
+    scale = _optional(settings, "factor", max_positions / old, "yarn")
     dim = 2 * base.size
+    if theta <= 1:
+        raise ModelFormatError(f"rope of type 'yarn': rope_theta={theta:g} must be above 1")
 
     def border(rotations: float) -> float:
         return dim * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = border(float(settings.get("beta_fast") or 32)), border(float(settings.get("beta_slow") or 1))
+    low, high = (border(_optional(settings, *beta, "yarn")) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if settings.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -101,7 +130,16 @@ def _yarn_factor(settings: Mapping[str, Any], scale: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
-    given, top, bottom = (settings.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
-        return float(given)
-    return mscale(float(top)) / mscale(float(bottom)) if top and bottom else mscale(1.0)
+    if settings.get("attention_factor") is not None:
+        return _number(settings, "attention_factor", "yarn")
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        return mscale(_number(settings, "mscale", "yarn")) / mscale(_number(settings, "mscale_all_dim", "yarn"))
+    return mscale(1.0)
+
+
+def _longrope(base: Floats, settings: Mapping[str, Any], max_positions: int) -> RopeKind:
+    old = number_of(settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'")
+    scale = _optional(settings, "factor", max_positions / old, "longrope")
+    factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(old))
+    frequencies = base / _factors(settings, "short_factor", "longrope", base.size)
+    return _kind(frequencies, _optional(settings, "attention_factor", factor, "longrope"))

@@ -55,12 +55,16 @@ class WeightSummary:
 def check_weights(
     model_dir: Path | str, config: Mapping[str, Any], *, check_finite: bool = True, cache_dir: Path | None = None
 ) -> WeightSummary:
-    """Check all weight files of a model directory against themselves and the config.
+    """Check all weight files of a model directory, or a GGUF file, against themselves and the config.
 
     With `check_finite` every float tensor is searched for NaN and infinity; that a file is sound is remembered in
     the cache directory, so that it is read through once. Raises ModelFormatError that names file and tensor.
     """
     directory = Path(model_dir)
+    if directory.is_file():
+        from kvboost_edge.models.gguf_check import check_gguf
+
+        return check_gguf(directory, config, check_finite=check_finite, cache_dir=cache_dir)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
     files = weight_files(directory)
     for path in files:
@@ -78,8 +82,10 @@ def check_weights(
                 cache_dir,
             )
     dtypes: dict[str, int] = {}
-    for _, entry in entries.values():
-        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + _count(entry.shape)
+    for name, (_, entry) in entries.items():
+        # A word of AWQ or GPTQ holds eight weights.
+        count = _count(entry.shape) * (8 if name.endswith(".qweight") and entry.dtype == "I32" else 1)
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
     nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
     return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)
 

@@ -7,6 +7,7 @@ copies of the data, and has no loader, no file and no Python object to hold on t
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +22,13 @@ import jinja2.utils
 
 from kvboost_edge.errors import ModelFormatError, RequestError
 
-__all__ = ["ChatTemplate", "plain_messages"]
+__all__ = ["ChatTemplate", "is_reserved", "plain_messages"]
 
 # A prompt of this many characters is beyond every context; a template that writes more is broken or hostile.
 _MAX_CHARS = 1 << 28
+# What a template is given by us, and what the name means to Jinja itself.
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_JINJA_NAMES = frozenset({"self", "super", "caller", "varargs", "kwargs", "loop", "true", "false", "none", "None"})
 
 
 class ChatTemplate:
@@ -46,21 +50,27 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. What the template refuses, or the sandbox refuses it, raises RequestError."""
-        chat = plain_messages(messages)
-        context = {**self._variables, **_plain(variables, "a template variable")}
+        """The prompt text. What the template refuses, or the sandbox refuses it, raises RequestError; so does a
+        variable whose name `is_reserved`."""
+        given = _plain(dict(variables or {}), "a template variable")
+        for name in given:
+            if is_reserved(name):
+                raise RequestError(f"{name!r} is no name for a template variable: it has a meaning of its own")
+        context = {
+            **self._variables,
+            **given,
+            "messages": plain_messages(messages),
+            "tools": _plain(list(tools), "tools") if tools is not None else None,
+            "documents": None,
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
         try:
             parts: list[str] = []
             size = 0
-            for part in self._template.generate(
-                messages=chat,
-                tools=_plain(list(tools), "tools") if tools is not None else None,
-                documents=None,
-                add_generation_prompt=bool(add_generation_prompt),
-                **context,
-            ):
+            # One positional dict: as keywords its names would meet those of Jinja's own parameters.
+            for part in self._template.generate(context):
                 size += len(part)
                 if size > _MAX_CHARS:
                     raise jinja2.TemplateError(f"it writes more than {_MAX_CHARS} characters")
@@ -70,6 +80,20 @@ class ChatTemplate:
         except (AttributeError, RecursionError) as error:
             raise RequestError(f"the chat template of {self._model_name} failed: {error}") from error
         return "".join(parts)
+
+
+def is_reserved(name: str) -> bool:
+    """True for a name that a template variable of a caller may not have: what the template is given in any case
+    (messages, special tokens such as bos_token), Jinja's own names and functions, and what is no identifier."""
+    if not name.isidentifier() or name.startswith("_") or name.endswith("_token"):
+        return True
+    return name in _GIVEN or name in _JINJA_NAMES or name in _global_names()
+
+
+@functools.cache
+def _global_names() -> frozenset[str]:
+    """Functions that every template can call, such as range and raise_exception."""
+    return frozenset(_environment().globals)
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from kvboost_edge.errors import ConfigError, RequestError
 __all__ = ["FastCodec", "SimpleCodec", "StreamKind", "TextCodec"]
 
 _MAX_ID = 1 << 32
+_LONG_TEXT = 4096  # characters, or tokens; shorter ones take less than a few milliseconds
 
 
 class StreamKind(enum.Enum):
@@ -83,12 +84,17 @@ class FastCodec:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
+            if len(text) > _LONG_TEXT:
+                # The batch form alone lets other threads run meanwhile, and a server has an event loop to keep alive.
+                return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text is not valid Unicode: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [int(i) for i in ids if 0 <= i < _MAX_ID]
+        if len(known) > _LONG_TEXT:
+            return str(self._tokenizer.decode_batch([known], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, text: str) -> int | None:

@@ -104,20 +104,25 @@ class Tokenizer:
         """Text of token ids; an id without a token decodes to nothing."""
         return self.codec.decode(ids, skip_special_tokens)
 
-    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt text of chat messages (dicts with 'role' and 'content'); `tools` and the template's own
-        variables may be given. A model without a template raises RequestError."""
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the template's own, such
+        as enable_thinking; names that mean something already are refused. A model without a template raises
+        RequestError."""
         if self._compiled is None:
             if self.chat_template is None:
                 raise RequestError(
                     f"model {self.name} has no chat template; give the prompt as a string or as token ids"
                 )
             self._compiled = ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
-        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
-    def encode_chat(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of chat messages. The template writes the BOS token where the model wants one; none is added."""
-        text = self.apply_chat_template(messages, add_generation_prompt, **variables)
+        text = self.apply_chat_template(messages, add_generation_prompt, variables)
         return self.encode(text, add_special_tokens=False)
 
     def _special_id(self, name: str) -> int | None:

@@ -15,7 +15,7 @@ import pytest
 from kvboost_edge.cli.app import run
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("generate", "chat", "demo", "doctor", "inspect")
+COMMANDS = ("generate", "chat", "demo", "doctor", "inspect", "eval", "warmup")
 SMALL = ("-o", "num_blocks=64", "-o", "dtype=float32")
 
 
@@ -86,7 +86,11 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, capsys, m
         (["-s", "no_such=1"], "no_such"),
         (["-o", "no_such=1"], "no_such"),
         (["-o", "block_size=7"], "block_size"),
-        (["-n", "0"], "max_new_tokens"),
+        (["-o", "kv_cache_bits=5"], "kv_cache_bits"),
+        (["--kv-cache-bits", "8,4,4"], "kv_cache_bits"),
+        (["--kv-cache-bits", "8", "-o", "kv_cache_bits=4"], "given twice"),
+        (["--kv-cache-bits", "8", "-o", "runner=torch"], "kv_cache_bits"),
+        (["-n", "-1"], "max_new_tokens"),
         (["-n", "100000"], "max_new_tokens"),
         (["-m", "/no/such/directory"], "/no/such/directory"),
     ],
@@ -135,9 +139,9 @@ def test_inspect_shows_what_the_files_hold(tiny_model_dir, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["architecture"] == "llama"
     assert report["supported"] is True
-    assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 4  # K and V, 3 layers, 2 kv heads of 16, float32
+    assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 2  # K and V, 3 layers, 2 kv heads of 16, float16
     assert report["kv_bytes_per_block"] == 16 * report["kv_bytes_per_token"]
-    assert report["runner"] == "torch"
+    assert (report["runner"], report["weights"]) == ("native", "int8")
     assert (report["backend"], report["device"]) == ("cpu", "cpu")
     assert len(report["fingerprint"]) == 64
     files = (tiny_model_dir / "model.safetensors").stat().st_size
@@ -154,11 +158,15 @@ def test_inspect_for_people(tiny_model_dir, capsys):
 def test_inspect_agrees_with_the_engine(tiny_model_dir, capsys):
     from kvboost_edge import CPUPagedEngine
 
-    for dtype in ("float32", "bfloat16"):
-        assert run(["inspect", str(tiny_model_dir), "--json", "-o", f"dtype={dtype}"]) == 0
-        report = json.loads(capsys.readouterr().out)
-        with CPUPagedEngine.from_pretrained(str(tiny_model_dir), num_blocks=8, dtype=dtype) as engine:
-            assert report["kv_bytes_per_block"] == engine.paged_stats()["bytes_per_block"]
+    for runner in ("native", "torch"):
+        for dtype in ("float32", "bfloat16"):
+            argv = ["inspect", str(tiny_model_dir), "--json", "-o", f"dtype={dtype}", "-o", f"runner={runner}"]
+            assert run(argv) == 0
+            report = json.loads(capsys.readouterr().out)
+            options = {"num_blocks": 8, "dtype": dtype, "runner": runner}
+            with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
+                assert report["kv_bytes_per_block"] == engine.paged_stats()["bytes_per_block"]
+                assert report["runner"] == engine.paged_stats()["runner"] == runner
 
 
 def test_inspect_computes_half_precision_checkpoints_in_float32_on_the_cpu(tiny_model_dir, tmp_path, capsys):
@@ -168,9 +176,9 @@ def test_inspect_computes_half_precision_checkpoints_in_float32_on_the_cpu(tiny_
     shutil.copytree(tiny_model_dir, directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "float16"}), encoding="utf-8")
-    assert run(["inspect", str(directory), "--json"]) == 0
+    assert run(["inspect", str(directory), "--json", "-o", "runner=torch"]) == 0
     report = json.loads(capsys.readouterr().out)
-    with CPUPagedEngine.from_pretrained(directory, num_blocks=8) as engine:
+    with CPUPagedEngine.from_pretrained(directory, num_blocks=8, runner="torch") as engine:
         assert report["kv_bytes_per_block"] == engine.paged_stats()["bytes_per_block"]
 
 
@@ -187,16 +195,65 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
     assert run(["doctor", str(tiny_model_dir), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["Processor"]["threading_layer"].startswith("kernel-team")
+    assert report["Processor"]["kernel_path"] in ("vnni512", "vnni256", "avx2", "neon", "plain")
     assert report["Memory"]["available_bytes"] > 0
+    assert float(report["Memory"]["read_bandwidth"].split(" GB/s")[0]) > 0.1
     assert report["Versions"]["numba"]
     model = report[f"Model {tiny_model_dir}"]
-    assert model["runner"] == "torch"
+    assert model["runner"] == "native"
     assert model["backend_reason"]
 
 
 def test_doctor_reports_a_missing_model_instead_of_failing(capsys):
     assert run(["doctor", "/no/such/directory"]) == 0
     assert "problem" in capsys.readouterr().out
+
+
+def test_quantized_caches_by_option(tiny_model_dir, capsys):
+    sizes = []
+    for bits in ("16", "8", "8,4", "4"):
+        assert run(["inspect", str(tiny_model_dir), "--json", "--kv-cache-bits", bits]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["kv_bytes_per_block"])
+        argv = ["generate", "Hello", "-m", str(tiny_model_dir), "-n", "20", "--json", "--kv-cache-bits", bits]
+        assert run([*argv, "-o", "num_blocks=32"]) == 0
+        assert json.loads(capsys.readouterr().out)["generated_tokens"] > 0
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+
+
+def test_warmup_says_where_the_kernels_are(tiny_model_dir, capsys):
+    argv = ["warmup", "-m", str(tiny_model_dir), "-o", "weights=int8", "--kv-cache-bits", "16"]
+    assert run(argv) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"1 form(s) compiled, {tiny_model_dir} ready" in out
+    assert "(int8 weights)" in out
+    assert "compiled kernels lie in" in out
+
+
+def test_warmup_packs_a_model_in_the_one_format_it_gets(tiny_model_dir, tmp_path, monkeypatch, capsys):
+    """Every other form is compiled on the bundled model: a large model is not packed five times."""
+    from kvboost_edge.models.fingerprint import model_fingerprint
+
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvboost_edge.cli.warmup._forms", lambda options: [{"weights": "int4"}])
+    assert run(["warmup", "-m", str(tiny_model_dir)]) == 0
+    names = [path.name.split("-") for path in (tmp_path / "packed").iterdir()]
+    own = model_fingerprint(tiny_model_dir)[:40]
+    assert [form for digest, form in names if digest == own] == ["int8.kvpack"]
+    assert [form for digest, form in names if digest != own] == ["int4.kvpack"]
+    assert run(["warmup", "-m", str(tiny_model_dir / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_warmup_runs_every_form():
+    from kvboost_edge.cli.warmup import _forms
+
+    weights = [{"weights": name} for name in ("int8", "int4", "bf16", "f32")]
+    widths = [{"kv_cache_bits": bits} for bits in ((8, 8), (8, 4), (4, 8), (4, 4))]
+    assert _forms({}) == weights + widths
+    assert _forms({"kv_cache_bits": 8}) == weights
+    assert _forms({"weights": "int4"}) == [{}, *widths]
+    assert _forms({"runner": "torch"}) == []
 
 
 def test_demo_answers_from_the_shared_document(capsys):

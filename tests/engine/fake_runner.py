@@ -206,6 +206,9 @@ class Bench:
         max_new_tokens: int = 8,
         mode: GenerationMode = GenerationMode.PREFIX_CACHE,
         stop_ids: frozenset[int] = frozenset(),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
         **options: Any,
     ) -> RequestHandle:
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
@@ -221,6 +224,8 @@ class Bench:
             stop_ids=stop_ids,
             entered_at=0.0,
             tokenized_at=0.0,
+            priority=priority,
+            deadline=deadline,
         )
         return self.core.submit(request)
 
@@ -253,7 +258,7 @@ class Bench:
         running = self.scheduler.running
         self.manager.check_invariants([s.table for s in running if s.table is not None])
         assert all(s.table is None for s in self.scheduler.waiting)
-        assert [s.index for s in running] == sorted(s.index for s in running)
+        assert [s.rank for s in running] == sorted(s.rank for s in running)
 
     def run(self, limit: int = 10_000) -> int:
         """Step until nothing is left; returns the number of steps."""

@@ -167,3 +167,59 @@ def test_a_loop_that_is_gone_cancels_its_requests(engine: CPUPagedEngine) -> Non
     go.set()
     assert handle.result(30).finish_reason == "cancelled"
     gc.collect()
+
+
+async def test_a_whole_result_wakes_the_loop_once(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake-up for every token would take the engine thread's time and give nothing."""
+    loop = asyncio.get_running_loop()
+    real, wakes = loop.call_soon_threadsafe, []
+
+    def counted(callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wakes.append(callback)
+        return real(callback, *args, **kwargs)
+
+    go = threading.Event()
+    hold_passes(engine, go)
+    handle = engine.submit([1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    waiting = asyncio.create_task(handle.aresult())
+    await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    go.set()
+    assert (await waiting).generated_tokens == 20
+    assert len(wakes) == 1
+
+
+async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine: CPUPagedEngine) -> None:
+    handle = engine.submit([1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    await asyncio.to_thread(handle.result)
+    batches = [batch async for batch in handle.abatches()]
+    assert len(batches) == 1, "the reader was slower than the engine"
+    *events, result = batches[0]
+    assert result is handle.result()
+    assert [event.token_id for event in events] == list(result.output_token_ids)
+
+    runner_of(engine).nan_for = {3}
+    with pytest.raises(KVBoostError, match="NaN"):
+        async for _ in engine.submit([1, 2, 3]).abatches():
+            pass
+
+
+async def test_wakes_before_the_loop_runs_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a system call of the engine thread; with many streams there is one for each in every step."""
+    loop = asyncio.get_running_loop()
+    real, wakes = loop.call_soon_threadsafe, []
+
+    def counted(callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wakes.append(callback)
+        return real(callback, *args, **kwargs)
+
+    handles = [RequestHandle(i, lambda index: None) for i in range(8)]
+    readers = [asyncio.create_task(handle.abatches().__anext__()) for handle in handles]
+    await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    for round_number in range(3):
+        for handle in handles:
+            handle._push(TokenEvent(round_number, "", 0.0))
+    assert len(wakes) == 1
+    for batch in await asyncio.gather(*readers):
+        assert [event.token_id for event in batch] == [0, 1, 2]

@@ -12,7 +12,7 @@ from engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, expected_tokens, fak
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.ledger import check_weights_fit, plan_num_blocks
+from kvboost_edge.engine.ledger import check_weights_fit, plan_num_blocks, planned_pool_bytes
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
@@ -48,7 +48,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+    ({"max_new_tokens": -1}, "max_new_tokens=-1 must be at least 0"),
     ({"max_new_tokens": -3}, "max_new_tokens=-3"),
     ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0 must be an integer"),
     ({"max_new_tokens": True}, "max_new_tokens=True must be an integer"),
@@ -185,7 +185,7 @@ def test_bad_warm_logits_and_verify(engine: CPUPagedEngine) -> None:
         ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
         ({"max_cache_bytes": NAN}, "max_cache_bytes=nan"),
         ({"num_blocks": 4, "max_cache_bytes": 1e9}, "both size the pool"),
-        ({"kv_cache_bits": 4}, "not built yet"),
+        ({"kv_cache_bits": 5}, "kv_cache_bits=5 is not offered"),
         ({"runner": "onnx"}, "not built yet"),
         ({"backend": "tpu"}, "backend='tpu' is not one of"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
@@ -236,6 +236,30 @@ def test_pool_sizes() -> None:
     assert plan(100 * GB) == 128 * 16, "context x max_num_seqs"
     assert plan(65_536 * 400) == 100, "a quarter of the available memory"
     assert plan(65_536) == 1
+
+
+QUANTIZED = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float16", (8, 8))
+
+
+def test_a_quantized_pool_is_planned_with_its_open_blocks() -> None:
+    options: dict[str, Any] = {"kv_cache_bits": 8, "max_num_seqs": 3}
+    block, open_bytes = QUANTIZED.bytes_per_block, 4 * QUANTIZED.bytes_per_open_block
+    assert block < SPEC.bytes_per_block // 3
+    assert QUANTIZED.bytes_per_open_block == SPEC.bytes_per_block // 2
+
+    def plan_quantized(available: int, **more: Any) -> int:
+        return plan_num_blocks(EngineConfig(**options, **more), QUANTIZED, 2048, 0, available)
+
+    assert plan_quantized(GB) == 128 * 3, "context x max_num_seqs"
+    assert plan_quantized(GB, max_cache_bytes=open_bytes + 10 * block) == 10
+    assert plan_quantized(4 * (open_bytes + 7 * block)) == 7
+    with pytest.raises(CapacityError, match=f"{block} bytes in this model beside {open_bytes} bytes for blocks"):
+        plan_quantized(GB, max_cache_bytes=open_bytes)
+    with pytest.raises(CapacityError, match="exceed memory"):
+        plan_quantized(open_bytes + 10 * block - 1, num_blocks=10)
+    config = EngineConfig(**options)
+    assert planned_pool_bytes(config, QUANTIZED, 2048, GB) == 384 * block + open_bytes
+    assert planned_pool_bytes(config, QUANTIZED, 2048, 1) == block + open_bytes, "never refused"
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:

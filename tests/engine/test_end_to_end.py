@@ -1,4 +1,4 @@
-"""Real tiny models: the engine's greedy tokens equal transformers' own, however they come about."""
+"""Real tiny models on the torch runner: greedy tokens equal transformers' own, however they come about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SOME_FAMILIES = ["llama", "gemma2", "qwen3"]
 NEW = 64
 BLOCK = 16
 # One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last member.
-OPTIONS: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "debug_checks": True, "num_threads": 1}
+OPTIONS: dict[str, Any] = {
+    "runner": "torch", "backend": "cpu", "dtype": "float32", "debug_checks": True, "num_threads": 1
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,7 +41,7 @@ def test_every_field_of_a_result(engine: CPUPagedEngine) -> None:
     assert result.generated_tokens == 12
     assert result.finish_reason == "length"
     assert (result.prompt_tokens, result.cached_tokens, result.kv_reuse_ratio) == (40, 32, 0.8)
-    assert result.hit_tokens_by_tier == {"memory": 32}
+    assert (dict(result.hit_tokens), result.miss_reason) == ({"pool": 32}, "tail")
     assert result.tokens_per_sec == pytest.approx(12 / result.total_ms * 1e3)
     assert result.preemptions == 0
     assert result.logprobs is not None
@@ -54,7 +54,7 @@ def test_every_field_of_a_result(engine: CPUPagedEngine) -> None:
 def test_phases_add_up_and_times_are_on_one_clock(engine: CPUPagedEngine, mode: GenerationMode | str) -> None:
     for result in engine.generate_batch([PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode):
         assert sum(result.phases.values()) == result.total_ms
-        assert list(result.phases) == ["tokenize", "lookup", "load", "prefill", "decode"]
+        assert list(result.phases) == ["tokenize", "queue", "lookup", "load", "prefill", "decode"]
         assert all(value >= 0 for value in result.phases.values())
         assert result.ttft_ms == result.token_times_ms[0]
         assert result.ttft_ms == pytest.approx(result.total_ms - result.phases["decode"], abs=1e-6)

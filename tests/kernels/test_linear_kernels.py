@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvboost_edge.kernels import linear_program as lp
+from kvboost_edge.kernels import linear_table as lt
 from kvboost_edge.kernels import reference_linear as reference
-from kvboost_edge.kernels.quant_weights import KINDS, pack_rows, packed_sizes
+from kvboost_edge.kernels.linear_panel import FINE_BYTES, block_size
+from kvboost_edge.kernels.linear_program import run_program
+from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED, PackedRows, pack_rows, packed_sizes
+from kvboost_edge.kernels.reference_quant import unpack_rows
 from kvboost_edge.kernels.rope import RopeTable
 from kvboost_edge.kernels.team import KernelTeam
 
@@ -21,7 +26,7 @@ class Program:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self.buffers = np.zeros(lp.B_TABLES + 2, np.int64)
+        self.buffers = np.zeros(lt.B_TABLES + 2, np.int64)
         self.arrays: list[npt.NDArray[np.generic]] = []
         self.ops: list[npt.NDArray[np.int64]] = []
         self.params: list[Floats] = []
@@ -31,11 +36,10 @@ class Program:
         self.buffers[number] = array.ctypes.data
 
     def add(self, code: int, fields: dict[int, int], params: dict[int, float] | None = None) -> None:
-        row = np.zeros(lp.NUM_FIELDS, np.int64)
-        row[lp.F_GATHER] = -1
-        row[lp.F_OP] = code
-        floats = np.zeros(lp.NUM_PARAMS, np.float32)
-        floats[lp.P_FACTOR] = 1.0
+        row = np.zeros(lt.NUM_FIELDS, np.int64)
+        row[lt.F_OP] = code
+        floats = np.zeros(lt.NUM_PARAMS, np.float32)
+        floats[lt.P_FACTOR] = 1.0
         for field, value in fields.items():
             row[field] = value
         for field, number in (params or {}).items():
@@ -45,64 +49,95 @@ class Program:
 
     def run(self, threads: int = 1) -> None:
         count = len(self.ops)
-        counters = np.zeros(lp.COUNTERS_PER_OP * (count + 1), np.int64)
-        job = lp.ProgramJob(np.array(self.ops), np.array(self.params), self.buffers, counters, 0, count, self.tokens)
+        counters = np.zeros(lt.COUNTERS_PER_OP * (count + 1), np.int64)
+        job = lt.ProgramJob(np.array(self.ops), np.array(self.params), self.buffers, counters, 0, count, self.tokens)
         team = KernelTeam(threads)
-        team.run(lp.run_program, job, counters, lp.COUNTERS_PER_OP * count, threads)
+        team.run(run_program, job, counters, lt.COUNTERS_PER_OP * count, threads)
         team.close()
 
 
-def _linear(
-    kind: str,
-    x: Floats,
-    w: Floats,
-    *,
-    bias: Floats | None = None,
-    add: Floats | None = None,
-    factor: float = 1.0,
-    threads: int = 1,
-) -> tuple[Floats, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+class Extra(NamedTuple):
+    """What a matrix does beside multiplying, and how it is run."""
+
+    bias: Floats | None = None
+    add: Floats | None = None
+    factor: float = 1.0
+    threads: int = 1
+    fine: bool = False
+
+
+PLAIN = Extra()
+
+
+def _blocks(tokens: int, fine: bool) -> list[int]:
+    sizes: list[int] = []
+    while sum(sizes) < tokens:
+        sizes.append(block_size(tokens - sum(sizes), tokens, int(fine)))
+    return sizes
+
+
+def _matrix(program: Program, packed: PackedRows) -> dict[int, int]:
+    """Fields of an operation with a packed matrix."""
+    program.arrays += packed[:3]
+    addresses = [array.ctypes.data for array in packed[:3]]
+    return {lt.F_WEIGHT: addresses[0], lt.F_SCALE: addresses[1], lt.F_MINIMA: addresses[2]}
+
+
+def _linear(kind: str, x: Floats, w: Floats, extra: Extra = PLAIN) -> tuple[Floats, PackedRows]:
     """x [tokens, inputs] through quantization and a matrix; also the packed weights."""
-    (tokens, inputs), rows = x.shape, len(w)
+    packed = pack_rows(w, KINDS[kind])
+    assert [array.size for array in packed[:3]] == list(packed_sizes(*w.shape, KINDS[kind]))
+    out, panel = _run_linear(kind, x, packed, len(w), extra)
+    if kind in QUANTIZED:
+        expected = reference.pack_panel(x, kind, _blocks(len(x), extra.fine), fine=extra.fine)
+        np.testing.assert_array_equal(panel[: expected.size], expected)
+    return out, packed
+
+
+def _run_linear(
+    kind: str, x: Floats, packed: PackedRows, rows: int, extra: Extra
+) -> tuple[Floats, npt.NDArray[np.uint8]]:
+    """The result, and the panel of quantized tokens."""
+    tokens, inputs = x.shape
     groups, padded = -(-inputs // 32), -(-rows // 16) * 16
-    codes, scales = pack_rows(w, KINDS[kind])
-    assert (codes.size, scales.size) == packed_sizes(rows, inputs, KINDS[kind])
     program = Program(tokens)
     wide = np.zeros((tokens, groups * 32), np.float32)
     wide[:, :inputs] = x
     out = np.full((tokens, padded), np.nan, np.float32)
-    if add is not None:
-        out[:, :rows] = add
+    if extra.add is not None:
+        out[:, :rows] = extra.add
     biases = np.zeros(padded, np.float32)
-    if bias is not None:
-        biases[:rows] = bias
-    program.buffer(lp.B_ATTENDED, wide)
-    program.buffer(lp.B_CODES, np.zeros((tokens, groups * 32), np.int8))
-    program.buffer(lp.B_SCALES, np.zeros((tokens, groups), np.float32))
-    program.buffer(lp.B_SUMS, np.zeros((tokens, groups), np.int32))
-    program.buffer(lp.B_WIDE, out)
-    source = {lp.F_SRC: lp.B_ATTENDED, lp.F_SRC_STEP: groups * 32}
-    program.add(lp.OP_QUANT, {**source, lp.F_COUNT: inputs, lp.F_QUANT: 1})
-    weights = {lp.F_WEIGHT: codes.ctypes.data, lp.F_SCALE: scales.ctypes.data, lp.F_KIND: KINDS[kind], lp.F_UNIT: 2}
-    target = {lp.F_DST: lp.B_WIDE, lp.F_DST_STEP: padded, lp.F_COUNT: rows, lp.F_INPUTS: inputs}
-    extra = {lp.F_BIAS: 0 if bias is None else biases.ctypes.data, lp.F_ADD: int(add is not None)}
-    program.add(lp.OP_LINEAR, {**source, **weights, **target, **extra}, {lp.P_FACTOR: factor})
-    program.run(threads)
-    expected = reference.quantize_rows(x)
-    for array, oracle in zip(program.arrays[1:4], expected, strict=True):
-        np.testing.assert_array_equal(array, oracle)
-    return out[:, :rows], codes, scales
+    if extra.bias is not None:
+        biases[:rows] = extra.bias
+    panel = np.zeros(tokens * groups * FINE_BYTES, np.uint8)
+    program.buffer(lt.B_ATTENDED, wide)
+    program.buffer(lt.B_PANEL, panel)
+    program.buffer(lt.B_WIDE, out)
+    source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: groups * 32}
+    fine = int(extra.fine)
+    quantized = {lt.F_QUANT: KINDS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
+    if kind in QUANTIZED:
+        program.add(lt.OP_QUANT, {**source, **quantized, lt.F_COUNT: inputs})
+    weights = {**_matrix(program, packed), lt.F_KIND: KINDS[kind], lt.F_UNIT: 3, lt.F_PANEL_IN: lt.B_PANEL}
+    target = {lt.F_DST: lt.B_WIDE, lt.F_DST_STEP: padded, lt.F_COUNT: rows, lt.F_INPUTS: inputs, lt.F_FINE_IN: fine}
+    rest = {lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data, lt.F_ADD: int(extra.add is not None)}
+    program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})
+    program.run(extra.threads)
+    return out[:, :rows], panel
 
 
-def _oracle(kind: str, x: Floats, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], rows: int) -> Floats:
+def _oracle(kind: str, x: Floats, packed: PackedRows, rows: int, fine: bool = False) -> Floats:
     inputs = x.shape[1]
     if kind in ("f32", "bf16"):
-        stored = codes.view(np.float32 if kind == "f32" else np.uint16)
+        stored = packed.codes.view(np.float32 if kind == "f32" else np.uint16)
         return reference.linear_float(x, reference.unpack_floats(stored, rows, inputs))
-    signed = reference.unpack_codes(codes, rows, inputs, 8 if kind == "int8" else 4)
-    quantized, token_scales, _ = reference.quantize_rows(x)
-    wide = reference.unpack_scales(scales.view(np.float16), rows, inputs)
-    return reference.linear_int(quantized, token_scales, signed, wide)[:, :rows]
+    codes = reference.unpack_codes(packed.codes, rows, inputs, 8 if kind == "int8" else 4)
+    scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs)
+    minima = None
+    if kind == "int4m":
+        codes, minima = codes + 8, reference.unpack_scales(packed.minima.view(np.float16), rows, inputs)
+    quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
+    return reference.linear_int(quantized, token_scales, codes, scales, minima)[:, :rows]
 
 
 def _data(tokens: int, rows: int, inputs: int) -> tuple[Floats, Floats]:
@@ -115,8 +150,18 @@ def _data(tokens: int, rows: int, inputs: int) -> tuple[Floats, Floats]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_linear_equals_the_specification(kind: str, shape: tuple[int, int, int]) -> None:
     x, w = _data(*shape)
-    out, codes, scales = _linear(kind, x, w)
-    np.testing.assert_allclose(out, _oracle(kind, x, codes, scales, len(w)), rtol=1e-6, atol=1e-6)
+    out, packed = _linear(kind, x, w)
+    np.testing.assert_allclose(out, _oracle(kind, x, packed, len(w)), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fine_codes_equal_the_specification(kind: str, shape: tuple[int, int, int]) -> None:
+    x, w = _data(*shape)
+    out, packed = _linear(kind, x, w, Extra(fine=True))
+    np.testing.assert_allclose(out, _oracle(kind, x, packed, len(w), fine=True), rtol=1e-6, atol=2e-6)
+    exact = x.astype(np.float64) @ unpack_rows(packed, len(w), x.shape[1], kind).T
+    assert np.linalg.norm(out - exact) <= 1e-4 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -127,47 +172,53 @@ def test_integer_sums_are_exact_at_the_extremes(kind: str) -> None:
     w = rng.choice([-top, top], (64, 32)).astype(np.float32)
     x = rng.choice([-127, 127], (9, 32)).astype(np.float32)
     w[0], w[1], x[0] = top, -top, 127
-    out, codes, scales = _linear(kind, x, w)
-    signed = reference.unpack_codes(codes, 64, 32, 8 if kind == "int8" else 4)
+    out, packed = _linear(kind, x, w)
+    signed = reference.unpack_codes(packed.codes, 64, 32, 8 if kind == "int8" else 4)
     quantized, _, _ = reference.quantize_rows(x)
     sums = reference.group_sums(quantized, signed)[:, :, 0]
-    row_scales = reference.unpack_scales(scales.view(np.float16), 64, 32)[:, 0]
+    row_scales = reference.unpack_scales(packed.scales.view(np.float16), 64, 32)[:, 0]
     np.testing.assert_array_equal(out, sums * row_scales)
 
 
+@pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind: str) -> None:
-    x, w = _data(15, 130, 200)
-    alone = np.concatenate([_linear(kind, row[None], w)[0] for row in x])
-    for threads in (1, 2, 3):
-        np.testing.assert_array_equal(_linear(kind, x, w, threads=threads)[0], alone)
+def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind: str, fine: bool) -> None:
+    x, w = _data(23, 130, 200)
+    alone = np.concatenate([_linear(kind, row[None], w, Extra(fine=fine))[0] for row in x])
+    for threads in (1, 2):
+        np.testing.assert_array_equal(_linear(kind, x, w, Extra(threads=threads, fine=fine))[0], alone)
 
 
+@pytest.mark.parametrize("tokens", [3, 9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bias_residual_and_factor(kind: str) -> None:
-    x, w = _data(3, 40, 64)
-    bias, before = np.linspace(-1, 1, 40, dtype=np.float32), np.arange(120, dtype=np.float32).reshape(3, 40)
+def test_bias_residual_and_factor(kind: str, tokens: int) -> None:
+    x, w = _data(tokens, 40, 64)
+    bias, before = np.linspace(-1, 1, 40, dtype=np.float32), np.arange(40 * tokens, dtype=np.float32).reshape(-1, 40)
     plain = _linear(kind, x, w)[0]
-    np.testing.assert_array_equal(_linear(kind, x, w, bias=bias)[0], plain + bias)
+    np.testing.assert_array_equal(_linear(kind, x, w, Extra(bias=bias))[0], plain + bias)
     exact = before + (plain + bias).astype(np.float64) * 0.25
-    np.testing.assert_array_equal(_linear(kind, x, w, bias=bias, add=before, factor=0.25)[0], exact.astype(np.float32))
-
-
-def test_weights_survive_packing_within_half_a_step() -> None:
-    _, w = _data(1, 50, 100)
-    for bits, step in ((8, 1 / 127), (4, 1 / 7)):
-        codes, scales = pack_rows(w, KINDS[f"int{bits}"])
-        wide = reference.unpack_scales(scales.view(np.float16), 50, 100).repeat(32, axis=1)
-        back = (reference.unpack_codes(codes, 50, 100, bits) * wide)[:50, :100]
-        assert np.abs(back - w).max() <= np.abs(w).max() * step * (0.51 if bits == 8 else 1.4)
-        assert not np.any((reference.unpack_codes(codes, 50, 100, bits) * wide)[50:])
+    np.testing.assert_array_equal(_linear(kind, x, w, Extra(bias, before, 0.25))[0], exact.astype(np.float32))
 
 
 def test_zero_rows_and_tiny_values_quantize_to_zero() -> None:
     x = np.zeros((2, 64), np.float32)
     x[1, 40] = 1e-35
-    out, _, _ = _linear("int8", x, np.ones((16, 64), np.float32))
+    out, _ = _linear("int8", x, np.ones((16, 64), np.float32))
     np.testing.assert_array_equal(out, 0)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_does_not_become_a_number(kind: str, fine: bool, bad: float) -> None:
+    """The rows of that token are NaN or infinite; those of others are as without it."""
+    x, w = _data(9, 40, 96)
+    clean = _linear(kind, x, w, Extra(fine=fine))[0]
+    x[4, 50] = bad
+    packed = pack_rows(w, KINDS[kind])
+    out = _run_linear(kind, x, packed, len(w), Extra(fine=fine))[0]
+    assert not np.isfinite(out[4]).any()
+    np.testing.assert_array_equal(np.delete(out, 4, axis=0), np.delete(clean, 4, axis=0))
 
 
 @pytest.mark.parametrize("gelu", [False, True])
@@ -178,14 +229,58 @@ def test_activation(gelu: bool) -> None:
     program = Program(3)
     wide, out = np.zeros((3, 2304), np.float32), np.full((3, 1120), np.nan, np.float32)
     wide[:, :2200] = both
-    program.buffer(lp.B_WIDE, wide)
-    program.buffer(lp.B_NORMED, out)
-    fields = {lp.F_SRC: lp.B_WIDE, lp.F_SRC_STEP: 2304, lp.F_DST: lp.B_NORMED, lp.F_DST_STEP: 1120}
-    program.add(lp.OP_ACT, {**fields, lp.F_COUNT: 1100, lp.F_KIND: int(gelu)})
+    program.buffer(lt.B_WIDE, wide)
+    program.buffer(lt.B_NORMED, out)
+    fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2304, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 1120}
+    program.add(lt.OP_ACT, {**fields, lt.F_COUNT: 1100, lt.F_ACT: int(gelu)})
     program.run()
     expected = reference.activate_rows(both[:, :1100], both[:, 1100:], gelu=gelu)
     np.testing.assert_allclose(out[:, :1100], expected, rtol=2e-6, atol=1e-5)
     np.testing.assert_array_equal(out[:, 1100:], 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 15])
+@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4m"), ("int4m", "int8")])
+def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], tokens: int) -> None:
+    """kinds: of the gate and up matrix, and of the reader of what comes out."""
+    inner, hidden = 96, 64
+    x, w = _data(tokens, 2 * inner, hidden)
+    bias = np.linspace(-1, 1, 2 * inner, dtype=np.float32)
+    wide, packed = _linear(kinds[0], x, w, Extra(bias=bias))
+    program = Program(tokens)
+    apart, panel, together = (np.zeros(tokens * groups * FINE_BYTES, np.uint8) for groups in (3, 2, 3))
+    program.buffer(lt.B_ATTENDED, x)
+    program.buffer(lt.B_PANEL, panel)
+    program.buffer(lt.B_INNER, together)
+    program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
+    program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
+    program.buffer(lt.B_LOGITS, apart)
+    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
+    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: KINDS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
+    act = {lt.F_COUNT: inner, lt.F_QUANT: KINDS[kinds[1]]}
+    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2 * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
+    program.add(lt.OP_ACT, {**act, **steps, lt.F_PANEL: lt.B_LOGITS})
+    matrix = {**_matrix(program, packed), lt.F_KIND: KINDS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
+    target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
+    program.add(lt.OP_GATED, {**act, **matrix, **target})
+    program.run(2)
+    assert apart.any()
+    np.testing.assert_array_equal(together, apart)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embedding_rows_are_the_stored_weights(kind: str) -> None:
+    _, w = _data(1, 50, 100)
+    packed = pack_rows(w, KINDS[kind])
+    ids, out = np.array([49, 0, 17]), np.full((3, 128), np.nan, np.float32)
+    program = Program(3)
+    program.buffer(lt.B_TOKENS, ids)
+    program.buffer(lt.B_HIDDEN, out)
+    fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: 128, lt.F_COUNT: 100, lt.F_KIND: KINDS[kind]}
+    program.add(lt.OP_EMBED, {**fields, **_matrix(program, packed)}, {lt.P_FACTOR: 2.0})
+    program.run()
+    np.testing.assert_allclose(out[:, :100], 2 * unpack_rows(packed, 50, 100, kind)[ids], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(out[:, 100:], 0)
 
 
 @pytest.mark.parametrize("count", [64, 80, 90])
@@ -194,10 +289,10 @@ def test_norm(count: int) -> None:
     x, weight = rng.standard_normal((2, 96)).astype(np.float32), rng.standard_normal(96).astype(np.float32)
     out = np.full((2, 96), np.nan, np.float32)
     program = Program(2)
-    program.buffer(lp.B_HIDDEN, x)
-    program.buffer(lp.B_NORMED, out)
-    fields = {lp.F_SRC: lp.B_HIDDEN, lp.F_SRC_STEP: 96, lp.F_DST: lp.B_NORMED, lp.F_DST_STEP: 96}
-    program.add(lp.OP_NORM, {**fields, lp.F_COUNT: count, lp.F_WEIGHT: weight.ctypes.data}, {lp.P_EPS: 1e-6})
+    program.buffer(lt.B_HIDDEN, x)
+    program.buffer(lt.B_NORMED, out)
+    fields = {lt.F_SRC: lt.B_HIDDEN, lt.F_SRC_STEP: 96, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 96}
+    program.add(lt.OP_NORM, {**fields, lt.F_COUNT: count, lt.F_WEIGHT: weight.ctypes.data}, {lt.P_EPS: 1e-6})
     program.run()
     expected = reference.norm_rows(x[:, :count], weight[:count], 1e-6)
     np.testing.assert_allclose(out[:, :count], expected, rtol=1e-6, atol=1e-6)
@@ -213,14 +308,14 @@ def test_rope_splits_and_rotates() -> None:
     table.cover(1501)
     out = [np.empty((3, n, dim), np.float32) for n in (heads, kv_heads, kv_heads)]
     program = Program(3)
-    program.buffer(lp.B_WIDE, x)
-    program.buffer(lp.B_POSITIONS, positions)
-    for number, array in zip((lp.B_QUERY, lp.B_KEY, lp.B_VALUE), out, strict=True):
+    program.buffer(lt.B_WIDE, x)
+    program.buffer(lt.B_POSITIONS, positions)
+    for number, array in zip((lt.B_QUERY, lt.B_KEY, lt.B_VALUE), out, strict=True):
         program.buffer(number, array)
-    program.buffer(lp.B_TABLES, table.cos)
-    program.buffer(lp.B_TABLES + 1, table.sin)
-    fields = {lp.F_SRC: lp.B_WIDE, lp.F_SRC_STEP: row, lp.F_TABLE: lp.B_TABLES, lp.F_HALF: half}
-    program.add(lp.OP_ROPE, {**fields, lp.F_HEADS: heads, lp.F_KV_HEADS: kv_heads, lp.F_DIM: dim})
+    program.buffer(lt.B_TABLES, table.cos)
+    program.buffer(lt.B_TABLES + 1, table.sin)
+    fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: row, lt.F_TABLE: lt.B_TABLES, lt.F_HALF: half}
+    program.add(lt.OP_ROPE, {**fields, lt.F_HEADS: heads, lt.F_KV_HEADS: kv_heads, lt.F_DIM: dim})
     program.run()
     split = np.split(x.reshape(3, -1, dim), [heads, heads + kv_heads], axis=1)
     cos, sin = table.cos[positions], table.sin[positions]

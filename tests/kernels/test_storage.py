@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels import reference, storage
 from kvboost_edge.kernels.paged import AttentionOptions, KVPool, aligned_empty
 from kvboost_edge.kernels.storage import STORAGE_DTYPES, from_storage, merge_state, to_storage
-from paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows, round_to
+from paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows, round_to, round_with_torch
 
 MERGES = [storage.merge_state, reference.merge_state]
 
@@ -39,11 +38,14 @@ def test_conversion_rounds_as_torch_does(dtype: str) -> None:
     )
     stored = to_storage(values, NUMPY_DTYPES[dtype])
     assert stored.dtype == NUMPY_DTYPES[dtype]
+    np.testing.assert_array_equal(from_storage(stored), round_with_torch(values, dtype))
     np.testing.assert_array_equal(from_storage(stored), round_to(values, dtype))
     np.testing.assert_array_equal(from_storage(to_storage(from_storage(stored), stored.dtype)), from_storage(stored))
 
 
 def test_bfloat16_bits_are_those_of_torch() -> None:
+    import torch
+
     values = np.random.default_rng(1).standard_normal(10_000, dtype=np.float32)
     expected = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
     np.testing.assert_array_equal(to_storage(values, np.uint16), expected)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config_file import context_length, generation_defaults, read_config, read_generation_config
+from kvboost_edge.models.config_file import (
+    context_length,
+    generation_defaults,
+    integer_of,
+    number_of,
+    read_config,
+    read_generation_config,
+)
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -115,3 +122,43 @@ def test_bos_and_pad() -> None:
 def test_bad_eos_is_named(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ModelFormatError, match=r"generation_config\.json.*eos_token_id"):
         read_generation_config(write(tmp_path, CONFIG, {"eos_token_id": value}))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_directory_of_one_gguf_file_names_it(number: int, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf")[:number]:
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelFormatError, match="is missing") as caught:
+        read_config(tmp_path)
+    assert (f"give the file {tmp_path / 'a.gguf'} as the model" in str(caught.value)) == (number == 1)
+
+
+@pytest.mark.parametrize("value", [[], 0, "awq", True])
+def test_a_quantization_config_that_is_no_object(value: Any, tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match="quantization_config must be an object, got"):
+        read_config(tmp_path)
+
+
+def test_layers_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 10**9}))
+    with pytest.raises(ModelFormatError, match="num_hidden_layers=1000000000 must be an integer from 1 to 10000"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", None, True, float("nan"), -0.1, 1.1, [1]])
+def test_a_number_out_of_range_is_named(value: Any) -> None:
+    assert number_of({"a": 1}, "a", 0, 1) == 1.0
+    with pytest.raises(ModelFormatError, match=r"here: a=.* must be a number from 0 to 1"):
+        number_of({"a": value}, "a", 0, 1, "here")
+    with pytest.raises(ModelFormatError, match=r"config: a=.* must be an integer from 2 to"):
+        integer_of({"a": value}, "a", 2)
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "attention_multiplier", "logits_scaling"])
+@pytest.mark.parametrize("value", ["x", float("nan"), -1, 1e40])
+def test_a_damaged_number_is_refused_whatever_the_runner(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=rf"config\.json: {key}=.* must be a number from"):
+        read_config(write(tmp_path, {**CONFIG, key: value}))
+    assert read_config(write(tmp_path, {**CONFIG, key: 0.5}))[key] == 0.5

@@ -74,9 +74,9 @@ def test_what_is_neither_text_nor_path_is_refused(name: Any, asked: list[Any]) -
 
 
 def test_a_file_is_not_a_model_directory(tmp_path: Path, asked: list[Any]) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ModelFormatError, match=r"model\.gguf is a file"):
-        locate_model(tmp_path / "model.gguf")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors is a file"):
+        locate_model(tmp_path / "model.safetensors")
     assert not asked
 
 

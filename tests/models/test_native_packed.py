@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import logging
 import os
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 
-from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.kernels import reference_linear as reference
 from kvboost_edge.models import packed_file
 from kvboost_edge.models.config_file import read_config
@@ -38,6 +46,11 @@ def _only_file(cache: Path) -> Path:
     return path
 
 
+def _overwrite(path: Path, data: bytes) -> None:
+    path.chmod(0o600)  # packed files are read-only
+    path.write_bytes(data)
+
+
 def _content(packed: PackedWeights) -> bytes:
     data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
     packed.close()
@@ -49,7 +62,7 @@ def test_packed_once_and_mapped_afterwards(model_dir: Path, tmp_path: Path) -> N
     stamp = _only_file(tmp_path).stat().st_mtime_ns
     assert _content(_load(model_dir, tmp_path)) == first
     assert _only_file(tmp_path).stat().st_mtime_ns == stamp
-    assert _only_file(tmp_path).stat().st_mode & 0o077 == 0
+    assert _only_file(tmp_path).stat().st_mode & 0o777 == 0o400
 
 
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
@@ -90,7 +103,7 @@ def test_a_damaged_file_is_written_again(
         data = bytearray()
     else:
         data = data[:-1] if damage == "truncate" else data + b"\0"
-    path.write_bytes(bytes(data))
+    _overwrite(path, bytes(data))
     assert _content(_load(model_dir, tmp_path)) == good
     assert "packed again" in caplog.text
     caplog.clear()
@@ -106,9 +119,54 @@ def test_any_flipped_byte_is_found(model_dir: Path, tmp_path: Path) -> None:
     for at in rng.integers(0, len(data), 60):
         broken = bytearray(data)
         broken[at] ^= 1 << int(rng.integers(8))
-        path.write_bytes(bytes(broken))
+        _overwrite(path, bytes(broken))
         assert _content(_load(model_dir, tmp_path)) == good
         assert path.read_bytes() == data
+
+
+def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Path) -> None:
+    """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it was."""
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    data = path.read_bytes()
+    plan = pack_plan(describe_model(read_config(model_dir)), "int8")
+    header = packed_file._header(plan, model_fingerprint(model_dir, cache_dir=tmp_path), "int8")
+    rng = np.random.default_rng(5)
+    head = len(header)
+    mutated, refused = tmp_path / "mutated.kvpack", 0
+    for round_ in range(1000):
+        broken = bytearray(data)
+        at = int(rng.integers(head if round_ % 2 else len(data)))  # half of them in the header
+        length = int(rng.integers(1, 40))
+        change = round_ % 5
+        if change == 0:
+            broken[at] ^= 1 << int(rng.integers(8))
+        elif change == 1:
+            broken[at : at + length] = rng.bytes(length)
+        elif change == 2:
+            del broken[at : at + length]
+        elif change == 3:
+            broken[at:at] = rng.bytes(length)
+        else:
+            del broken[at:]
+        mutated.write_bytes(bytes(broken))
+        found = packed_file._open_checked(mutated, header, tmp_path)
+        if found is not None:
+            assert broken == data
+            assert _content(found) == good
+        refused += found is None
+    assert refused >= 990
+
+
+def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, tmp_path: Path) -> None:
+    _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    plan = pack_plan(describe_model(read_config(model_dir)), "int8")
+    fingerprint = model_fingerprint(model_dir, cache_dir=tmp_path)
+    wide = [dataclasses.replace(entry, kind="bf16") if entry.inputs else entry for entry in plan]
+    for entries, digest, weights in ((plan[:-1], fingerprint, "int8"), (wide, fingerprint, "int8"),
+                                     (plan, "0" * 64, "int8"), (plan, fingerprint, "int4")):  # fmt: skip
+        assert packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path) is None
 
 
 def test_two_models_of_one_shape_do_not_share_a_file(tmp_path: Path) -> None:
@@ -124,10 +182,73 @@ def test_a_failure_while_packing_leaves_nothing(
     def fail(*_: object) -> object:
         raise OSError("disk full")
 
-    monkeypatch.setattr(packed_file, "pack_entry", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(packed_file, "pack_stream", fail)
+    with pytest.raises(CapacityError, match=r"disk full.*KVBOOST_EDGE_CACHE"):
         _load(model_dir, tmp_path)
     assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_a_full_disk_is_named_before_anything_is_packed(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CapacityError, match=r"take 0\.\d MB and .*packed has 0\.0 MB left.*KVBOOST_EDGE_CACHE"):
+        _load(model_dir, tmp_path)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+_LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from kvboost_edge.models.config_file import read_config
+from kvboost_edge.models.families import describe_model
+from kvboost_edge.models.packed_file import load_packed
+from kvboost_edge.models.quantize import pack_plan
+model, cache = Path(sys.argv[1]), Path(sys.argv[2])
+plan = pack_plan(describe_model(read_config(model)), "f32")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    load_packed(model, plan, fingerprint="f" * 64, weights="f32", cache_dir=cache, num_threads=1)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: the system refuses the write itself."""
+    # Kernels are compiled before: their cache is files too.
+    _load(model_dir, tmp_path / "other", "f32").close()
+    command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert re.match(
+        r"CapacityError the packed weights \(0\.\d MB\) cannot be written to .*KVBOOST_EDGE_CACHE", done.stdout
+    )
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_sound", lambda *_: False)
+    with pytest.raises(ModelFormatError, match="does not read back"):
+        _load(model_dir, tmp_path)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvboost_edge")
+    seen: list[tuple[int, int]] = []
+    plan = pack_plan(describe_model(read_config(model_dir)), "int4")
+    packed = load_packed(
+        model_dir, plan, fingerprint="a" * 64, weights="int4", cache_dir=tmp_path,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (packed.nbytes - 32, packed.nbytes)
+    packed.close()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"packing {model_dir} as int4 into {_only_file(tmp_path)}")
+    assert re.fullmatch(r"packed 0\.\d MB as int4 in \d+\.\d s, weight error [1-9]\.\d\d%", last)
 
 
 def test_without_a_cache_directory_it_still_runs(
@@ -141,6 +262,72 @@ def test_without_a_cache_directory_it_still_runs(
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     assert _content(_load(model_dir, tmp_path / "bad")) == good
     assert "every start" in caplog.text
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Its weights must not be kept under the fingerprint of the file that was there before."""
+    first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    cache, kept = tmp_path / "cache", tmp_path / "kept"
+    shutil.copy(first / "model.safetensors", kept)
+    plan = pack_plan(describe_model(read_config(first)), "int8")
+    swaps = iter([other / "model.safetensors"])
+
+    def swap(done: int, total: int) -> None:
+        for path in swaps:
+            os.replace(shutil.copy(path, tmp_path / "new"), first / "model.safetensors")
+
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors changed while its weights were packed"):
+        load_packed(first, plan, weights="int8", cache_dir=cache, progress=swap)
+    assert list((cache / "packed").iterdir()) == []
+    shutil.copy(kept, first / "model.safetensors")
+    assert _content(_load(first, cache)) == _content(_load(first, tmp_path / "fresh"))
+
+
+def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path / "model", vocab_size=20_000)
+    plan = pack_plan(describe_model(read_config(directory)), "int8")
+
+    calls = itertools.count()
+
+    def cut(done: int, total: int) -> None:
+        if next(calls) == 2:  # the header and the first rows are written
+            os.truncate(directory / "model.safetensors", 4096)
+
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors was cut short while it was read"):
+        load_packed(directory, plan, weights="int8", cache_dir=tmp_path, num_threads=1, progress=cut)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_a_directory_where_the_file_belongs(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    path.unlink()
+    path.mkdir()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert f"{path} is a directory; remove it" in caplog.text
+    path.rmdir()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert _only_file(tmp_path).is_file()
+
+
+def test_another_process_packed_the_same_first(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies under the name is checked before it is used, and not remembered as sound unseen."""
+    good = _content(_load(model_dir, tmp_path / "good"))
+    data = bytearray(_only_file(tmp_path / "good").read_bytes())
+    finish = packed_file.finish_file
+
+    def finish_and_lose(file: IO[bytes], path: Path) -> None:
+        finish(file, path)
+        path.unlink()
+        path.write_bytes(data)
+
+    monkeypatch.setattr(packed_file, "finish_file", finish_and_lose)
+    assert _content(_load(model_dir, tmp_path / "sound")) == good
+    data[-100] ^= 1
+    with pytest.raises(ModelFormatError, match="replaced by another process"):
+        _load(model_dir, tmp_path / "damaged")
 
 
 def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -> None:
@@ -157,13 +344,11 @@ def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -
                 check_tensors(pack_plan(describe_model({**config, **change}), "int8"), source)
 
 
-def test_source_reads_rows_and_releases_pages(model_dir: Path) -> None:
+def test_source_reads_rows(model_dir: Path) -> None:
     with SafetensorsSource(model_dir) as source:
         name = "lm_head.weight"
         whole = source.rows(name)
         np.testing.assert_array_equal(source.rows(name, 5, 9), whole[5:9])
-        source.release(name)
-        np.testing.assert_array_equal(source.rows(name), whole)
         assert source.shape(name) == (300, 64)
     with pytest.raises(ModelFormatError):
         SafetensorsSource(Path(os.devnull).parent)

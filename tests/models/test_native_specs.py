@@ -94,7 +94,7 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
         ("llama", {"hidden_act": "relu"}, "relu"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types"),
@@ -107,3 +107,94 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
 def test_what_is_not_known_is_refused_with_the_reason(model_type: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         _spec(model_type, **fields)
+
+
+NAN, INF = float("nan"), float("inf")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("value", ["x", None, NAN, -1, INF, True, []])
+def test_eps_must_be_a_number(value: Any) -> None:
+    with pytest.raises(ModelFormatError, match=r"rms_norm_eps=.* must be a number from 0 to 1"):
+        _spec("llama", rms_norm_eps=value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "key"),
+    [
+        ("mistral", {"sliding_window": "a"}, "sliding_window"),
+        ("mistral", {"sliding_window": -3}, "sliding_window"),
+        ("gemma2", {"sliding_window": 4.5}, "sliding_window"),
+        ("mistral", {"layer_types": 5}, "layer_types"),
+        ("gemma2", {"layer_types": [["sliding_attention"]] * 8}, "layer_types"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers"),
+        ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern"),
+        ("gemma3_text", {"rope_scaling": 5}, "rope settings 5"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 5, "sliding_attention": {}}}, "rope settings"),
+        ("gemma2", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma2", {"attn_logit_softcapping": NAN}, "attn_logit_softcapping"),
+        ("gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping"),
+        ("granite", {"attention_multiplier": NAN}, "attention_multiplier"),
+        ("granite", {"residual_multiplier": 1e40}, "residual_multiplier"),
+        ("granite", {"logits_scaling": 1e-40}, "logits_scaling"),
+        ("smollm3", {"no_rope_layer_interval": "x"}, "no_rope_layer_interval"),
+        ("smollm3", {"no_rope_layers": 5}, "no_rope_layers"),
+        ("llama", {"hidden_act": ["silu"]}, "activation"),
+        ("llama", {"partial_rotary_factor": "x"}, "partial_rotary_factor"),
+        ("llama", {"partial_rotary_factor": 7}, "partial_rotary_factor"),
+        ("llama", {"rope_theta": INF}, "rope_theta"),
+        ("llama", {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta=1 must be above 1"),
+        ("llama", {"rope_scaling": {**YARN, "beta_fast": "x"}}, "beta_fast"),
+        ("llama", {"rope_scaling": {**YARN, "beta_slow": -1}}, "beta_slow"),
+        ("llama", {"rope_scaling": {**YARN, "attention_factor": "x"}}, "attention_factor"),
+        ("llama", {"rope_scaling": {**YARN, "mscale": "x", "mscale_all_dim": 1}}, "mscale"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2}},
+         "high_freq_factor=2 must be above"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_in_range_is_named(model_type: str, fields: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelFormatError, match=key):
+        _spec(model_type, **fields)
+
+
+def test_null_and_zero_mean_none() -> None:
+    spec = _spec("gemma2", sliding_window=None, layer_types=["full_attention"] * 8, attn_logit_softcapping=None,
+                 final_logit_softcapping=None)  # fmt: skip
+    assert (spec.softcap, spec.logit_cap) == (0.0, 0.0)
+    assert {layer.window for layer in spec.layers} == {0}
+    assert {layer.window for layer in _spec("mistral", sliding_window=None).layers} == {0}
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [3.0] * 8}
+
+
+@pytest.mark.parametrize("extra", [{}, {"factor": 3.0}, {"attention_factor": 1.5}])
+@pytest.mark.parametrize(("longest", "original"), [(512, 64), (64, 64), (64, 512)])
+def test_longrope_is_that_of_its_first_range(extra: dict[str, Any], longest: int, original: int) -> None:
+    settings = {**LONG, **extra, "original_max_position_embeddings": original}
+    sizes = {**SIZES, "max_position_embeddings": longest}
+    spec = describe_model({"model_type": "llama", **sizes, "rope_parameters": settings})
+    config = AutoConfig.for_model("llama", **sizes, rope_parameters={**settings, "rope_theta": 10000.0})
+    tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
+    assert spec.ropes[0].factor == pytest.approx(factor)
+    assert spec.max_context == min(longest, original)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("original", [64, None])
+def test_names_and_length_of_phi3s_longrope(name: str, original: int | None) -> None:
+    """Its length stands beside the rope settings, and is 4096 where the config does not give it."""
+    settings = {**{key: value for key, value in LONG.items() if key != "rope_type"}, "type": name}
+    outer = {} if original is None else {"original_max_position_embeddings": original}
+    sizes = {**SIZES, "max_position_embeddings": 8192}
+    spec = describe_model({"model_type": "phi3", **sizes, **outer, "rope_scaling": settings})
+    config = AutoConfig.for_model(
+        "phi3", pad_token_id=0, **sizes, **outer, rope_scaling={**settings, "type": "longrope"}
+    )
+    tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
+    assert spec.ropes[0].factor == pytest.approx(factor)
+    assert spec.max_context == (original or 4096)

@@ -42,7 +42,28 @@ def test_equals_transformers(name: str, prompt: bool) -> None:
         [MESSAGES], tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=prompt, bos_token="<s>",
         eos_token="</s>", extra="more",
     )  # fmt: skip
-    assert make(TEMPLATES[name]).render(MESSAGES, tools=tools, add_generation_prompt=prompt, extra="more") == truth[0]
+    ours = make(TEMPLATES[name]).render(
+        MESSAGES, tools=tools, add_generation_prompt=prompt, variables={"extra": "more"}
+    )
+    assert ours == truth[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("self", "messages", "tools", "add_generation_prompt", "bos_token", "unknown_token", "loop", "caller"),
+        *("range", "namespace", "raise_exception", "strftime_now", "dict", "lipsum", "_private", "a b", ""),
+    ],
+)
+def test_a_variable_may_not_take_a_name_that_means_something(name: str) -> None:
+    with pytest.raises(RequestError, match="no name for a template variable"):
+        make("{{ messages }}").render(MESSAGES, variables={name: 1})
+
+
+def test_names_of_our_own_parameters_are_variables_like_others() -> None:
+    source = "{{ source }}{{ variables }}{{ template_name }}{{ environment }}{{ args }}"
+    names = ("source", "variables", "template_name", "environment", "args")
+    assert make(source).render(MESSAGES, variables=dict.fromkeys(names, "v")) == "vvvvv"
 
 
 def test_date() -> None:

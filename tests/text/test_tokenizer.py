@@ -187,3 +187,17 @@ def test_a_fast_tokenizer_is_copied(tiny_model_dir: Path) -> None:
     before = ours.encode("text")
     theirs.backend_tokenizer.enable_truncation(1)
     assert ours.encode("text") == before
+
+
+def test_long_texts_have_the_same_tokens(tiny_model_dir: Path) -> None:
+    """They take another way through the library, which lets other threads run."""
+    tokenizer = Tokenizer.from_dir(tiny_model_dir)
+    sentence = "Ein längerer Satz — mit 漢字 und 🙂.\n"
+    text = sentence * 300
+    for special in (True, False):
+        ids = tokenizer.encode(text, special)
+        start = 1 if special and ids[0] == tokenizer.bos_token_id else 0
+        assert ids[start:] == tokenizer.encode(sentence, False) * 300
+        assert tokenizer.decode(ids) == text
+    with pytest.raises(RequestError):
+        tokenizer.encode("\ud800" * 5000)

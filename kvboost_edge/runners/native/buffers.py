@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels import linear_program as lp
+from kvboost_edge.kernels import linear_table as lt
+from kvboost_edge.kernels.linear_panel import FINE_BYTES
 from kvboost_edge.kernels.linear_tiles import GROUP
 from kvboost_edge.kernels.paged import aligned_empty
 from kvboost_edge.kernels.rope import RopeTable
@@ -16,6 +17,7 @@ from kvboost_edge.runners.native.program import Sizes
 
 __all__ = ["Buffers"]
 
+_KEPT_ROWS = 64  # of logits: a step of decoding, not all rows of a prompt
 _SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the last row
 
 
@@ -27,20 +29,21 @@ class Buffers:
         self._spec = spec
         self._capacity = 0
         self._arrays: dict[int, npt.NDArray[Any]] = {}
+        self._logits = aligned_empty((0, self.sizes.logits), np.float32)
         self._tables = [RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor) for rope in spec.ropes]
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
         """int64 [num_buffers] for a pass of so many tokens, at positions below num_positions. The caller fills in
-        tokens, positions, rows, what attention returned, and the logits."""
+        tokens, positions, what attention returned, and the logits."""
         if num_tokens > self._capacity:
             self._grow(num_tokens)
-        found = np.zeros(lp.B_TABLES + 2 * len(self._tables), dtype=np.int64)
+        found = np.zeros(lt.B_TABLES + 2 * len(self._tables), dtype=np.int64)
         for number, array in self._arrays.items():
             found[number] = array.ctypes.data
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
-            found[lp.B_TABLES + 2 * index] = table.cos.ctypes.data
-            found[lp.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
+            found[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
+            found[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
         return found
 
     def rows(self, number: int, num_tokens: int, heads: int) -> npt.NDArray[np.float32]:
@@ -48,20 +51,32 @@ class Buffers:
         dim = self._spec.head_dim
         return self._arrays[number][: num_tokens * heads * dim].reshape(num_tokens, heads, dim)
 
+    def hidden(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """The first rows of the hidden state, float32 [num_tokens, padded hidden size]."""
+        row = self.sizes.hidden
+        return self._arrays[lt.B_HIDDEN][: num_tokens * row].reshape(num_tokens, row)
+
+    def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
+        """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory each time."""
+        if num_rows > _KEPT_ROWS:
+            return aligned_empty((num_rows, self.sizes.logits), np.float32)
+        if num_rows > len(self._logits):
+            self._logits = aligned_empty((num_rows, self.sizes.logits), np.float32)
+        return self._logits[:num_rows]
+
     def _grow(self, num_tokens: int) -> None:
         spec, sizes = self._spec, self.sizes
         floats = {
-            lp.B_HIDDEN: sizes.hidden,
-            lp.B_NORMED: sizes.normed,
-            lp.B_WIDE: sizes.wide,
-            lp.B_SCALES: sizes.groups,
-            lp.B_QUERY: spec.num_heads * spec.head_dim,
-            lp.B_KEY: spec.num_kv_heads * spec.head_dim,
-            lp.B_VALUE: spec.num_kv_heads * spec.head_dim,
+            lt.B_HIDDEN: sizes.hidden,
+            lt.B_NORMED: sizes.normed,
+            lt.B_WIDE: sizes.wide,
+            lt.B_QUERY: spec.num_heads * spec.head_dim,
+            lt.B_KEY: spec.num_kv_heads * spec.head_dim,
+            lt.B_VALUE: spec.num_kv_heads * spec.head_dim,
         }
         self._arrays = {
             number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()
         }
-        self._arrays[lp.B_SUMS] = aligned_empty((num_tokens * sizes.groups,), np.int32)
-        self._arrays[lp.B_CODES] = aligned_empty((num_tokens * sizes.groups * GROUP,), np.int8)
+        for number in (lt.B_PANEL, lt.B_INNER):
+            self._arrays[number] = aligned_empty((num_tokens * sizes.groups * FINE_BYTES,), np.int8)
         self._capacity = num_tokens

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels import linear_program as lp
+from kvboost_edge.kernels import linear_table as lt
 from kvboost_edge.kernels.linear_tiles import GROUP
 from kvboost_edge.kernels.norms import ACT_GELU_TANH, ACT_SILU
-from kvboost_edge.kernels.quant_weights import KINDS
+from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.families import ModelSpec
 from kvboost_edge.models.packed_file import PackedWeights
@@ -18,8 +18,13 @@ from kvboost_edge.models.quantize import PackEntry
 
 __all__ = ["LayerProgram", "Sizes", "build_program"]
 
-_UNITS_PER_THREAD = 8
-_MAX_TILES = 16
+# Where weights stream from memory long runs are best: 2 units a thread instead of 8 raise GB/s by a fifth to a half.
+_UNITS_PER_THREAD = 2
+_MAX_TILES = 256
+# Matrices whose inputs are quantized to 16 bits: errors of queries, keys and logits show most, and the cost is least.
+_FINE = ("qkv", "embed", "head")
+Rows = tuple[int, int]
+"""A buffer and the floats in a row of it."""
 _ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH}
 
 
@@ -49,13 +54,18 @@ class LayerProgram:
     """ops int64 [num_ops, NUM_FIELDS] and params float32 [num_ops, NUM_PARAMS].
 
     `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
-    prepares layer i; the part after the last layer's finishes it. `head` works on the rows whose logits are wanted.
+    prepares layer i. The last one finishes the last layer and computes logits: it needs the rows of these only. Between
+    two parts stand the layer's OP_CLOSE and OP_ATTEND, for passes that run it in the program.
     """
 
     ops: npt.NDArray[np.int64]
     params: npt.NDArray[np.float32]
     parts: tuple[tuple[int, int], ...]
-    head: tuple[int, int]
+
+
+def _is_fine(name: str) -> bool:
+    """Whether the inputs of a matrix have 16-bit codes."""
+    return name.rpartition(".")[2] in _FINE
 
 
 def _up(value: int, multiple: int) -> int:
@@ -71,133 +81,146 @@ class _Builder:
         self.floats: list[dict[int, float]] = []
 
     def add(self, op: int, fields: dict[int, int], **params: float) -> None:
-        names = {"factor": lp.P_FACTOR, "eps": lp.P_EPS, "cap": lp.P_CAP}
-        self.rows.append({lp.F_OP: op, lp.F_GATHER: -1, **fields})
-        self.floats.append({lp.P_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}})
+        names = {"factor": lt.P_FACTOR, "eps": lt.P_EPS, "cap": lt.P_CAP}
+        self.rows.append({lt.F_OP: op, **fields})
+        self.floats.append({lt.P_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}})
 
     def kind(self, name: str) -> int:
         return KINDS[self.entries[name].kind]
 
     def is_quantized(self, name: str) -> bool:
-        return self.entries[name].kind in ("int8", "int4")
+        return self.entries[name].kind in QUANTIZED
+
+    def panel(self, reader: str, buffer: int = lt.B_PANEL) -> dict[int, int]:
+        """Fields of an operation whose result the matrix `reader` reads: quantized for it, or not."""
+        if not self.is_quantized(reader):
+            return {}
+        return {lt.F_QUANT: self.kind(reader), lt.F_PANEL: buffer, lt.F_FINE: int(_is_fine(reader))}
 
     def embed(self) -> None:
-        fields = {lp.F_DST: lp.B_HIDDEN, lp.F_DST_STEP: self.sizes.hidden, lp.F_COUNT: self.spec.hidden_size}
-        weights = {lp.F_KIND: self.kind("embed"), lp.F_WEIGHT: self.packed.address("embed")}
-        scale = {lp.F_SCALE: self.packed.address("embed.scales")}
-        self.add(lp.OP_EMBED, {**fields, **weights, **scale}, factor=self.spec.embedding_factor)
+        fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: self.sizes.hidden, lt.F_COUNT: self.spec.hidden_size}
+        weights = {lt.F_KIND: self.kind("embed"), lt.F_WEIGHT: self.packed.address("embed")}
+        scale = {lt.F_SCALE: self.packed.address("embed.scales"), lt.F_MINIMA: self.packed.address("embed.minima")}
+        self.add(lt.OP_EMBED, {**fields, **weights, **scale}, factor=self.spec.embedding_factor)
 
-    def norm(self, weight: str, reader: str, *, gather: int = -1) -> None:
+    def norm(self, weight: str, reader: str) -> None:
         """Norm of the hidden state for the matrix `reader`."""
         self.add(
-            lp.OP_NORM,
+            lt.OP_NORM,
             {
-                lp.F_SRC: lp.B_HIDDEN,
-                lp.F_SRC_STEP: self.sizes.hidden,
-                lp.F_DST: lp.B_NORMED,
-                lp.F_DST_STEP: self.sizes.hidden,
-                lp.F_COUNT: self.spec.hidden_size,
-                lp.F_WEIGHT: self.packed.address(weight),
-                lp.F_QUANT: int(self.is_quantized(reader)),
-                lp.F_GATHER: gather,
+                lt.F_SRC: lt.B_HIDDEN,
+                lt.F_SRC_STEP: self.sizes.hidden,
+                lt.F_DST: lt.B_NORMED,
+                lt.F_DST_STEP: self.sizes.hidden,
+                lt.F_COUNT: self.spec.hidden_size,
+                lt.F_WEIGHT: self.packed.address(weight),
+                **self.panel(reader),
             },
             eps=self.spec.eps,
         )
 
     def quantize(self, source: int, step: int, count: int, reader: str) -> None:
         if self.is_quantized(reader):
-            fields = {lp.F_SRC: source, lp.F_SRC_STEP: step, lp.F_COUNT: count, lp.F_QUANT: 1}
-            self.add(lp.OP_QUANT, fields)
+            fields = {lt.F_SRC: source, lt.F_SRC_STEP: step, lt.F_COUNT: count}
+            self.add(lt.OP_QUANT, {**fields, **self.panel(reader)})
 
-    def linear(self, name: str, source: tuple[int, int], out: tuple[int, int], *, add: bool, factor: float) -> None:
-        """source, out: (buffer, floats in a row)."""
-        entry = self.entries[name]
-        tiles = -(-entry.rows // LANES)
-        fields = {
-            lp.F_SRC: source[0],
-            lp.F_SRC_STEP: source[1],
-            lp.F_DST: out[0],
-            lp.F_DST_STEP: out[1],
-            lp.F_COUNT: entry.rows,
-            lp.F_INPUTS: entry.inputs,
-            lp.F_KIND: self.kind(name),
-            lp.F_WEIGHT: self.packed.address(name),
-            lp.F_SCALE: self.packed.address(f"{name}.scales"),
-            lp.F_BIAS: self.packed.address(f"{name}_bias"),
-            lp.F_UNIT: max(1, min(_MAX_TILES, tiles // (_UNITS_PER_THREAD * self.num_threads))),
-            lp.F_ADD: int(add),
+    def weights(self, name: str, unit: int, num_units: int, panel: int) -> dict[int, int]:
+        """Fields of an operation with the matrix `name`, cut into runs of `unit` of its num_units tiles (or groups)."""
+        return {
+            lt.F_INPUTS: self.entries[name].inputs,
+            lt.F_KIND: self.kind(name),
+            lt.F_WEIGHT: self.packed.address(name),
+            lt.F_SCALE: self.packed.address(f"{name}.scales"),
+            lt.F_MINIMA: self.packed.address(f"{name}.minima"),
+            lt.F_BIAS: self.packed.address(f"{name}_bias"),
+            lt.F_UNIT: max(1, min(unit, num_units // (_UNITS_PER_THREAD * self.num_threads))),
+            lt.F_PANEL_IN: panel,
+            lt.F_FINE_IN: int(_is_fine(name)),
         }
-        self.add(lp.OP_LINEAR, fields, factor=factor)
+
+    def linear(
+        self, name: str, source: Rows, out: Rows, *, add: bool = False, factor: float = 1.0, panel: int = lt.B_PANEL
+    ) -> None:
+        """The matrix `name`; it reads `source` where its weights are floats, and `panel` otherwise."""
+        rows = self.entries[name].rows
+        fields = {lt.F_SRC: source[0], lt.F_SRC_STEP: source[1], lt.F_DST: out[0], lt.F_DST_STEP: out[1]}
+        weights = self.weights(name, _MAX_TILES, -(-rows // LANES), panel)
+        self.add(lt.OP_LINEAR, {**fields, **weights, lt.F_COUNT: rows, lt.F_ADD: int(add)}, factor=factor)
 
     def before_attention(self, index: int) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        source = (lp.B_NORMED, sizes.hidden)
+        source = (lt.B_NORMED, sizes.hidden)
         if spec.family.norms == "post":
-            source = (lp.B_HIDDEN, sizes.hidden)
+            source = (lt.B_HIDDEN, sizes.hidden)
             self.quantize(*source, spec.hidden_size, f"{layer}qkv")
         else:
             self.norm(f"{layer}attn_in", f"{layer}qkv")
-        self.linear(f"{layer}qkv", source, (lp.B_WIDE, sizes.wide), add=False, factor=1.0)
+        self.linear(f"{layer}qkv", source, (lt.B_WIDE, sizes.wide))
+        self.add(lt.OP_CONTINUE, {lt.F_LAYER: index})
         rope = spec.layers[index].rope
         fields = {
-            lp.F_SRC: lp.B_WIDE,
-            lp.F_SRC_STEP: sizes.wide,
-            lp.F_HEADS: spec.num_heads,
-            lp.F_KV_HEADS: spec.num_kv_heads,
-            lp.F_DIM: spec.head_dim,
-            lp.F_HALF: spec.ropes[rope].half if rope >= 0 else 0,
-            lp.F_Q_NORM: self.packed.address(f"{layer}q_norm"),
-            lp.F_K_NORM: self.packed.address(f"{layer}k_norm"),
-            lp.F_NORM_ALL: {"": 0, "head": 1, "all": 2}[spec.family.head_norm],
-            lp.F_TABLE: lp.B_TABLES + 2 * max(rope, 0),
+            lt.F_SRC: lt.B_WIDE,
+            lt.F_SRC_STEP: sizes.wide,
+            lt.F_HEADS: spec.num_heads,
+            lt.F_KV_HEADS: spec.num_kv_heads,
+            lt.F_DIM: spec.head_dim,
+            lt.F_HALF: spec.ropes[rope].half if rope >= 0 else 0,
+            lt.F_Q_NORM: self.packed.address(f"{layer}q_norm"),
+            lt.F_K_NORM: self.packed.address(f"{layer}k_norm"),
+            lt.F_NORM_ALL: {"": 0, "head": 1, "all": 2}[spec.family.head_norm],
+            lt.F_TABLE: lt.B_TABLES + 2 * max(rope, 0),
+            lt.F_LAYER: index,
         }
-        self.add(lp.OP_ROPE, fields, eps=spec.eps)
+        self.add(lt.OP_ROPE, fields, eps=spec.eps)
 
     def after_attention(self, index: int) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        attended = (lp.B_ATTENDED, sizes.attended)
+        attended = (lt.B_ATTENDED, sizes.attended)
         self.quantize(*attended, spec.num_heads * spec.head_dim, f"{layer}out")
         self.into_hidden(f"{layer}out", attended, f"{layer}attn_out")
-        source = (lp.B_NORMED, sizes.hidden)
+        source = (lt.B_NORMED, sizes.hidden)
         if spec.family.norms == "post":
-            source = (lp.B_HIDDEN, sizes.hidden)
+            source = (lt.B_HIDDEN, sizes.hidden)
             self.quantize(*source, spec.hidden_size, f"{layer}gate_up")
         else:
             self.norm(f"{layer}mlp_in", f"{layer}gate_up")
-        self.linear(f"{layer}gate_up", source, (lp.B_WIDE, sizes.wide), add=False, factor=1.0)
-        inner = (lp.B_NORMED, _up(spec.intermediate_size, GROUP))
-        fields = {
-            lp.F_SRC: lp.B_WIDE,
-            lp.F_SRC_STEP: sizes.wide,
-            lp.F_DST: inner[0],
-            lp.F_DST_STEP: inner[1],
-            lp.F_COUNT: spec.intermediate_size,
-            lp.F_KIND: _ACTIVATIONS[spec.activation],
-            lp.F_QUANT: int(self.is_quantized(f"{layer}down")),
-        }
-        self.add(lp.OP_ACT, fields)
-        self.into_hidden(f"{layer}down", inner, f"{layer}mlp_out")
+        self.gated(layer, source)
 
-    def into_hidden(self, name: str, source: tuple[int, int], norm: str) -> None:
+    def gated(self, layer: str, source: Rows) -> None:
+        """Gate and up, the activation, and down."""
+        spec, sizes, inner = self.spec, self.sizes, self.spec.intermediate_size
+        names = (f"{layer}gate_up", f"{layer}down")
+        rows = (lt.B_NORMED, _up(inner, GROUP))
+        fields = {lt.F_COUNT: inner, lt.F_ACT: _ACTIVATIONS[spec.activation], **self.panel(names[1], lt.B_INNER)}
+        if inner % GROUP == 0 and all(self.is_quantized(name) for name in names):
+            weights = self.weights(names[0], _MAX_TILES // 4, inner // GROUP, lt.B_PANEL)
+            self.add(lt.OP_GATED, {**weights, **fields})
+        else:
+            self.linear(names[0], source, (lt.B_WIDE, sizes.wide))
+            steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: sizes.wide, lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
+            self.add(lt.OP_ACT, {**steps, **fields})
+        self.into_hidden(names[1], rows, f"{layer}mlp_out", panel=lt.B_INNER)
+
+    def into_hidden(self, name: str, source: Rows, norm: str, *, panel: int = lt.B_PANEL) -> None:
         """Add a matrix's result to the hidden state, through a norm where the family has one behind."""
-        spec, hidden, wide = self.spec, (lp.B_HIDDEN, self.sizes.hidden), (lp.B_WIDE, self.sizes.wide)
+        spec, hidden, wide = self.spec, (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
         if spec.family.norms == "pre":
-            self.linear(name, source, hidden, add=True, factor=spec.residual_factor)
+            self.linear(name, source, hidden, add=True, factor=spec.residual_factor, panel=panel)
             return
-        self.linear(name, source, wide, add=False, factor=1.0)
-        fields = {lp.F_SRC: wide[0], lp.F_SRC_STEP: wide[1], lp.F_DST: hidden[0], lp.F_DST_STEP: hidden[1]}
-        count = {lp.F_COUNT: spec.hidden_size, lp.F_WEIGHT: self.packed.address(norm)}
-        self.add(lp.OP_ADD_NORM, {**fields, **count}, eps=spec.eps, factor=spec.residual_factor)
+        self.linear(name, source, wide, panel=panel)
+        fields = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1]}
+        count = {lt.F_COUNT: spec.hidden_size, lt.F_WEIGHT: self.packed.address(norm)}
+        self.add(lt.OP_ADD_NORM, {**fields, **count}, eps=spec.eps, factor=spec.residual_factor)
 
     def head(self) -> None:
         spec, sizes = self.spec, self.sizes
         name = "embed" if spec.tied else "head"
-        self.norm("norm", name, gather=lp.B_ROWS)
-        logits = (lp.B_LOGITS, sizes.logits)
-        self.linear(name, (lp.B_NORMED, sizes.hidden), logits, add=False, factor=spec.logit_factor)
+        self.norm("norm", name)
+        logits = (lt.B_LOGITS, sizes.logits)
+        self.linear(name, (lt.B_NORMED, sizes.hidden), logits, factor=spec.logit_factor)
         if spec.logit_cap > 0:
-            fields = {lp.F_SRC: lp.B_LOGITS, lp.F_SRC_STEP: sizes.logits, lp.F_COUNT: spec.vocab_size}
-            self.add(lp.OP_CAP, fields, cap=spec.logit_cap)
+            fields = {lt.F_SRC: lt.B_LOGITS, lt.F_SRC_STEP: sizes.logits, lt.F_COUNT: spec.vocab_size}
+            self.add(lt.OP_CAP, fields, cap=spec.logit_cap)
 
 
 def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> LayerProgram:
@@ -208,14 +231,15 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     for index in range(len(spec.layers)):
         builder.before_attention(index)
         parts.append((first, len(builder.rows)))
+        builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
+        builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
         builder.after_attention(index)
-    parts.append((first, len(builder.rows)))
-    first = len(builder.rows)
     builder.head()
-    ops = np.zeros((len(builder.rows), lp.NUM_FIELDS), dtype=np.int64)
-    params = np.zeros((len(builder.rows), lp.NUM_PARAMS), dtype=np.float32)
+    parts.append((first, len(builder.rows)))
+    ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
+    params = np.zeros((len(builder.rows), lt.NUM_PARAMS), dtype=np.float32)
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
-    return LayerProgram(ops, params, tuple(parts), (first, len(ops)))
+    return LayerProgram(ops, params, tuple(parts))

@@ -6,6 +6,7 @@ was cut, whether its keys and values came from the pool, or the number of thread
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels import linear_program as lp
-from kvboost_edge.kernels.paged import aligned_empty
+from kvboost_edge.kernels import linear_table as lt
+from kvboost_edge.kernels.linear_program import run_program
 from kvboost_edge.kernels.team import KernelTeam
+from kvboost_edge.models.architectures import pin_notice
 from kvboost_edge.models.config_file import read_config
 from kvboost_edge.models.families import ModelSpec, describe_model
-from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.packed_file import PackedWeights, load_packed
-from kvboost_edge.models.quantize import PackEntry, check_tensors, pack_plan
-from kvboost_edge.models.weight_source import SafetensorsSource
+from kvboost_edge.models.quantize import PackEntry, check_tensors, pack_plan, plan_label
+from kvboost_edge.models.weight_source import open_source
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.choice import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
+from kvboost_edge.runners.native.whole_pass import WholePass
 
 __all__ = ["NativeRunner"]
 
+_LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 
@@ -46,22 +50,24 @@ class NativeRunner:
         weights: str,
         num_threads: int = 1,
         block_size: int = 16,
+        kv_bits: tuple[int, int] = (16, 16),
     ) -> None:
         self._spec, self._packed = spec, packed
         self._program = build_program(spec, plan, packed, num_threads)
         self._buffers = Buffers(spec)
-        self._team = KernelTeam(num_threads)
+        self._own_team = KernelTeam(num_threads)
+        self._team = self._own_team
         self._backend: Backend | None = None
+        self._whole: WholePass | None = None
         self._params = [AttentionParams(spec.softmax_scale, layer.window, spec.softcap) for layer in spec.layers]
-        kv = tuple(LayerKVSpec(spec.num_kv_heads, spec.head_dim) for _ in spec.layers)
         self.info = RunnerInfo(
             name="native",
             architecture=spec.model_type,
-            dtype=weights,
+            dtype=plan_label(plan, weights),
             vocab_size=spec.vocab_size,
             max_context=spec.max_context,
             weight_bytes=packed.nbytes,
-            kv_spec=KVSpec(kv, block_size, "float32"),
+            kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
         )
 
     @classmethod
@@ -72,6 +78,7 @@ class NativeRunner:
         weights: str = "int8",
         num_threads: int = 1,
         block_size: int = 16,
+        kv_bits: tuple[int, int] = (16, 16),
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> NativeRunner:
@@ -79,19 +86,22 @@ class NativeRunner:
 
         Raises ModelFormatError with the reason where the model is not known to this runner.
         """
-        spec = describe_model(read_config(Path(model_dir)))
-        plan = pack_plan(spec, weights)
-        with SafetensorsSource(model_dir) as source:
+        config = read_config(Path(model_dir))
+        spec, notice = describe_model(config), pin_notice(config)
+        if notice:
+            _LOG.warning("%s: %s", model_dir, notice)
+        with open_source(model_dir) as source:
+            plan = pack_plan(spec, weights, source)
             check_tensors(plan, source)
         packed = load_packed(
             model_dir,
             plan,
-            fingerprint=model_fingerprint(model_dir, cache_dir=cache_dir),
             weights=weights,
             cache_dir=cache_dir,
+            num_threads=num_threads,
             progress=progress,
         )
-        return cls(spec, plan, packed, weights=weights, num_threads=num_threads, block_size=block_size)
+        return cls(spec, plan, packed, weights=weights, num_threads=num_threads, block_size=block_size, kv_bits=kv_bits)
 
     def bind(self, backend: Backend) -> None:
         """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's shapes."""
@@ -100,6 +110,14 @@ class NativeRunner:
         if backend.spec.layers != self.info.kv_spec.layers:
             raise ConfigError(f"backend {backend.name!r} was made for other layers than those of this model")
         self._backend = backend
+        # Two teams would wait for each other's cores: the kernels of both take turns, so one team serves them.
+        team = getattr(backend, "team", None)
+        if not isinstance(team, KernelTeam) or team.num_threads != self._own_team.num_threads:
+            team = self._own_team
+        self._team = team
+        self._whole = None
+        if self._spec.num_heads * self._spec.head_dim == self._buffers.sizes.attended:
+            self._whole = WholePass.of(backend, self._params)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Apply copies, run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
@@ -114,20 +132,43 @@ class NativeRunner:
             backend.copy_blocks(batch.copies)
         prepared = backend.prepare(batch.layout)
         addresses = self._buffers.addresses(num_tokens, int(positions.max()) + 1)
-        addresses[lp.B_TOKENS], addresses[lp.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
-        query = self._buffers.rows(lp.B_QUERY, num_tokens, spec.num_heads)
-        key, value = (self._buffers.rows(b, num_tokens, spec.num_kv_heads) for b in (lp.B_KEY, lp.B_VALUE))
+        addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
+        rows = np.ascontiguousarray(batch.logit_rows, dtype=np.int64)
+        if self._whole is not None:
+            return self._forward_whole(self._whole, prepared, query, addresses, rows)
+        attended = query
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
-            backend.write_kv(layer, key, value, prepared)
             attended = self._attend(backend, layer, query, prepared)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
-            addresses[lp.B_ATTENDED] = attended.ctypes.data
-        self._run(self._program.parts[-1], addresses, num_tokens)
-        return self._logits(batch.logit_rows, addresses)
+            addresses[lt.B_ATTENDED] = attended.ctypes.data
+        return self._logits(rows, addresses, attended)
+
+    def _forward_whole(
+        self,
+        whole: WholePass,
+        prepared: Any,
+        query: Floats,
+        addresses: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+    ) -> Floats:
+        """The layers with their attention in one call of the program, the head too where it has the same rows."""
+        parts, num_tokens = self._program.parts, len(query)
+        memory = whole.prepare(query, prepared, self._num_counters(0, parts[-1][1]))
+        addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
+        if len(rows) == num_tokens and np.array_equal(rows, np.arange(num_tokens)):
+            logits = self._buffers.logits(num_tokens)
+            addresses[lt.B_LOGITS] = logits.ctypes.data
+            self._run((0, parts[-1][1]), addresses, num_tokens, memory.counters)
+            return logits[:, : self._spec.vocab_size]
+        self._run((0, parts[-1][0]), addresses, num_tokens, memory.counters)
+        return self._logits(rows, addresses, memory.attended)
 
     def _attend(self, backend: Backend, layer: int, query: Floats, prepared: Any) -> Floats:
-        """What attention returns, rows padded to whole groups."""
+        """Store keys and values; what attention returns, rows padded to whole groups."""
+        key, value = (self._buffers.rows(b, len(query), self._spec.num_kv_heads) for b in (lt.B_KEY, lt.B_VALUE))
+        backend.write_kv(layer, key, value, prepared)
         out, _ = backend.attention(layer, query, prepared, self._params[layer])
         rows: Floats = np.ascontiguousarray(out, dtype=np.float32).reshape(len(query), -1)
         width = self._buffers.sizes.attended
@@ -137,23 +178,36 @@ class NativeRunner:
         padded[:, : rows.shape[1]] = rows
         return padded
 
-    def _logits(self, logit_rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64]) -> Floats:
-        rows = np.ascontiguousarray(logit_rows, dtype=np.int64)
-        logits: Floats = aligned_empty((len(rows), self._buffers.sizes.logits), np.float32)
+    def _logits(self, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64], attended: Floats) -> Floats:
+        """What follows the last attention, for the rows whose logits are wanted only."""
+        logits = self._buffers.logits(len(rows))
         if len(rows):
             addresses = addresses.copy()
-            addresses[lp.B_ROWS], addresses[lp.B_LOGITS] = rows.ctypes.data, logits.ctypes.data
-            self._run(self._program.head, addresses, len(rows))
+            hidden, attended = self._buffers.hidden(len(attended))[rows], attended[rows]
+            addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
+            addresses[lt.B_LOGITS] = logits.ctypes.data
+            self._run(self._program.parts[-1], addresses, len(rows))
         return logits[:, : self._spec.vocab_size]
 
-    def _run(self, part: tuple[int, int], addresses: npt.NDArray[np.int64], num_tokens: int) -> None:
+    def _num_counters(self, first: int, end: int) -> int:
+        return lt.COUNTERS_PER_OP * (end - first + 1)
+
+    def _run(
+        self,
+        part: tuple[int, int],
+        addresses: npt.NDArray[np.int64],
+        num_tokens: int,
+        counters: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Operations [first, end); `counters`: zeros, at least as many as they need."""
         first, end = part
-        counters = np.zeros(lp.COUNTERS_PER_OP * (end - first + 1), dtype=np.int64)
-        job = lp.ProgramJob(self._program.ops, self._program.params, addresses, counters, first, end, num_tokens)
-        self._team.run(lp.run_program, job, counters, lp.COUNTERS_PER_OP * (end - first), self._team.num_threads)
+        if counters is None:
+            counters = np.zeros(self._num_counters(first, end), dtype=np.int64)
+        job = lt.ProgramJob(self._program.ops, self._program.params, addresses, counters, first, end, num_tokens)
+        self._team.run(run_program, job, counters, lt.COUNTERS_PER_OP * (end - first), self._team.num_threads)
 
     def close(self) -> None:
         """End the helper threads, let go of the backend and unmap the weights."""
-        self._team.close()
-        self._backend = None
+        self._own_team.close()
+        self._backend, self._team, self._whole = None, self._own_team, None
         self._packed.close()

@@ -20,13 +20,13 @@ from tiny_models import build_tiny_model, save_tiny_model
 def _as_quantized(weight: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float64]:
     """The values that the packed form of a matrix stands for."""
     rows, inputs = weight.shape
-    codes, scales = pack_rows(weight, KINDS[kind])
+    codes, scales = pack_rows(weight, KINDS[kind])[:2]
     wide = reference.unpack_scales(scales.view(np.float16), rows, inputs).repeat(32, axis=1)
     values = reference.unpack_codes(codes, rows, inputs, int(kind[3:])).astype(np.float64) * wide
     return values[:rows, :inputs]
 
 
-LIMIT = 3e-2  # measured 1.8e-2 to 2.3e-2; these models are made sharp, so rounding shows more than in real ones
+LIMIT = 2e-2  # measured 1.1e-2 to 1.5e-2; these models are made sharp, so rounding shows more than in real ones
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

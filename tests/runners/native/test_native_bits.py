@@ -12,7 +12,7 @@ import pytest
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
-from tiny_models import save_tiny_model
+from tiny_checkpoints import save_tiny_checkpoint
 
 BLOCK = 16
 PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((90, 1, 40, 17))]
@@ -38,7 +38,7 @@ class Model:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     directory = tmp_path_factory.mktemp("bits")
     # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile too many.
-    save_tiny_model("qwen2", directory, hidden_size=80, intermediate_size=1096, num_hidden_layers=2)
+    save_tiny_checkpoint("qwen2", directory, hidden_size=80, intermediate_size=1096, num_hidden_layers=2)
     model = Model(directory, request.param)
     yield model
     for runner in model.runners:

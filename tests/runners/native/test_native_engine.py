@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.errors import ConfigError
+from tiny_models import build_tiny_model, save_tiny_model
 
 NATIVE = {"runner": "native", "num_blocks": 64, "backend": "cpu"}
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps for the rest of the day"
@@ -27,6 +29,47 @@ def test_cached_and_cold_are_equal_to_the_bit(tiny_model_dir: Path, weights: str
         warm = engine.logits(ids)
         engine.reset_cache()
         np.testing.assert_array_equal(engine.logits(ids), warm)
+
+
+@pytest.mark.parametrize("bits", [8, (8, 4), 4], ids=str)
+def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir: Path, bits: int | tuple[int, int]) -> None:
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=bits, **NATIVE) as engine:
+        report = engine.verify_correctness(max_new_tokens=20)
+        assert report, str(report)
+        assert [check.max_logit_difference for check in report.checks] == [0.0, 0.0]
+        sampled = engine.verify_correctness([PROMPT], max_new_tokens=8, temperature=0.9)
+        assert sampled, str(sampled)
+        assert sampled.checks[0].kl_divergence == 0.0
+        stats = engine.paged_stats()
+        assert stats["used_blocks"] == 0
+        spec = engine.runner_info.kv_spec
+        assert stats["pool_bytes"] >= 64 * spec.bytes_per_block + 17 * spec.bytes_per_open_block
+
+
+def test_quantized_caches_are_refused_where_they_are_not_built(tiny_model_dir: Path) -> None:
+    for options in ({"runner": "torch"}, {"backend": "torch"}, {"dtype": "float16"}):
+        with pytest.raises(ConfigError, match="kv_cache_bits=8 needs the native runner"):
+            CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=8, **options)
+    model = build_tiny_model("llama")
+    with pytest.raises(ConfigError, match="no kv_cache_bits="):
+        CPUPagedEngine(model, None, kv_cache_bits=8)
+
+
+def test_caches_of_different_widths_share_nothing(tiny_model_dir: Path) -> None:
+    roots = set()
+    for bits in (16, 8, (8, 4)):
+        with CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=bits, **NATIVE) as engine:
+            roots.add(engine._parts.root)
+    assert len(roots) == 3
+
+
+def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = save_tiny_model("gpt_neox", tmp_path)
+    with CPUPagedEngine.from_pretrained(directory, num_blocks=8) as engine:
+        assert engine.runner_info.name == "torch"
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("kvboost_edge")]
+    assert "not the native runner" in record.getMessage()
+    assert "gpt_neox" in record.getMessage()
 
 
 def test_f32_weights_equal_the_torch_runner(tiny_model_dir: Path) -> None:

@@ -25,6 +25,12 @@ VARIANTS = {
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0,
                                                   "partial_rotary_factor": 0.5}}),
+    "llama-longrope": ("llama", {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0 + 0.2 * i for i in range(8)],
+        "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}}),
+    "phi3-longrope": ("phi3", {"original_max_position_embeddings": 96, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0 + 0.2 * i for i in range(6)],
+        "long_factor": [4.0] * 6, "partial_rotary_factor": 0.75}}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }  # fmt: skip
 
@@ -67,6 +73,14 @@ def test_family_equals_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_equals_transformers(name: str, tmp_path: Path) -> None:
     _check(*VARIANTS[name], tmp_path)
+
+
+def test_longrope_is_pinned_to_its_first_range(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny_model("phi3", tmp_path, **VARIANTS["phi3-longrope"][1])
+    runner = NativeRunner.from_dir(tmp_path, weights="int8")
+    assert runner.info.max_context == 96
+    assert "the context is pinned to 96 tokens, beyond which rope of type 'longrope' changes" in caplog.text
+    runner.close()
 
 
 @pytest.mark.parametrize("name", NOT_KNOWN)

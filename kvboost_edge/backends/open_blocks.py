@@ -1,0 +1,157 @@
+"""Which blocks of a quantized pool are open (begun, not full), which buffer holds each, and what a pass does to them.
+
+Integers only. A block that a pass fills lives in a temporary buffer for that pass, with what was written before copied
+into it: so its queries read it in float16 in every layer, and the buffer it had is free for the next block at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.errors import CapacityError, ConfigError
+
+__all__ = ["OpenBlocks", "PassPlan"]
+
+Longs = npt.NDArray[np.int64]
+
+
+class PassPlan(NamedTuple):
+    """What one pass writes. Buffers from `num_open` on are the temporary ones.
+
+    slots       int64 [num_tokens]         buffer * block_size + offset of each new token
+    tables      int32 [num_seqs, width]    buffers of the blocks that each sequence writes, in order
+    first       int32 [num_seqs]           number, within the sequence, of the first of those blocks
+    continued   [(buffer, temporary)]      copied before anything is written
+    closed      [(temporary, block id)]    quantized after all is written
+    num_temporary                          temporary buffers needed
+    """
+
+    slots: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
+    continued: list[tuple[int, int]]
+    closed: list[tuple[int, int]]
+    num_temporary: int
+
+
+class OpenBlocks:
+    """`num_open` buffers and the open blocks that hold them."""
+
+    def __init__(self, num_open: int, block_size: int) -> None:
+        self.num_open = num_open
+        self._block_size = block_size
+        self._buffers: dict[int, int] = {}
+        self._free = list(range(num_open - 1, -1, -1))
+
+    def buffer(self, block_id: int) -> int | None:
+        """The buffer of a block, None where it is not open."""
+        return self._buffers.get(block_id)
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Give back the buffers of those blocks that are open."""
+        for block_id in block_ids:
+            buffer = self._buffers.pop(block_id, None)
+            if buffer is not None:
+                self._free.append(buffer)
+
+    def copied(self, src: int, dst: int) -> tuple[int, int] | None:
+        """`dst` becomes a copy of `src`: (buffer of src, buffer of dst) to copy where src is open, else None."""
+        if src == dst:
+            return None
+        source = self._buffers.get(src)
+        if source is None:
+            self.release([dst])
+            return None
+        return source, self._take(dst)
+
+    def plan(self, layout: BatchLayout) -> PassPlan:
+        """Open and close blocks for the tokens of a layout; nothing changes where an error is raised.
+
+        ConfigError for a slot that is not the position's in the sequence's block table, or for a block that is written
+        from its middle on and not open; CapacityError where too many blocks would be open.
+        """
+        size, lengths = self._block_size, np.diff(layout.cu_seqlens_q)
+        starts = (layout.seq_lens - lengths).astype(np.int64)
+        first = (starts // size).astype(np.int32)
+        counts = np.where(lengths > 0, -(-layout.seq_lens // size) - first, 0)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = (starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows))
+        numbers, offsets = np.divmod(positions, size)
+        _check_slots(layout, rows, numbers, offsets, size)
+        tables = np.zeros((len(lengths), max(1, int(counts.max(initial=0)))), dtype=np.int32)
+        continued: list[tuple[int, int]] = []
+        closed: list[tuple[int, int]] = []
+        opened: dict[int, int] = {}
+        written: set[int] = set()
+        gone: list[int] = []
+        for sequence in np.flatnonzero(lengths).tolist():
+            begin, end = int(starts[sequence]), int(layout.seq_lens[sequence])
+            for number in range(int(counts[sequence])):
+                block_id = int(layout.block_tables[sequence, first[sequence] + number])
+                held = self._buffers.get(block_id)
+                if block_id in written:
+                    raise ConfigError(
+                        f"block {block_id} is written by two sequences of one batch; copy it for one first"
+                    )
+                written.add(block_id)
+                if number == 0 and begin % size:
+                    self._check_open(block_id, begin % size, held)
+                if end >= (int(first[sequence]) + number + 1) * size:
+                    buffer = self.num_open + len(closed)
+                    closed.append((buffer, block_id))
+                    if held is not None:
+                        gone.append(block_id)
+                        continued.append((held, buffer))
+                    tables[sequence, number] = buffer
+                else:
+                    opened[block_id] = sequence * tables.shape[1] + number
+        fresh = [block_id for block_id in opened if block_id not in self._buffers]
+        if len(fresh) > len(self._free) + len(gone):
+            raise self._too_many(len(self._buffers) - len(gone) + len(fresh))
+        self.release(gone)
+        for block_id, place in opened.items():
+            tables.reshape(-1)[place] = self._take(block_id)
+        slots = tables[rows, numbers - first[rows]].astype(np.int64) * size + offsets
+        return PassPlan(slots, tables, first, continued, closed, len(closed))
+
+    def _take(self, block_id: int) -> int:
+        if block_id in self._buffers:
+            return self._buffers[block_id]
+        if not self._free:
+            raise self._too_many(len(self._buffers) + 1)
+        self._buffers[block_id] = self._free.pop()
+        return self._buffers[block_id]
+
+    def _too_many(self, wanted: int) -> CapacityError:
+        return CapacityError(
+            f"{wanted} blocks of the quantized pool would be partly written, there are buffers for "
+            f"num_open={self.num_open}: one for each running sequence (max_num_seqs) and one to spare"
+        )
+
+    def _check_open(self, block_id: int, offset: int, held: int | None) -> None:
+        if held is None:
+            raise ConfigError(
+                f"block {block_id} is to be written from offset {offset} on, but it is not open: a quantized block "
+                "is written from its first slot on, so recompute must start at a multiple of "
+                f"block_size={self._block_size}"
+            )
+
+
+def _check_slots(layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int) -> None:
+    """ConfigError unless each token's slot is that of its position in its sequence's block table.
+
+    rows, numbers, offsets: sequence, block of the sequence, and offset in the block of each token
+    """
+    expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets
+    wrong = np.flatnonzero(expected != layout.slot_mapping)
+    if wrong.size:
+        row = int(wrong[0])
+        raise ConfigError(
+            f"token {row} of the batch has slot {int(layout.slot_mapping[row])}, its block table says "
+            f"{int(expected[row])}; a quantized pool writes blocks through their tables only"
+        )

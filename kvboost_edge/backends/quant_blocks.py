@@ -1,0 +1,225 @@
+"""Storage of a quantized pool: records of full blocks, float16 buffers of open ones, and the order a pass works in.
+
+`write_kv` of a layer copies what the filled blocks held before into the pass's temporary buffers, writes the new tokens
+in float16, and quantizes the blocks that are full now. Attention then reads a query's own block from its buffer and all
+blocks before it from their records, so results do not depend on where a pass begins or ends.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.kv_layout import BIT_PAIRS, KVRecord, kv_record
+from kvboost_edge.kernels.paged import KVPool, OwnBlocks, aligned_empty
+
+__all__ = ["CodedLayer", "Places", "QuantBlocks", "QuantKernels", "QuantPass"]
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Longs = npt.NDArray[np.int64]
+
+
+class QuantKernels(NamedTuple):
+    """The three functions that move keys and values: compiled, or of the specification."""
+
+    write_kv: Callable[[Floats, Floats, KVPool, npt.NDArray[np.int64]], None]
+    copy_blocks: Callable[[KVPool, Sequence[tuple[int, int]]], None]
+    quantize_blocks: Callable[[KVPool, Longs, Bytes, Longs, KVRecord], None]
+
+
+class Places(NamedTuple):
+    """A pass's buffers as places in the arena, for each of the layers of one shape; otherwise as in PassPlan.
+
+    slots              int64 [num_layers, num_tokens]
+    tables             int32 [num_layers, num_seqs, width]
+    continued, closed  int64 [num_layers, n, 2]
+    """
+
+    slots: Longs
+    tables: npt.NDArray[np.int32]
+    continued: Longs
+    closed: Longs
+
+
+class QuantPass(NamedTuple):
+    """One pass over a quantized pool, as `prepare` made it."""
+
+    layout: BatchLayout
+    plan: PassPlan
+    places: dict[LayerKVSpec, Places]
+
+
+class CodedLayer(NamedTuple):
+    """What attention reads of one layer in one pass; records uint8 [num_blocks, num_kv_heads, bytes]."""
+
+    records: Bytes
+    record: KVRecord
+    own: OwnBlocks
+
+
+class _Arena:
+    """Float16 buffers of all layers of one shape: `num_open` for each layer, then the temporary ones, shared."""
+
+    def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_layers: int, num_open: int) -> None:
+        self.shape, self.block_size, self.num_open = shape, spec.block_size, num_open
+        self.num_layers, self.num_kept = num_layers, num_layers * num_open
+        self.pool = self._make(self.num_kept)
+        first = np.arange(num_layers)[:, None] * num_open
+        self._first_slots, self._first_buffers = first * self.block_size, first[:, :, None].astype(np.int32)
+        self._no_pairs = np.empty((num_layers, 0, 2), dtype=np.int64)
+
+    def _make(self, num_buffers: int) -> KVPool:
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        keys = aligned_empty((num_buffers, heads, dim, self.block_size), np.float16)
+        values = aligned_empty((num_buffers, heads, self.block_size, dim), np.float16)
+        keys[:], values[:] = 0, 0
+        return KVPool(keys, values)
+
+    def grow(self, num_temporary: int) -> None:
+        """Make room for so many temporary buffers; kept ones keep their contents."""
+        if len(self.pool.keys) >= self.num_kept + num_temporary:
+            return
+        larger = self._make(self.num_kept + num_temporary)
+        for old, new in zip(self.pool, larger, strict=True):
+            new[: self.num_kept] = old[: self.num_kept]
+        self.pool = larger
+
+    def place(self, ordinal: Any, buffers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Index in the arena of a pass's buffers, for the ordinal-th layer of this shape."""
+        kept, temporary = ordinal * self.num_open, self.num_kept - self.num_open
+        placed: npt.NDArray[Any] = buffers + np.where(buffers < self.num_open, kept, temporary).astype(buffers.dtype)
+        return placed
+
+    def places(self, plan: PassPlan) -> Places:
+        """A plan's places for every layer of this shape, in order."""
+        if not plan.closed:
+            # Most steps of decoding: buffers that are kept, and nothing else.
+            slots = self._first_slots + plan.slots
+            return Places(slots, self._first_buffers + plan.tables, self._no_pairs, self._no_pairs)
+        layers = np.arange(self.num_layers)[:, None]
+        buffers, offsets = np.divmod(plan.slots, self.block_size)
+        slots = self.place(layers, buffers) * self.block_size + offsets
+        tables = self.place(layers[:, :, None].astype(np.int32), plan.tables)
+        continued = self.place(layers[:, :, None], np.array(plan.continued, dtype=np.int64).reshape(-1, 2))
+        closed = np.empty((self.num_layers, len(plan.closed), 2), dtype=np.int64)
+        closed[:] = np.array(plan.closed, dtype=np.int64)
+        closed[:, :, 0] = self.place(layers, closed[0, :, 0])
+        return Places(slots, tables, continued, closed)
+
+
+class QuantBlocks:
+    """Records and open buffers of all layers. ConfigError for a spec that cannot be stored; MemoryError as it comes."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, kernels: QuantKernels) -> None:
+        if spec.bits not in BIT_PAIRS:
+            raise ConfigError(f"KV bits {spec.bits} are not one of (16, 16), {', '.join(map(str, BIT_PAIRS))}")
+        if spec.dtype != "float16":
+            raise ConfigError(f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'")
+        if num_open < 1:
+            raise ConfigError(f"num_open={num_open} must be at least 1")
+        self._kernels = kernels
+        self._open = OpenBlocks(num_open, spec.block_size)
+        self._size = spec.block_size
+        self._records_of = [kv_record(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers]
+        self._pools: list[Bytes] = []
+        for layer, record in zip(spec.layers, self._records_of, strict=True):
+            self._pools.append(aligned_empty((num_blocks, layer.num_kv_heads, record.nbytes), np.uint8))
+        self._ordinals = [spec.layers[:index].count(layer) for index, layer in enumerate(spec.layers)]
+        self._arenas = {
+            shape: _Arena(spec, shape, spec.layers.count(shape), num_open) for shape in dict.fromkeys(spec.layers)
+        }
+        self._layers = spec.layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of records and open buffers; the temporary ones of a pass are workspace."""
+        kept = sum(array[: arena.num_kept].nbytes for arena in self._arenas.values() for array in arena.pool)
+        return kept + sum(pool.nbytes for pool in self._pools)
+
+    def prepare(self, layout: BatchLayout) -> QuantPass:
+        """Open and close the blocks of a pass; the layout was checked."""
+        plan = self._open.plan(layout)
+        for arena in self._arenas.values():
+            arena.grow(plan.num_temporary)
+        return QuantPass(layout, plan, {shape: arena.places(plan) for shape, arena in self._arenas.items()})
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self._open.release(block_ids)
+
+    def copy_blocks(self, ops: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in order, open ones from buffer to buffer."""
+        for src, dst in ops:
+            buffers = self._open.copied(src, dst)
+            if buffers is None:
+                for pool in self._pools:
+                    pool[dst] = pool[src]
+                continue
+            for layer, ordinal in zip(self._layers, self._ordinals, strict=True):
+                arena = self._arenas[layer]
+                pair = tuple(int(place) for place in arena.place(ordinal, np.array(buffers)))
+                self._kernels.copy_blocks(arena.pool, [(pair[0], pair[1])])
+
+    def write_kv(self, layer: int, keys: Floats, values: Floats, batch: QuantPass) -> None:
+        """Store new tokens and quantize what is full now."""
+        shape, ordinal = self._layers[layer], self._ordinals[layer]
+        arena, places = self._arenas[shape], batch.places[shape]
+        if places.continued.size:
+            self._kernels.copy_blocks(arena.pool, places.continued[ordinal].tolist())
+        self._kernels.write_kv(keys, values, arena.pool, places.slots[ordinal])
+        if places.closed.size:
+            sources, targets = places.closed[ordinal].T
+            self._kernels.quantize_blocks(arena.pool, sources, self._pools[layer], targets, self._records_of[layer])
+
+    def layer(self, layer: int, batch: QuantPass) -> CodedLayer:
+        """What attention of a layer reads."""
+        shape, ordinal = self._layers[layer], self._ordinals[layer]
+        own = OwnBlocks(self._arenas[shape].pool, batch.places[shape].tables[ordinal], batch.plan.first)
+        return CodedLayer(self._pools[layer], self._records_of[layer], own)
+
+    def all_layers(self, batch: QuantPass) -> tuple[OwnBlocks, Places]:
+        """What a pass reads and writes where all layers have one shape: the own blocks of layer 0, and all places."""
+        places = batch.places[self._layers[0]]
+        return OwnBlocks(self._arenas[self._layers[0]].pool, places.tables[0], batch.plan.first), places
+
+    @property
+    def records(self) -> tuple[list[Bytes], KVRecord]:
+        """The records of each layer, uint8 [num_blocks, num_kv_heads, bytes], and what they look like in layer 0."""
+        return self._pools, self._records_of[0]
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Bytes of ones, which are NaN in every float16."""
+        ids = list(block_ids)
+        for pool in self._pools:
+            pool[ids] = 0xFF
+        for arena, place in self._buffers(ids):
+            for array in arena.pool:
+                array[place] = np.nan
+
+    def checksum(self, block_id: int) -> int:
+        """CRC-32 of the block over all layers: of its buffer where it is open, else of its record."""
+        crc = 0
+        buffers = self._buffers([block_id])
+        for arena, place in buffers:
+            for array in arena.pool:
+                crc = zlib.crc32(array[place].reshape(-1).view(np.uint8), crc)
+        if not buffers:
+            for pool in self._pools:
+                crc = zlib.crc32(pool[block_id].reshape(-1), crc)
+        return crc
+
+    def _buffers(self, block_ids: Sequence[int]) -> list[tuple[_Arena, int]]:
+        """Arena and place of every layer's buffer of those blocks that are open."""
+        held = [buffer for buffer in map(self._open.buffer, block_ids) if buffer is not None]
+        return [
+            (self._arenas[layer], int(self._arenas[layer].place(ordinal, np.array(buffer))))
+            for buffer in held
+            for layer, ordinal in zip(self._layers, self._ordinals, strict=True)
+        ]

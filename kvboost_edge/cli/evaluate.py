@@ -1,0 +1,96 @@
+"""`kvboost-edge eval`: perplexity of a text, and what other weights or cache widths change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvboost_edge.cli.options import engine_options
+from kvboost_edge.cli.session import loaded_engine
+from kvboost_edge.engine.perplexity import TextScore, score_text
+from kvboost_edge.errors import ConfigError, RequestError
+
+__all__ = ["parse_against", "run_eval"]
+
+
+def run_eval(
+    file: str, model: str, options: dict[str, Any], against: Sequence[str], *, window: int | None, as_json: bool
+) -> None:
+    """Print the perplexity, and with `against` the distance of each other set of options; each is loaded in turn
+    beside the first."""
+    others = [(text, {**options, **parse_against(text)}) for text in against]
+    text = _read(file)
+    notes = Console(stderr=True, quiet=as_json)
+    with loaded_engine(model, options, notes) as engine:
+        ids = engine.tokenizer.encode(text)
+        size = min(512, engine.runner_info.max_context) if window is None else window
+        scores: list[tuple[str, TextScore]] = []
+        if not others:
+            with _bar(notes, "scoring") as progress:
+                scores.append(("", score_text(engine, ids, window=size, progress=progress)))
+        for name, changed in others:
+            with loaded_engine(model, changed, notes) as other, _bar(notes, f"against {name}") as progress:
+                scores.append((name, score_text(engine, ids, window=size, against=other, progress=progress)))
+        form = f"{engine.runner_info.dtype} weights"
+    if as_json:
+        print(json.dumps({"model": model, "file": file, "scores": [_plain(name, score) for name, score in scores]}))
+    else:
+        _show(scores, form)
+
+
+def parse_against(text: str) -> dict[str, Any]:
+    """Engine options from one `--against`: NAME=VALUE pairs between commas; a value such as 8,4 may hold one itself."""
+    if not text.strip():
+        raise ConfigError("--against is empty; give engine options such as weights=int4 or kv_cache_bits=8,4")
+    return engine_options(re.split(r",(?=[A-Za-z_]+=)", text))
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over tokens."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} tokens"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task(what, total=1)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _plain(name: str, score: TextScore) -> dict[str, Any]:
+    return {"against": name or None, **dataclasses.asdict(score)}
+
+
+def _show(scores: Sequence[tuple[str, TextScore]], form: str) -> None:
+    first = scores[0][1]
+    table = Table(title=f"{first.scored_tokens:,} tokens, windows of {first.window}", title_justify="left")
+    table.add_column("")
+    for column in ("perplexity", "mean KL", "max KL", "same top token"):
+        table.add_column(column, justify="right")
+    table.add_row(form, f"{first.perplexity:.4f}", "", "", "")
+    for name, score in scores:
+        if score.difference is not None:
+            apart = score.difference
+            cells = (f"{apart.mean_kl:.2e}", f"{apart.max_kl:.2e}", f"{apart.top1_agreement:.2%}")
+            table.add_row(name, f"{apart.perplexity:.4f}", *cells)
+    Console().print(table)

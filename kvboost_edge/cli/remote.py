@@ -1,0 +1,179 @@
+"""`kvboost-edge chat --url`: a conversation with a running server, over its OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["RemoteAnswer", "RemoteChat"]
+
+_CONNECT_SECONDS = 5.0
+_READ_SECONDS = 300.0
+_KEY_VARIABLE = "KVBOOST_API_KEY"
+
+
+class RemoteAnswer(NamedTuple):
+    """One finished answer and its figures; tokens are None where the server does not tell them."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generated_tokens: int | None
+    ttft_ms: float
+    total_ms: float
+
+    @property
+    def timing_line(self) -> str:
+        """What was reused and how long it took, in one line."""
+        parts = []
+        if self.prompt_tokens is not None:
+            parts.append(f"{self.prompt_tokens} prompt tokens, {self.cached_tokens or 0} from the cache")
+        parts.append(f"first token {self.ttft_ms:.0f} ms")
+        if self.generated_tokens is not None:
+            rate = self.generated_tokens / self.total_ms * 1e3
+            parts.append(f"{self.generated_tokens} tokens, {rate:.1f} per second")
+        return " · ".join([*parts, self.finish_reason])
+
+
+class RemoteChat:
+    """A client of one server. A context manager. Every failure is a KVBoostError that says what to do.
+
+    `url` is the server's address, with or without a trailing /v1; `api_key` falls back to $KVBOOST_API_KEY;
+    `model` to the first one that the server names.
+    """
+
+    def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
+        try:
+            self._httpx: Any = importlib.import_module("httpx")
+        except ImportError as error:
+            raise BackendUnavailable("chat --url needs httpx; install the extra [server]") from error
+        base = url.rstrip("/").removesuffix("/v1")
+        if not base.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url!r} must begin with http:// or https://, such as http://127.0.0.1:8000")
+        key = api_key or os.environ.get(_KEY_VARIABLE, "")
+        self._url = base
+        timeout = self._httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
+        try:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            self._client: httpx.Client = self._httpx.Client(base_url=base, headers=headers, timeout=timeout)
+        except (self._httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
+            raise ConfigError(f"--url {url!r} or the API key is not valid: {error}") from error
+        self.model = model or self._first_model()
+
+    def __enter__(self) -> RemoteChat:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._client.close()
+
+    def stream(self, messages: list[dict[str, str]], settings: Mapping[str, Any]) -> Iterator[str | RemoteAnswer]:
+        """Pieces of the answer as they come, then the RemoteAnswer. Closing the iterator hangs up, which stops the
+        server's work. RequestError for what the server refuses."""
+        body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        started = time.perf_counter()
+        first: float | None = None
+        pieces: list[str] = []
+        reason = ""
+        usage: dict[str, Any] = {}
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json={**body, **settings}) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise self._refused(response)
+                for chunk in _events(response.iter_lines()):
+                    if "error" in chunk:
+                        raise RequestError(f"the server ended the answer: {_message(chunk)}")
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk.get("choices", ()):
+                        reason = choice.get("finish_reason") or reason
+                        if piece := (choice.get("delta") or {}).get("content"):
+                            first = first or time.perf_counter()
+                            pieces.append(piece)
+                            yield piece
+        except self._httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        now = time.perf_counter()
+        details = usage.get("prompt_tokens_details") or {}
+        yield RemoteAnswer(
+            text="".join(pieces),
+            finish_reason=reason or "the server said no reason",
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            generated_tokens=usage.get("completion_tokens"),
+            ttft_ms=((first or now) - started) * 1e3,
+            total_ms=(now - started) * 1e3,
+        )
+
+    def stats(self) -> Any:
+        """The server's figures, /v1/stats."""
+        return self._get("/v1/stats")
+
+    def _first_model(self) -> str:
+        try:
+            return str(self._get("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            self._client.close()
+            raise RequestError(f"{self._url} answers, but not as an OpenAI-compatible server") from error
+        except BaseException:
+            self._client.close()
+            raise
+
+    def _get(self, path: str) -> Any:
+        try:
+            response = self._client.get(path)
+        except self._httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.status_code != 200:
+            raise self._refused(response)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise RequestError(f"{self._url} answers, but not as an OpenAI-compatible server") from error
+
+    def _refused(self, response: httpx.Response) -> KVBoostError:
+        try:
+            message = _message(response.json())
+        except ValueError:
+            message = response.text[:200] or response.reason_phrase
+        if response.status_code == 401:
+            return ConfigError(
+                f"{self._url} does not accept the API key ({message}); give --api-key or ${_KEY_VARIABLE}"
+            )
+        if response.status_code == 404 and "model" in message:
+            return ConfigError(f"{self._url} does not know the model {self.model!r}: {message}; give another --model")
+        return RequestError(f"{self._url} answered {response.status_code}: {message}")
+
+    def _unreachable(self, error: Exception) -> KVBoostError:
+        if isinstance(error, self._httpx.ConnectError | self._httpx.ConnectTimeout):
+            hint = "is the server running? start one with: kvboost-edge serve --model …"
+            return BackendUnavailable(f"nothing answers at {self._url} ({error}); {hint}")
+        return BackendUnavailable(f"the connection to {self._url} broke: {error or type(error).__name__}")
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to its [DONE]."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        try:
+            yield dict(json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"the server sent what is no JSON object: {data[:100]!r}") from error
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error or body)[:200]

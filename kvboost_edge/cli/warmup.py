@@ -1,0 +1,77 @@
+"""`kvboost-edge warmup`: compile every kernel for this machine once, so that later starts only load them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from kvboost_edge.cli.session import found_model, loaded_engine
+from kvboost_edge.config import KV_BIT_PAIRS
+from kvboost_edge.models.locate import BUNDLED_MODEL
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["run_warmup"]
+
+_PROMPTS = ("one two three four five six seven eight nine ten " * 8, "one two three")
+_WEIGHTS = ("int8", "int4", "bf16", "f32")
+_SIZES = ("num_blocks", "max_cache_bytes", "max_chunks")
+_OF_ONE_MODEL = (*_SIZES, "revision", "token", "local_files_only", "strict")
+
+
+def run_warmup(model: str, options: dict[str, Any]) -> None:
+    """Compile the kernels of every form of cache and weights, or of those that options ask for, with short prompts
+    through the bundled model; then run `model` as it would be used, so that its weights are packed in that one format.
+    Says where compiled code lies and how long it took."""
+    console = Console()
+    started = time.perf_counter()
+    with found_model(model, options, console):
+        pass  # a wrong name is told before anything is compiled
+    forms = _forms(options)
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(forms))
+        for form in forms:
+            bar.update(task, description=", ".join(f"{name} {value}" for name, value in form.items()))
+            _compile({name: value for name, value in options.items() if name not in _OF_ONE_MODEL} | form)
+            bar.advance(task)
+    if model != BUNDLED_MODEL or not forms:
+        small = {} if any(name in options for name in _SIZES) else {"num_blocks": 64}
+        with loaded_engine(model, {"max_num_seqs": 4, **small, **options}, console) as engine:
+            _answer(engine)
+    from kvboost_edge.kernels.jit import cache_path
+
+    seconds = time.perf_counter() - started
+    console.print(
+        f"{len(forms)} form(s) compiled, {model} ready after {seconds:.1f} s; compiled kernels lie in {cache_path()}"
+    )
+
+
+def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Options of the runs: what the user fixed stays fixed. The formats of weights share their kernels with each width
+    of the cache, so each is run once, not with every other. None of the torch runner, which compiles nothing."""
+    if options.get("runner") == "torch":
+        return []
+    if "weights" in options or "runner" in options or "dtype" in options:
+        first: list[dict[str, Any]] = [{}]
+    else:
+        first = [{"weights": weights} for weights in _WEIGHTS]
+    if "kv_cache_bits" in options:
+        return first
+    return [*first, *({"kv_cache_bits": bits} for bits in KV_BIT_PAIRS if bits != (16, 16))]
+
+
+def _compile(options: dict[str, Any]) -> None:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+    with CPUPagedEngine.from_pretrained(BUNDLED_MODEL, num_blocks=64, **{"max_num_seqs": 4, **options}) as engine:
+        _answer(engine)
+
+
+def _answer(engine: CPUPagedEngine) -> None:
+    engine.generate_batch(list(_PROMPTS), max_new_tokens=3, ignore_eos=True)
+    engine.generate(_PROMPTS[0], max_new_tokens=2, ignore_eos=True)

@@ -1,0 +1,168 @@
+"""From a caller's arguments to checked, frozen requests. Nothing is held when any of this raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
+from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
+from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.hashing import narrowed_root
+
+__all__ = ["Intake", "Terms"]
+
+_MAX_PRIORITY = 2**31 - 1
+_MAX_NAME = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a request runs, apart from prompt and sampling. Checked on construction (RequestError).
+
+    mode         how it may use the cache
+    tenant       whose prefixes it shares; None or "": the engine's own. What one tenant cached no other can find out
+    cache_salt   narrows further: only requests of the same tenant and salt share prefixes
+    priority     lower runs earlier, then the order of arrival decides; -(2^31 - 1) .. 2^31 - 1
+    deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
+    """
+
+    mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
+    tenant: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Terms:
+        """Take the fields out of keyword options; what is left are sampling options."""
+        given = {field.name: options.pop(field.name) for field in dataclasses.fields(cls) if field.name in options}
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", check_mode(self.mode))
+        for name in ("tenant", "cache_salt"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise RequestError(f"{name}={value!r} must be a string or None")
+            if value is not None and len(value) > _MAX_NAME:
+                raise RequestError(f"{name} has {len(value)} characters; at most {_MAX_NAME} are allowed")
+        if self.cache_salt == "":
+            raise RequestError("cache_salt='' must have at least one character; leave it out to share with your own")
+        priority = as_int("priority", self.priority)
+        if abs(priority) > _MAX_PRIORITY:
+            raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
+        object.__setattr__(self, "priority", priority)
+        if self.deadline is not None:
+            deadline = as_float("deadline", self.deadline)
+            if not math.isfinite(deadline):
+                raise RequestError(f"deadline={self.deadline!r} must be finite seconds of time.monotonic()")
+            object.__setattr__(self, "deadline", deadline)
+
+
+class Intake:
+    """Builds the requests of one engine and numbers them. Safe to use from any thread."""
+
+    def __init__(self, parts: EngineParts, config: EngineConfig, check_open: Callable[[], None]) -> None:
+        self._parts = parts
+        self._seed = config.seed
+        self._check_open = check_open
+        self._next_index = itertools.count()
+
+    def read(self, prompt: Prompt, options: dict[str, Any], entry: Entry | None = None) -> Request:
+        """A request from a prompt and keyword options: fields of `Terms`, and `sampling` or those of `SamplingParams`.
+
+        entry   when the caller's call began, None: now
+        """
+        terms, sampling = Terms.taken_from(options), options.pop("sampling", None)
+        return self.make(prompt, terms, resolve_sampling(sampling, options), entry=entry)
+
+    def read_all(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, options: Any
+    ) -> list[Request]:
+        """One request for each prompt; `sampling` may be a list as long as the prompts."""
+        entry = Entry(time.perf_counter())
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+        terms = Terms.taken_from(options)
+        if isinstance(sampling, Sequence):
+            if len(sampling) != len(prompts):
+                raise RequestError(
+                    f"sampling has {len(sampling)} entries for {len(prompts)} prompts; give one for each"
+                )
+            params = [resolve_sampling(item, options) for item in sampling]
+        else:
+            params = [resolve_sampling(sampling, options)] * len(prompts)
+        return [self.make(p, terms, s, entry=entry) for p, s in zip(prompts, params, strict=True)]
+
+    def make(
+        self,
+        prompt: Prompt,
+        terms: Terms,
+        params: SamplingParams,
+        *,
+        entry: Entry | None = None,
+        prefill_only: bool = False,
+        logits_start: int | None = None,
+    ) -> Request:
+        """Check everything and freeze it."""
+        if entry is None:
+            entry = Entry(time.perf_counter())
+        self._check_open()
+        info, tokenizer = self._parts.runner.info, self._parts.tokenizer
+        params.check_vocabulary(info.vocab_size)
+        text, ids = encode_prompt(prompt, tokenizer, info.vocab_size)
+        prefill_only = prefill_only or params.max_new_tokens == 0
+        if prefill_only or logits_start is not None:
+            max_tokens = len(ids)
+            if max_tokens > info.max_context:
+                raise RequestError(f"{max_tokens} tokens are more than the model's context of {info.max_context}")
+        else:
+            max_tokens = resolve_max_tokens(len(ids), params, info.max_context)
+        shown = text if entry.prompt_text is None else entry.prompt_text
+        if not shown and entry.prompt_text is None:
+            shown = tokenizer.decode(ids, skip_special_tokens=False)
+        index = next(self._next_index)
+        eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
+        return Request(
+            index=index,
+            prompt=shown,
+            prompt_ids=tuple(ids),
+            params=params,
+            mode=GenerationMode(terms.mode),
+            max_tokens=max_tokens,
+            seed=self._derived_seed(index) if params.seed is None else params.seed,
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            entered_at=entry.at,
+            tokenized_at=time.perf_counter(),
+            logits_start=logits_start,
+            prefill_only=prefill_only,
+            root=self.root(terms),
+            priority=terms.priority,
+            deadline=terms.deadline,
+        )
+
+    def root(self, terms: Terms) -> bytes:
+        """Where the prefix hashes of a tenant and salt start."""
+        root = self._parts.root
+        if terms.tenant:
+            root = narrowed_root(root, "tenant", terms.tenant)
+        if terms.cache_salt:
+            root = narrowed_root(root, "cache_salt", terms.cache_salt)
+        return root
+
+    def renumbered(self, request: Request) -> Request:
+        """The same request as the latest arrival: the arrival number decides who runs first."""
+        return dataclasses.replace(request, index=next(self._next_index))
+
+    def _derived_seed(self, index: int) -> int:
+        """A seed for the request of this number, recorded in its result."""
+        return int(np.random.SeedSequence([self._seed, index]).generate_state(1, np.uint64)[0])

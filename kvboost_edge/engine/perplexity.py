@@ -1,0 +1,117 @@
+"""How well a model predicts a text, and how far another form of it (weights, cache) is from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["Difference", "TextScore", "score_text"]
+
+Floats = npt.NDArray[np.float32]
+_ROWS = 64  # logits held at a time; of a large vocabulary they are tens of megabytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Another engine against the first one, over all scored tokens: KL(first || other) in nats, and how often both
+    find the same token the most likely."""
+
+    perplexity: float
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextScore:
+    """`perplexity` = exp(mean negative log-likelihood) of the `scored_tokens`, each predicted from at least half a
+    window of tokens before it where the text has them."""
+
+    tokens: int
+    scored_tokens: int
+    window: int
+    perplexity: float
+    difference: Difference | None = None
+
+
+def score_text(
+    engine: CPUPagedEngine,
+    token_ids: Sequence[int],
+    *,
+    window: int = 512,
+    against: CPUPagedEngine | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextScore:
+    """Score a text by windows of `window` tokens that move on by half a window; each token is scored once.
+
+    progress: called with (tokens scored, tokens to score). RequestError for fewer than two tokens or a window that
+    the model or the two of them cannot take.
+    """
+    _check(engine, token_ids, window, against)
+    total = len(token_ids) - 1
+    nll, other_nll, kl_sum, kl_max, agreed, done = 0.0, 0.0, 0.0, 0.0, 0, 0
+    for ids, start in _pieces(token_ids, window):
+        rows = engine.logits(ids[:-1], start)
+        others = None if against is None else against.logits(ids[:-1], start)
+        for i, row in enumerate(rows):
+            target = ids[start + 1 + i]
+            logs = _log_softmax(row)
+            nll -= float(logs[target])
+            if others is not None:
+                other = _log_softmax(others[i])
+                other_nll -= float(other[target])
+                kl = max(0.0, float(np.sum(np.exp(logs) * (logs - other))))
+                kl_sum, kl_max = kl_sum + kl, max(kl_max, kl)
+                agreed += int(np.argmax(row) == np.argmax(others[i]))
+            done += 1
+        if progress is not None:
+            progress(done, total)
+    difference = None
+    if against is not None:
+        difference = Difference(math.exp(other_nll / done), kl_sum / done, kl_max, agreed / done)
+    return TextScore(len(token_ids), done, window, math.exp(nll / done), difference)
+
+
+def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], int]]:
+    """(tokens of a window up to the last one to score, first row wanted): rows start .. predict tokens start + 1 ..
+
+    Within a window the pieces share their beginning, which the cache holds.
+    """
+    first, scored = 0, 1
+    while scored < len(token_ids):
+        stop = min(first + window, len(token_ids))
+        while scored < stop:
+            piece = min(scored + _ROWS, stop)
+            yield list(token_ids[first:piece]), scored - 1 - first
+            scored = piece
+        first = stop - window // 2
+
+
+def _log_softmax(row: Floats) -> npt.NDArray[np.float64]:
+    wide = row.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    return np.asarray(wide, np.float64)
+
+
+def _check(engine: CPUPagedEngine, token_ids: Sequence[int], window: int, against: CPUPagedEngine | None) -> None:
+    if len(token_ids) < 2:
+        raise RequestError(f"the text has {len(token_ids)} tokens; give at least 2, of which the second is predicted")
+    longest = min(e.runner_info.max_context for e in (engine, against) if e is not None)
+    if not 4 <= window <= longest:
+        raise RequestError(f"window={window} must be in 4..{longest}, the model's context")
+    if against is not None and against.runner_info.vocab_size != engine.runner_info.vocab_size:
+        raise RequestError(
+            f"vocabularies of {engine.runner_info.vocab_size} and {against.runner_info.vocab_size} tokens cannot be "
+            "compared; give the same model"
+        )

@@ -1,0 +1,63 @@
+"""The table that a layer program is: fields of an operation, its parameters, and the buffers it works on.
+
+An operation is a row of int64 fields (the `F_*` constants) and a row of float32 parameters; operands are numbers of
+buffers, whose addresses come with each call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["COUNTERS_PER_OP", "NUM_FIELDS", "NUM_PARAMS", "ProgramJob"]
+
+# Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
+# in a quantized pool before keys and values are written, and after it.
+(
+    OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
+    OP_ATTEND,
+) = range(12)  # fmt: skip
+# Fields of every operation: what it is, buffers read and written and their float32 a row (0: the operation's own).
+F_OP, F_SRC, F_DST, F_SRC_STEP, F_DST_STEP = range(5)
+# Sizes: outputs (or elements of a row) and inputs; kind of the weights; the activation.
+F_COUNT, F_INPUTS, F_KIND, F_ACT = range(5, 9)
+# Quantized rows: kind of the weights that will read what this writes, or 0 for no quantization; its panel; whether its
+# codes have two planes. A matrix reads F_PANEL_IN, coarse or F_FINE_IN.
+F_QUANT, F_PANEL, F_FINE, F_PANEL_IN, F_FINE_IN = range(9, 14)
+# Addresses: weights, scales, minima, bias. F_UNIT: tiles (OP_GATED: groups) in a unit; F_ADD: add to the destination.
+F_WEIGHT, F_SCALE, F_MINIMA, F_BIAS, F_UNIT, F_ADD = range(14, 20)
+# Rope: heads and dims, the norms' addresses, the table. F_LAYER: whose row of B_ROWS is used.
+F_HEADS, F_KV_HEADS, F_DIM, F_HALF, F_Q_NORM, F_K_NORM, F_NORM_ALL, F_TABLE, F_LAYER = range(20, 29)
+NUM_FIELDS = 32  # four cache lines
+# Float parameters: factor of the result, eps of a norm, the cap.
+P_FACTOR, P_EPS, P_CAP, NUM_PARAMS = 0, 1, 2, 4
+
+# Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin). B_PANEL and B_INNER hold quantized rows.
+# B_ROWS: attention rows of all layers, see linear_attend.py; without them rope leaves keys and values in their buffers.
+(
+    B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
+    B_ROWS, B_TABLES,
+) = range(14)  # fmt: skip
+
+COUNTERS_PER_OP = 16  # two counters on cache lines of their own
+
+
+class ProgramJob(NamedTuple):
+    """What the threads of one call share.
+
+    ops       int64 [num_ops, NUM_FIELDS], run from `first` to before `last`
+    params    float32 [num_ops, NUM_PARAMS]
+    buffers   int64 [num_buffers], addresses
+    counters  int64, zeros: COUNTERS_PER_OP for each op from first on, then one for the whole
+    tokens    rows of this pass
+    """
+
+    ops: npt.NDArray[np.int64]
+    params: npt.NDArray[np.float32]
+    buffers: npt.NDArray[np.int64]
+    counters: npt.NDArray[np.int64]
+    first: int
+    last: int
+    tokens: int

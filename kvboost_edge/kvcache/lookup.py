@@ -1,0 +1,82 @@
+"""What the cache can serve of a prompt, which blocks are worth waiting for, and why the rest was missed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
+
+__all__ = ["Lookup"]
+
+_FORGOTTEN_PER_BLOCK = 2
+
+
+class Lookup:
+    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of its chain.
+
+    `whole_blocks`: for storage whose full blocks cannot be written into again (quantized ones): the block of the last
+    token is then never served, where other storage serves all of it but that token.
+    """
+
+    __slots__ = ("_block_size", "_forgotten", "_hash_fn", "_index", "_most_forgotten", "whole_blocks")
+
+    def __init__(self, index: PrefixIndex, num_blocks: int, block_size: int, hash_fn: HashFn, whole_blocks: bool):
+        self.whole_blocks = whole_blocks
+        self._index = index
+        self._block_size = block_size
+        self._hash_fn = hash_fn
+        # Hashes that were dropped, the oldest first: a miss of one of them was an eviction.
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
+
+    def match(self, data: bytes, root: bytes) -> PrefixMatch:
+        """The longest published prefix that may be shared."""
+        found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn)
+        covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
+        return self._without_last(found, root) if self.whole_blocks and found.block_ids and covers_all else found
+
+    def _without_last(self, found: PrefixMatch, root: bytes) -> PrefixMatch:
+        """The match without its last block. Nothing is left to wait for: that block is there, it may just not be
+        written into."""
+        *block_ids, last = found.block_ids
+        last_entry = self._index.entry(last)
+        parent = self._index.entry(block_ids[-1]) if block_ids else None
+        if last_entry is None or (block_ids and parent is None):
+            raise CacheCorruption(f"block {last} was matched and is not published")
+        prefix_hash = root if parent is None else parent.prefix_hash
+        return PrefixMatch(block_ids, prefix_hash, last_entry.parent_serial, None)
+
+    def servable(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Tokens a match serves: at least the last one is left to compute."""
+        return min(len(match.block_ids) * self._block_size, max(num_tokens - 1, 0))
+
+    def rest(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+        """Hashes of the full blocks after the match."""
+        return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn)
+
+    def awaitable(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+        """Those of them that would be served once they are there."""
+        rest = self.rest(data, match)
+        if not self.whole_blocks:
+            return rest
+        servable_blocks = max(len(data) // TOKEN_BYTES - 1, 0) // self._block_size
+        return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
+
+    def forget(self, prefix_hash: bytes) -> None:
+        """Remember that a published block was dropped."""
+        self._forgotten[prefix_hash] = None
+        self._forgotten.move_to_end(prefix_hash)
+        if len(self._forgotten) > self._most_forgotten:
+            self._forgotten.popitem(last=False)
+
+    def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
+        """Why the token after what is served is not: "" if only the last one is left, else "first_seen", "evicted" (or
+        reset), or "tail" for a block that is not full or may not be written into. Hashes start at the tenant's root,
+        so nothing here depends on what other tenants did."""
+        if match.next_hash is not None:
+            return "evicted" if match.next_hash in self._forgotten else "first_seen"
+        return "" if self.servable(match, num_tokens) >= num_tokens - 1 else "tail"

@@ -1,0 +1,56 @@
+"""What the quantization_config of a checkpoint says about its 4-bit weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["GROUP", "PackedLayout", "packed_layout"]
+
+GROUP = 32
+"""Inputs that share a scale in the packed formats; a checkpoint's groups are multiples of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """How a checkpoint packs its codes. `zero_offset` is added to the stored zero points."""
+
+    method: str
+    group_size: int
+    zero_offset: int
+
+
+def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
+    """The layout that a config's quantization_config describes. ModelFormatError names a method or setting that is not
+    read."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        raise ModelFormatError(f"quantization_config must be an object, got {type(settings).__name__}")
+    method = settings.get("quant_method")
+    if method not in ("awq", "gptq"):
+        raise ModelFormatError(
+            f"quantization_config: quant_method={method!r} is not known to the native runner (known: awq, gptq)"
+        )
+    _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
+    key = "group_size" if "group_size" in settings else "q_group_size"
+    group_size = settings.get(key)
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < GROUP or group_size % GROUP:
+        raise ModelFormatError(
+            f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}; -1 is not read"
+        )
+    if method == "awq":
+        _allow(settings, "version", (None, "gemm", "GEMM"))
+        _allow(settings, "zero_point", (None, True))
+        return PackedLayout("awq", group_size, 0)
+    form = settings.get("checkpoint_format")
+    _allow(settings, "checkpoint_format", (None, "", "gptq", "gptq_v2"))
+    return PackedLayout("gptq", group_size, 0 if form == "gptq_v2" else 1)
+
+
+def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+    if settings.get(key) not in allowed:
+        known = ", ".join(repr(value) for value in allowed if value not in (None, ""))
+        raise ModelFormatError(f"quantization_config: {key}={settings.get(key)!r} is not read; known: {known}")

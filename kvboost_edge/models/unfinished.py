@@ -1,0 +1,80 @@
+"""Files on their way: written under a name of their own, locked meanwhile, renamed when complete.
+
+A lock goes with its process, however that ends: an unfinished file without one is left of a writer that was killed, and
+is removed by the next writer in the same directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["finish_file", "open_unfinished"]
+
+_PREFIX = ".new-"
+_LEFTOVER_S = 24 * 3600  # where files cannot be locked
+
+
+def open_unfinished(directory: Path) -> IO[bytes]:
+    """A new file for `finish_file`, open for writing; leftovers in the directory are removed. Raises OSError."""
+    with _alone(directory):
+        for path in directory.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                if _is_leftover(path):
+                    path.unlink()
+        file: IO[bytes] = tempfile.NamedTemporaryFile(dir=directory, prefix=_PREFIX, delete=False)  # noqa: SIM115
+        _lock(file.fileno(), wait=True)
+    return file
+
+
+def finish_file(file: IO[bytes], path: Path) -> None:
+    """Close a file that is complete and give it its name, read-only. Raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
+    with _alone(path.parent):  # between closing and renaming it has no lock
+        file.close()
+        if sys.platform != "win32":  # where a read-only file cannot be replaced
+            os.chmod(file.name, 0o400)
+        os.replace(file.name, path)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """No other process begins, ends or removes an unfinished file of the directory meanwhile."""
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        _lock(handle, wait=True)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_leftover(path: Path) -> bool:
+    with open(path, "rb") as file:
+        locked = _lock(file.fileno(), wait=False)
+    return time.time() - path.stat().st_mtime > _LEFTOVER_S if locked is None else locked
+
+
+def _lock(handle: int, *, wait: bool) -> bool | None:
+    """Lock an open file until it is closed: whether it worked, None where files cannot be locked."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems have no locks
+        return None
+    return True

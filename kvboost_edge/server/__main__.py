@@ -1,0 +1,110 @@
+"""`python -m kvboost_edge.server`, the `kvboost-server` command, and what `kvboost-edge serve` runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kvboost_edge.errors import BackendUnavailable, KVBoostError
+from kvboost_edge.server.flags import ServeOptions, parse_flags
+from kvboost_edge.server.logs import configure_logging, log_facts
+from kvboost_edge.server.settings import tenant_of_key
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["main", "serve"]
+
+_EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn")
+
+
+def serve(argv: Sequence[str], prog: str) -> None:
+    """Load the model and serve it until the process is told to end. Raises KVBoostError for what is wrong with the
+    flags, the model or the address."""
+    options = parse_flags(argv, prog)
+    with _ended_by_signal() as ended:
+        _serve(options, ended)
+
+
+def _serve(options: ServeOptions, ended: threading.Event) -> None:
+    try:
+        from kvboost_edge.server.serve import bind, run_server
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
+        raise BackendUnavailable(
+            f"the server needs the package {error.name!r}; install the extra: pip install 'kvboost-edge[server]'"
+        ) from error
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+    configure_logging(options.settings)
+    # Before the model is loaded: an address that is taken is told at once.
+    with contextlib.closing(bind(options.settings)) as listener:
+        started = time.perf_counter()
+        log_facts(logging.INFO, "loading", model=options.model)
+        with CPUPagedEngine.from_pretrained(options.model, **options.engine) as engine:
+            _prepare(engine, options)
+            stats = engine.paged_stats()
+            shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
+            log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
+            if not ended.is_set():
+                run_server(engine, options.settings, listener)
+
+
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[threading.Event]:
+    """While the model loads, SIGTERM ends the process with 0 by SystemExit, a second one at once. As process 1 of a
+    container nothing else would end it. The event is set too: code that swallows exceptions must not lose the signal.
+    """
+    ended = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield ended
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if ended.is_set():
+            os._exit(128 + number)
+        ended.set()
+        log_facts(logging.INFO, "ended while loading", signal=signal.Signals(number).name)
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare(engine: CPUPagedEngine, options: ServeOptions) -> None:
+    """Run the model once, so that the first client does not wait for kernels to load, and cache the warm texts, for
+    each key its own copy: no tenant shares with another."""
+    engine.generate([0, 0], max_new_tokens=2, mode="baseline")
+    tenants: list[str | None] = [tenant_of_key(key) for key in options.settings.all_keys] or [None]
+    for text in options.warm:
+        for tenant in tenants:
+            stored = engine.warm(text, tenant=tenant)
+            log_facts(logging.INFO, "warmed", tokens=stored.token_count, chunks=stored.chunks_stored)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code (0 ended on request, 1 error, 2 wrong usage, 130 interrupted)."""
+    try:
+        serve(sys.argv[1:] if argv is None else argv, prog="kvboost-server")
+    except KVBoostError as error:
+        print(f"kvboost-server: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

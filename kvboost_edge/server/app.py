@@ -1,0 +1,62 @@
+"""`create_app`: the ASGI application over one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from kvboost_edge import __version__
+from kvboost_edge.server import health
+from kvboost_edge.server.admission import Admission
+from kvboost_edge.server.auth import KeyRing
+from kvboost_edge.server.errors import install_error_handlers
+from kvboost_edge.server.hosts import HostList
+from kvboost_edge.server.metrics import Metrics
+from kvboost_edge.server.middleware import Envelope, Gate
+from kvboost_edge.server.page import STATIC_FILES
+from kvboost_edge.server.page import router as page_router
+from kvboost_edge.server.routes import router as api_router
+from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.server.state import ServerState
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["create_app"]
+
+# Fixed names, so that no parameter of a path can widen what is open.
+_PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in STATIC_FILES if name != "index.html")})
+
+
+def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
+    """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
+    admission = Admission(engine, settings)
+    metrics = Metrics(engine, settings.model_name, admission)
+    state = ServerState(engine, settings, settings.model_name, metrics, admission)
+    app = FastAPI(
+        title="kvboost-edge",
+        version=__version__,
+        docs_url=None,  # they would load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.kv = state
+    app.include_router(api_router)
+    app.include_router(health.router)
+    app.include_router(page_router)
+    install_error_handlers(app)
+    # The last one added is the outermost.
+    keys = KeyRing(settings.api_keys, settings.admin_api_keys)
+    app.add_middleware(Gate, state=state, keys=keys, open_paths=health.OPEN_PATHS | _PAGE_PATHS)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],  # OpenAI's client sends a dozen of its own, and new ones with each version
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Envelope, state=state, hosts=HostList(settings))
+    return app

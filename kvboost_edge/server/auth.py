@@ -1,0 +1,67 @@
+"""API keys. They are compared as digests, all of them, in constant time; a key is never kept in text nor logged.
+
+The digest of a request's key is its tenant: the root of its hash chain, so that no key sees what another one cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.settings import tenant_of_key
+
+__all__ = ["KeyRing", "tenant_of"]
+
+_MAX_HEADER = 4096
+
+
+class KeyRing:
+    """The accepted keys, as SHA-256 digests. An empty ring lets everybody in as one and the same tenant. Admin keys are
+    keys like the others, and more."""
+
+    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+        self._admins = frozenset(map(tenant_of_key, admin_keys))
+        tenants = [*map(tenant_of_key, keys), *self._admins]
+        self._digests = tuple(map(bytes.fromhex, tenants))
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """The tenant of a request by its Authorization header; raises ApiError 401. Takes as long for a wrong key as
+        for a right one, whichever it is."""
+        values = [value for name, value in headers if name == b"authorization"]
+        if len(values) != 1 or len(values[0]) > _MAX_HEADER:
+            raise _unauthorized("send one header Authorization: Bearer KEY")
+        scheme, _, key = values[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise _unauthorized("the Authorization header must begin with Bearer")
+        digest = hashlib.sha256(key.strip(b" ")).digest()
+        found = 0
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        if not found:
+            raise _unauthorized("the API key is not valid")
+        return digest.hex()
+
+    def check_admin(self, tenant: str) -> None:
+        """ApiError 403 unless this key may see what all tenants share: an admin key, or the only key there is."""
+        if len(self._digests) > 1 and tenant not in self._admins:
+            raise ApiError(
+                403,
+                "this route shows or changes what several API keys share; it needs a key of --admin-api-key",
+                code="admin_key_required",
+            )
+
+
+def tenant_of(scope: Mapping[str, Any]) -> str | None:
+    """The tenant that the gate found for this request; None when no key is asked for."""
+    tenant: str | None = scope.get("kvboost", {}).get("tenant")
+    return tenant
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,96 @@
+"""The one table of bounds: every number and every count that a client may send. Schemas and their tests read it.
+
+What depends on the loaded model (its context, its vocabulary) is checked where the model is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+__all__ = ["BOUNDS", "COUNTS", "Bound", "bounded", "counted"]
+
+
+class Bound(NamedTuple):
+    """A number's range, both ends allowed unless `open_low`; `integer` refuses fractions."""
+
+    low: float
+    high: float
+    integer: bool = True
+    open_low: bool = False
+
+    def describe(self) -> str:
+        """The range as people write it, such as "(0, 1]" or "0..20"."""
+        if self.integer:
+            return f"{self.low:g}..{int(self.high)}"
+        return f"{'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
+
+
+BOUNDS: dict[str, Bound] = {
+    "temperature": Bound(0, 2, integer=False),
+    "top_p": Bound(0, 1, integer=False, open_low=True),
+    "top_k": Bound(-1, 1_000_000),  # -1 and 0: off
+    "min_p": Bound(0, 1, integer=False),
+    "repetition_penalty": Bound(0.01, 100, integer=False),
+    "presence_penalty": Bound(-2, 2, integer=False),
+    "frequency_penalty": Bound(-2, 2, integer=False),
+    "logit_bias": Bound(-100, 100, integer=False),
+    "seed": Bound(-(2**63), 2**63 - 1),  # -1: a random one
+    "n": Bound(1, 128),
+    "best_of": Bound(1, 128),
+    "max_tokens": Bound(0, 2**24),
+    "max_completion_tokens": Bound(1, 2**24),
+    "logprobs": Bound(0, 20),
+    "top_logprobs": Bound(0, 20),
+    "priority": Bound(-1_000_000, 1_000_000),
+    "token_id": Bound(0, 2**31 - 1),
+    "template_number": Bound(-(2**53), 2**53, integer=False),
+}
+"""Numbers. "logit_bias" bounds its values, "token_id" each id in prompts, stop_token_ids and tokens, "template_number"
+the numbers in chat_template_kwargs."""
+
+COUNTS: dict[str, Bound] = {
+    "prompts": Bound(1, 256),
+    "prompt_tokens": Bound(1, 2**20),
+    "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
+    "messages": Bound(1, 10_000),
+    "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
+    "tokens": Bound(0, 2**18),  # to turn back into text
+    "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one
+    "json_values": Bound(0, 2**20),  # in a body; reading as many takes some 50 ms, in which nothing else runs
+    "json_containers": Bound(0, 2**18),  # lists and objects among them, which cost more
+    "parts": Bound(1, 10_000),
+    "role": Bound(1, 64),
+    "name": Bound(1, 256),
+    "stop": Bound(0, 64),
+    "stop_length": Bound(1, 1024),
+    "stop_token_ids": Bound(0, 1024),
+    "logit_bias": Bound(0, 1024),
+    "cache_salt": Bound(1, 256),
+    "template_variables": Bound(0, 64),
+    "template_name": Bound(1, 64),
+    "template_text": Bound(0, 4096),
+    "model": Bound(1, 1024),
+    "label": Bound(0, 1024),  # user and other neutral texts
+    "metadata": Bound(0, 16),
+    "metadata_name": Bound(1, 64),
+    "metadata_value": Bound(0, 512),
+}
+"""Lengths: entries of a list, characters of a string."""
+
+
+def bounded(name: str) -> Any:
+    """The pydantic constraints of a number."""
+    bound = BOUNDS[name]
+    cast = int if bound.integer else float
+    low, high = cast(bound.low), cast(bound.high)
+    if bound.open_low:
+        return Field(gt=low, le=high, allow_inf_nan=False)
+    return Field(ge=low, le=high) if bound.integer else Field(ge=low, le=high, allow_inf_nan=False)
+
+
+def counted(name: str) -> Any:
+    """The pydantic constraints of a length."""
+    bound = COUNTS[name]
+    return Field(min_length=int(bound.low), max_length=int(bound.high))

@@ -1,0 +1,48 @@
+"""What a body asks for against what this server has: its model, its context and pool, its tenants."""
+
+from __future__ import annotations
+
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ServerState
+
+__all__ = ["check_model", "check_priority", "room_for"]
+
+
+def check_model(state: ServerState, name: str | None) -> None:
+    """404 for a model that is not served here; None is the one that is."""
+    if name is not None and name != state.model_name:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} is not served here; this server has {state.model_name!r}",
+            code="model_not_found",
+            param="model",
+        )
+
+
+def room_for(state: ServerState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str) -> int:
+    """New tokens a prompt may have: `wanted`, or (None) all that context and pool leave. ApiError 400 if it has no
+    room; 0 wanted tokens need none."""
+    context, pool = state.engine.runner_info.max_context, state.admission.pool_tokens
+    # The last token's keys and values are never computed.
+    room = min(context, pool + 1) - num_prompt_tokens
+    limit = f"the model's context is {context} tokens and the cache holds {pool}"
+    if room < (0 if wanted == 0 else 1):
+        message = f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: {limit}; shorten it"
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
+    if wanted is None:
+        return room
+    if wanted > room:
+        message = f"{num_prompt_tokens} prompt tokens and {wanted_param}={wanted} are too many: {limit}"
+        raise ApiError(400, message, code="context_length_exceeded", param=wanted_param)
+    return wanted
+
+
+def check_priority(state: ServerState, priority: int | None) -> int:
+    """The priority to run with, 0 for None. ApiError 400 for one below 0 where there are several API keys: it would go
+    before the requests of other tenants. Above 0 a request lets others go first, and that anybody may."""
+    if priority is None:
+        return 0
+    if priority < 0 and len(state.settings.all_keys) > 1:
+        message = f"priority={priority} would go before other tenants; with several API keys it must be 0 or more"
+        raise ApiError(400, message, code="invalid_value", param="priority")
+    return priority

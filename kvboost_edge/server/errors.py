@@ -1,0 +1,167 @@
+"""Every error of the server in OpenAI's shape: {"error": {message, type, param, code}}, with the request's id.
+
+`ApiError` is raised by routes and by admission; `install_error_handlers` turns it, the engine's errors, validation
+errors and unknown routes into answers. What is not the client's business (tracebacks, messages of libraries) stays
+in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
+from kvboost_edge.server.logs import failure_place, log_facts
+
+__all__ = [
+    "ApiError",
+    "ClientGone",
+    "DeadlineExceeded",
+    "EngineStopped",
+    "QueueFull",
+    "ShuttingDown",
+    "as_api_error",
+    "error_body",
+    "error_response",
+    "install_error_handlers",
+    "log_failure",
+]
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_MAX_MESSAGE = 2000
+
+
+class ApiError(HTTPException):
+    """An answer with an error status. `code` is for programs, `message` for people, `param` names the field, `kind`
+    is OpenAI's error type (by default the one of the status)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.message = message
+        self.code = code
+        self.param = param
+        self.kind = kind or _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+class QueueFull(ApiError):
+    """503: as many requests or tokens are in flight as the server takes."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(503, message, code="queue_full", headers={"Retry-After": str(retry_after)})
+
+
+class ShuttingDown(ApiError):
+    """503: the server finishes what it has and takes nothing new."""
+
+    def __init__(self) -> None:
+        headers = {"Retry-After": "5", "Connection": "close"}
+        super().__init__(503, "the server is shutting down", code="shutting_down", headers=headers)
+
+
+class EngineStopped(ApiError):
+    """503: the engine thread ended; only a restart helps."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the engine stopped after an error; restart the server", code="engine_stopped")
+
+
+class DeadlineExceeded(ApiError):
+    """504: the request took longer than --request-timeout; its work was stopped."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"the request took longer than {seconds:g} seconds (--request-timeout) and was stopped"
+        super().__init__(504, message, code="deadline_exceeded")
+
+
+class ClientGone(ApiError):
+    """499, seen by nobody but the log: the client closed the connection and the work was stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection", code="client_closed_request")
+
+
+def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError:
+    """The answer that an exception deserves; what is neither ours nor the client's becomes a plain 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        code = _CODES.get(error.status_code, "http_error")
+        return ApiError(error.status_code, _plain(error), code=code, headers=error.headers)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error)[:_MAX_MESSAGE], code="invalid_request")
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error)[:_MAX_MESSAGE], code="capacity_exceeded")
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if not engine_alive:
+        return ApiError(500, "the engine stopped after an error while it ran this request", code="engine_stopped")
+    if isinstance(error, KVBoostError):
+        return ApiError(500, str(error)[:_MAX_MESSAGE], code="engine_error")
+    return ApiError(500, "an internal error ended this request; its id is in the log", code="internal_error")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error; streams send the same as an event."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole answer. The request id is a header that every answer gets (`x-request-id`)."""
+    # ASCII only, so that no lone surrogate of the client's input can break the encoding.
+    body = json.dumps(error_body(error)).encode("ascii")
+    return Response(body, status_code=error.status_code, headers=error.headers, media_type="application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every failure inside the app an OpenAI-shaped answer."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        alive = request.app.state.kv.engine.is_alive()
+        api_error = as_api_error(error, engine_alive=alive)
+        if api_error.status_code == 500:
+            log_failure(request.scope, error)
+        return error_response(api_error)
+
+    for kind in (HTTPException, RequestValidationError, KVBoostError):
+        app.add_exception_handler(kind, answer)
+
+
+def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
+    """Log what went wrong and where, with the id that the client was told."""
+    request_id = scope.get("kvboost", {}).get("id")
+    log_facts(logging.ERROR, "failure", request_id=request_id, error=type(error).__name__, place=failure_place(error))
+
+
+def _plain(error: HTTPException) -> str:
+    if error.status_code == 404:
+        return "there is no such route; the README lists those there are"
+    return str(error.detail)[:_MAX_MESSAGE]
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first complaint of pydantic, naming the field by its path in the body."""
+    problems = error.errors()
+    first = problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    path = [str(part) for part in first["loc"][1:]]
+    field = path[0] if path else "body"
+    message = f"{'.'.join(path) or 'body'}: {first['msg']}"
+    return ApiError(400, message[:_MAX_MESSAGE], code="invalid_request", param=field)

@@ -1,0 +1,194 @@
+"""The flags of `kvboost-edge serve`, `kvboost-server` and `python -m kvboost_edge.server`: one table for all three.
+
+Needs no web framework, so `--help` and wrong usage are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
+
+__all__ = ["DEMO_MODEL", "ServeOptions", "parse_flags"]
+
+DEMO_MODEL = "kvboost-edge/demo"
+# Names of the forebears for what is called otherwise here.
+_BACKENDS = {"default": "auto", "cpu-paged": "cpu"}
+
+_EXAMPLES = """Examples
+
+{prog}
+{prog} --model ./my-model --port 8080
+KVBOOST_API_KEYS=key-one,key-two {prog} --host 0.0.0.0 --allowed-host llm.example.org
+
+Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
+KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise. With more than one key /metrics,
+/v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all tenants."""
+
+
+class _Flag(NamedTuple):
+    """A flag that fills a field of the same name; `kind` reads its text."""
+
+    name: str
+    kind: Callable[[str], Any]
+    text: str
+    choices: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a command line asks for. `warm` texts are computed before the first request is taken."""
+
+    model: str
+    engine: dict[str, Any]
+    settings: ServerSettings
+    warm: tuple[str, ...]
+
+
+def _number(text: str) -> float:
+    return float(text)
+
+
+def _bytes(text: str) -> int | float:
+    """An integer, or a float such as 4e9."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _kv_bits(text: str) -> int | tuple[int, ...]:
+    """ "8", or "8,4" for keys and values."""
+    parts = tuple(int(part) for part in text.split(","))
+    return parts[0] if len(parts) == 1 else parts
+
+
+_SERVER_FLAGS = (
+    _Flag("host", str, "address to listen on; beyond loopback an API key is required"),
+    _Flag("port", int, "port to listen on; 0 takes a free one"),
+    _Flag("model_name", str, "name that clients use; by default the model's own"),
+    _Flag("max_batch_size", int, "requests computed together"),
+    _Flag("batch_window_ms", _number, "longest wait for company of a request whose prefix is being computed"),
+    _Flag("max_queue_size", int, "requests that may wait; the next gets 503"),
+    _Flag("max_queue_tokens", int, "tokens of all requests in flight; default: 16 pools"),
+    _Flag("request_timeout", _number, "seconds until a request gets 504 and its work stops"),
+    _Flag("drain_seconds", _number, "seconds that answers in progress get after SIGTERM"),
+    _Flag("max_body_bytes", int, "largest body of a request"),
+    _Flag("max_connections", int, "open connections; the next gets 503"),
+    _Flag("header_seconds", _number, "seconds for the head of a request to arrive"),
+    _Flag("body_seconds", _number, "seconds for the body of a request to arrive"),
+    _Flag("write_seconds", _number, "seconds a client may take nothing of its answer"),
+    _Flag("keep_alive_seconds", _number, "seconds until an idle connection is closed"),
+    _Flag("log_level", str, "least severe message to log", choices=LOG_LEVELS),
+    _Flag("log_format", str, "JSON lines, or key=value for people", choices=LOG_FORMATS),
+)
+_ENGINE_FLAGS = (
+    _Flag("device", str, "cpu, cuda, mps"),
+    _Flag("dtype", str, "auto, float32, bfloat16, float16"),
+    _Flag("backend", str, "auto, cpu, torch, reference; 'default' and 'cpu-paged' mean auto and cpu"),
+    _Flag("runner", str, "auto, native, torch"),
+    _Flag("weights", str, "format of the native runner: auto, int8, int4, bf16, f32"),
+    _Flag("max_cache_bytes", _bytes, "size of the pool in bytes, such as 4e9"),
+    _Flag("block_size", int, "tokens of a block"),
+    _Flag("num_blocks", int, "size of the pool in blocks"),
+    _Flag("kv_cache_bits", _kv_bits, "16, 8, 4, or keys and values apart: 8,4"),
+    _Flag("max_batch_tokens", int, "tokens computed in one step"),
+    _Flag("num_threads", int, "threads that compute"),
+    _Flag("revision", str, "revision of a hub model"),
+)
+# Flags whose feature is not there yet; the engine refuses them by name.
+_LATER = (
+    "chunk_size",
+    "chunk_boundary_window",
+    "recompute_strategy",
+    "sink_tokens",
+    "overlap_k",
+    "disk_cache_dir",
+)
+
+
+def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
+    """Read a command line. Wrong usage and `--help` end the process as argparse does (SystemExit 2 and 0); values out
+    of range raise ConfigError."""
+    given = vars(_parser(prog).parse_args(argv))
+    workers = given.pop("workers")
+    if workers != 1:
+        raise ConfigError(f"workers={workers} is refused: the engine batches all requests in one process; use 1")
+    model = given["model"]
+    settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
+    settings.setdefault("model_name", _served_name(model))
+    engine = {name: given[name] for name in (*(f.name for f in _ENGINE_FLAGS), *_LATER) if given[name] is not None}
+    if "backend" in engine:
+        engine["backend"] = _BACKENDS.get(engine["backend"], engine["backend"])
+    chosen = ServerSettings(
+        **settings,
+        api_keys=collect_api_keys(given["api_key"], given["api_key_file"]),
+        admin_api_keys=collect_api_keys(
+            given["admin_api_key"], given["admin_api_key_file"], variable="KVBOOST_ADMIN_API_KEY"
+        ),
+        insecure=given["insecure"],
+        allowed_hosts=tuple(given["allowed_host"]),
+        cors_origins=tuple(given["cors_origin"]),
+    )
+    engine["max_num_seqs"] = chosen.max_batch_size
+    return ServeOptions(model, engine, chosen, tuple(_warm_text(text) for text in given["warm"]))
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Serve a model over HTTP with OpenAI's endpoints and a web page.",
+        epilog=_EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", "--model", default=DEMO_MODEL, help="directory, GGUF file or hub id; default: bundled")
+    parser.add_argument("--warm", action="append", default=[], metavar="TEXT", help="cached at start; @FILE reads it")
+    parser.add_argument("--workers", type=int, default=1, help="only 1: one process batches all requests")
+    safety = parser.add_argument_group("who may come in")
+    safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")
+    safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line")
+    safety.add_argument("--admin-api-key", action="append", default=[], metavar="KEY", help="may see and reset all")
+    safety.add_argument("--admin-api-key-file", type=Path, metavar="FILE", help="one key a line")
+    safety.add_argument("--insecure", action="store_true", help="listen beyond loopback without a key")
+    safety.add_argument("--allowed-host", action="append", default=[], metavar="NAME", help="Host header to accept")
+    safety.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="pages that may call")
+    serving = parser.add_argument_group("serving")
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
+    for flag in _SERVER_FLAGS:
+        default = defaults[flag.name]
+        shown = f" ({default:g})" if isinstance(default, float) else f" ({default})"
+        _add(serving, flag, flag.text if flag.name in ("model_name", "max_queue_tokens") else flag.text + shown)
+    engine = parser.add_argument_group("the engine")
+    for flag in _ENGINE_FLAGS:
+        _add(engine, flag, flag.text)
+    for name in _LATER:
+        engine.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
+    return parser
+
+
+def _add(group: Any, flag: _Flag, text: str) -> None:
+    metavar = None if flag.choices else "TEXT" if flag.kind is str else "N"
+    group.add_argument(
+        f"--{flag.name.replace('_', '-')}", type=flag.kind, choices=flag.choices, metavar=metavar, help=text
+    )
+
+
+def _served_name(model: str) -> str:
+    """A local path's last part, so that no path of this machine is shown; a hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if model != DEMO_MODEL and path.exists() else model
+
+
+def _warm_text(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the warm text {text!r} cannot be read: {type(error).__name__}") from error

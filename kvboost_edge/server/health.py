@@ -1,0 +1,54 @@
+"""What a supervisor asks: /health (does it live), /ready (send it work), /version, and /metrics for Prometheus.
+
+/health and /ready tell the truth about the engine thread. /metrics needs the API key when keys are set, an admin key
+when there are several: it names the model and shows how the server is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from kvboost_edge import __version__
+from kvboost_edge.server.errors import ApiError, EngineStopped
+from kvboost_edge.server.metrics import CONTENT_TYPE
+from kvboost_edge.server.state import state_of
+
+__all__ = ["OPEN_PATHS", "router"]
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+_NO_STORE = {"Cache-Control": "no-store"}
+
+router = APIRouter()
+
+
+@router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
+async def health(request: Request) -> Response:
+    """200 while the engine computes requests, 503 with the reason when it does not."""
+    if not state_of(request).engine.is_alive():
+        raise EngineStopped
+    return JSONResponse({"status": "ok"}, headers=_NO_STORE)
+
+
+@router.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
+async def ready(request: Request) -> Response:
+    """200 while new requests are welcome; 503 from the moment the server was told to end."""
+    trouble = state_of(request).trouble()
+    if trouble is not None:
+        raise ApiError(503, trouble, code="not_ready", headers=_NO_STORE)
+    return JSONResponse({"status": "ready"}, headers=_NO_STORE)
+
+
+@router.api_route("/version", methods=["GET", "HEAD"], include_in_schema=False)
+async def version() -> Response:
+    """The package's version."""
+    return JSONResponse({"version": __version__})
+
+
+@router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
+async def metrics(request: Request) -> Response:
+    """Prometheus text. Reading the engine may wait for its bookkeeping, so it happens beside the event loop."""
+    body = await asyncio.to_thread(state_of(request).metrics.render)
+    return Response(body, headers=_NO_STORE, media_type=CONTENT_TYPE)

@@ -1,0 +1,110 @@
+"""Log probabilities in OpenAI's two shapes: lists side by side for completions, one object per token for chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost_edge.engine.results import TokenLogprobs
+from kvboost_edge.text.codec import StreamKind
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["OffsetCounter", "TokenTexts", "chat_logprobs", "completion_logprobs"]
+
+# JSON has no minus infinity; OpenAI's API writes this for a token of probability 0.
+_LOWEST = -9999.0
+
+
+class TokenTexts:
+    """Tokens as OpenAI's API shows them. Remembers those it has seen; one object serves one request."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes | None] = {}
+
+    def raw(self, token_id: int) -> bytes | None:
+        """The token's bytes; None for one that has bytes only together with its neighbours."""
+        if token_id not in self._bytes:
+            codec = self._tokenizer.codec
+            if codec.stream_kind is StreamKind.BYTES:
+                self._bytes[token_id] = codec.token_bytes(token_id)
+            else:
+                self._bytes[token_id] = None if codec.joins_run(token_id) else codec.piece((token_id,)).encode()
+        return self._bytes[token_id]
+
+    def text(self, token_id: int) -> str:
+        """The token's text, with U+FFFD for half a character."""
+        raw = self.raw(token_id)
+        if raw is None:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return raw.decode("utf-8", "replace")
+
+    def key(self, token_id: int) -> str:
+        """The token's text where it must tell tokens apart: half a character is written `bytes:\\xe2\\x80`."""
+        raw = self.raw(token_id)
+        if raw is None:
+            return self.text(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class OffsetCounter:
+    """Where tokens begin in a text, in characters; the first one begins at `start`."""
+
+    def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special: bool = True) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special)
+        self._position = start
+
+    def add(self, token_id: int) -> int:
+        """Where this token begins. The characters of a token are known once they are complete."""
+        position = self._position
+        self._position += len(self._detokenizer.push(token_id))
+        return position
+
+
+def chat_logprobs(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+    content = []
+    for token in tokens:
+        top = [_chat_token(texts, token_id, logprob) for token_id, logprob in token.top]
+        content.append({**_chat_token(texts, token.token_id, token.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    texts: TokenTexts,
+    ids: Sequence[int],
+    tokens: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
+) -> dict[str, Any]:
+    """`logprobs` of a completion choice; an entry is None where nothing predicts the token, at a prompt's first."""
+    return {
+        "tokens": [texts.key(token_id) for token_id in ids],
+        "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
+        "top_logprobs": [None if token is None else _top(texts, token) for token in tokens],
+        "text_offset": list(offsets),
+    }
+
+
+def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = texts.raw(token_id)
+    return {
+        "token": texts.text(token_id),
+        "logprob": _finite(logprob),
+        "bytes": None if raw is None else list(raw),
+    }
+
+
+def _top(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
+    """The most likely tokens and the one that was taken."""
+    pairs = {texts.key(token_id): _finite(logprob) for token_id, logprob in reversed(token.top)}
+    shown = dict(reversed(pairs.items()))
+    shown.setdefault(texts.key(token.token_id), _finite(token.logprob))
+    return shown
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

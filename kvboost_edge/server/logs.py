@@ -1,0 +1,81 @@
+"""Log lines with facts in fields: JSON, or key=value for people. No prompt, no answer, no key ever reaches them.
+
+Exceptions appear by type and place only, because messages of libraries may quote what a client sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+from kvboost_edge.server.settings import ServerSettings
+
+__all__ = ["LOGGER_NAME", "configure_logging", "failure_place", "log_facts"]
+
+LOGGER_NAME = "kvboost_edge.server"
+_LOGGERS = (LOGGER_NAME, "uvicorn.error")
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line; control characters are escaped, so a line cannot be forged."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_fields(record), ensure_ascii=True, default=str)
+
+
+class _KeyValues(logging.Formatter):
+    """`key=value` pairs; values with spaces, quotes or control characters are quoted as JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{name}={_plain(value)}" for name, value in _fields(record).items())
+
+
+def configure_logging(settings: ServerSettings, stream: TextIO | None = None) -> None:
+    """Send the server's and uvicorn's messages to `stream` (standard error) in the chosen format."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(_JsonLines() if settings.log_format == "json" else _KeyValues())
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(settings.log_level.upper())
+
+
+def log_facts(level: int, event: str, **facts: Any) -> None:
+    """Log an event with its facts; those that are None are left out."""
+    logger = logging.getLogger(LOGGER_NAME)
+    if logger.isEnabledFor(level):
+        logger.log(level, event, extra={"facts": {name: v for name, v in facts.items() if v is not None}})
+
+
+def failure_place(error: BaseException) -> str:
+    """File, line and function where an exception was raised."""
+    place = "unknown"
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno} {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    fields: dict[str, Any] = {
+        "time": f"{stamp}.{int(record.msecs):03d}Z",
+        "level": record.levelname.lower(),
+        "event": record.getMessage().strip(),
+        **getattr(record, "facts", {}),
+    }
+    if record.exc_info and record.exc_info[1] is not None:
+        fields["error"] = type(record.exc_info[1]).__name__
+        fields["place"] = failure_place(record.exc_info[1])
+    return fields
+
+
+def _plain(value: Any) -> str:
+    text = str(value)
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

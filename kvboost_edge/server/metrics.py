@@ -1,0 +1,299 @@
+"""Prometheus metrics under the names of vLLM and llama.cpp, so that dashboards made for them work, and our own.
+
+What happens to requests is counted as it happens; what the engine knows (pool, memory, queue) is read when Prometheus
+asks. Every server has a registry of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvboost_edge.errors import KVBoostError
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.server.admission import Admission
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# vLLM's buckets, in seconds.
+_FIRST_TOKEN: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
+_FIRST_TOKEN += (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_REQUEST: tuple[float, ...] = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_HTTP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# Our finish reasons by vLLM's names.
+_FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
+_SPEED_WINDOW_SECONDS = 60.0
+
+
+class Metrics:
+    """All metrics of one server. `observe` and `observe_http` are cheap; `render` reads the engine."""
+
+    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission) -> None:
+        self.registry = CollectorRegistry()
+        self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
+        self._speeds = _Speeds()
+        self._http = Counter("kvboost:http_requests", "HTTP answers.", ["route", "status"], registry=self.registry)
+        self._http_seconds = Histogram(
+            "kvboost:http_request_seconds", "Time of an HTTP request.", ["route"], buckets=_HTTP, registry=self.registry
+        )
+        self._hits = Counter(
+            "kvboost:hit_tokens", "Prompt tokens found in a tier.", ["model_name", "tier"], registry=self.registry
+        )
+        self._misses = Counter(
+            "kvboost:misses",
+            "Requests by why the rest of the prompt was computed.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._model_name = model_name
+        self.registry.register(_EngineCollector(engine, model_name, admission, self._speeds))
+
+    def observe(self, result: GenerationResult) -> None:
+        """Count one finished sequence."""
+        self._vllm.observe(result)
+        self._speeds.observe(result)
+        for tier, tokens in result.hit_tokens.items():
+            self._hits.labels(self._model_name, tier).inc(tokens)
+        if result.miss_reason:
+            self._misses.labels(self._model_name, result.miss_reason).inc()
+
+    def observe_aborted(self, num_sequences: int) -> None:
+        """Count sequences that nobody waited for to the end: the client left, the deadline passed, the server ended."""
+        self._vllm.count("cancelled", num_sequences)
+
+    def observe_http(self, route: str, status: int, seconds: float) -> None:
+        """Count one HTTP answer; 499 when the client left before it."""
+        self._http.labels(route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def throughput(self) -> dict[str, float]:
+        """Totals since the start, and speeds over the last minute in tokens a second and request."""
+        speeds = self._speeds
+        prompt, generated = speeds.recent()
+        return {
+            "prompt_tokens_total": speeds.prompt_tokens,
+            "generated_tokens_total": speeds.output_tokens,
+            "prompt_tokens_per_second": round(prompt, 3),
+            "generated_tokens_per_second": round(generated, 3),
+        }
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+class _RequestMetrics:
+    """vLLM's counters and histograms of requests."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, max_context: int) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"vllm:{name}", text, ["model_name"], registry=registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            return made.labels(model_name)
+
+        counts = tuple(_one_two_five(max_context))
+        self._success = Counter(
+            "vllm:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=registry
+        )
+        self._by_reason = {ours: self._success.labels(model_name, theirs) for ours, theirs in _FINISHED.items()}
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests, cached ones included.")
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose KV came from the cache.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self._first_token = histogram("time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN)
+        self._between = histogram("inter_token_latency_seconds", "Time between two tokens.", _PER_TOKEN)
+        self._total = histogram("e2e_request_latency_seconds", "Time from entry to end.", _REQUEST)
+        self._queue = histogram("request_queue_time_seconds", "Time spent waiting.", _REQUEST)
+        self._prefill = histogram("request_prefill_time_seconds", "Time spent on the prompt.", _REQUEST)
+        self._decode = histogram("request_decode_time_seconds", "Time spent on the output.", _REQUEST)
+        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", counts)
+        self._output_size = histogram("request_generation_tokens", "Generated tokens of a request.", counts)
+
+    def count(self, finish_reason: str, num_sequences: int = 1) -> None:
+        self._by_reason[finish_reason].inc(num_sequences)
+
+    def observe(self, result: GenerationResult) -> None:
+        self.count(result.finish_reason)
+        self._prompt_tokens.inc(result.prompt_tokens)
+        self._cached_tokens.inc(result.cached_tokens)
+        self._generation_tokens.inc(result.generated_tokens)
+        if result.generated_tokens:
+            self._first_token.observe(result.ttft_ms / 1e3)
+        for earlier, later in itertools.pairwise(result.token_times_ms):
+            self._between.observe((later - earlier) / 1e3)
+        self._total.observe(result.total_ms / 1e3)
+        self._queue.observe(result.queue_ms / 1e3)
+        self._prefill.observe(result.prefill_ms / 1e3)
+        self._decode.observe(result.decode_ms / 1e3)
+        self._prompt_size.observe(result.prompt_tokens)
+        self._output_size.observe(result.generated_tokens)
+
+
+class _Speeds:
+    """llama.cpp's totals and its average speeds, here over the last minute. Totals count computed prompt tokens only,
+    as llama.cpp's do."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.prompt_seconds = 0.0
+        self.output_tokens = 0
+        self.output_seconds = 0.0
+        self._lock = threading.Lock()
+        self._recent: deque[tuple[float, int, float, int, float]] = deque(maxlen=10_000)
+
+    def observe(self, result: GenerationResult) -> None:
+        computed = result.prompt_tokens - result.cached_tokens
+        entry = (time.monotonic(), computed, result.prefill_ms / 1e3, result.generated_tokens, result.decode_ms / 1e3)
+        with self._lock:
+            self.prompt_tokens += entry[1]
+            self.prompt_seconds += entry[2]
+            self.output_tokens += entry[3]
+            self.output_seconds += entry[4]
+            self._recent.append(entry)
+
+    def recent(self) -> tuple[float, float]:
+        """Prompt and output tokens a second of the requests that ended in the last minute; 0 when there was none."""
+        oldest = time.monotonic() - _SPEED_WINDOW_SECONDS
+        with self._lock:
+            while self._recent and self._recent[0][0] < oldest:
+                self._recent.popleft()
+            sums = [sum(column) for column in list(zip(*self._recent, strict=True))[1:]] or [0, 0, 0, 0]
+        return (sums[0] / sums[1] if sums[1] else 0.0), (sums[2] / sums[3] if sums[3] else 0.0)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures."""
+
+    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission, speeds: _Speeds) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._admission = admission
+        self._speeds = speeds
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_server()
+        try:
+            stats = self._engine.paged_stats()
+        except KVBoostError:
+            return
+        yield from self._by_vllm(stats)
+        yield from self._by_llamacpp(stats)
+        yield from self._of_pool(stats)
+
+    def _of_server(self) -> Iterator[Metric]:
+        admission = self._admission
+        yield _gauge("kvboost:engine_alive", "1 while the engine computes requests.", float(self._engine.is_alive()))
+        yield _gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)
+        yield _gauge("kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens)
+        yield _counter("kvboost:requests_refused", "Requests refused because the queue was full.", admission.refused)
+        yield _counter("kvboost:batch_window_held", "Requests held by the batch window.", admission.groups.held)
+
+    def _by_vllm(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        gauges = {
+            "num_requests_running": ("Requests that are computed.", stats["num_running"]),
+            "num_requests_waiting": ("Requests that wait.", stats["num_waiting"]),
+            "kv_cache_usage_perc": ("Share of the blocks in use; 1 is all of them.", stats["block_utilization"]),
+        }
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up.", stats["hit_tokens"] + stats["miss_tokens"]),
+            "prefix_cache_hits": ("Prompt tokens found.", stats["hit_tokens"]),
+            "num_preemptions": ("Requests that lost their blocks and were computed anew.", stats["preemptions"]),
+        }
+        for name, (text, value) in gauges.items():
+            yield _gauge(f"vllm:{name}", text, value, model_name=self._model_name)
+        for name, (text, value) in counters.items():
+            yield _counter(f"vllm:{name}", text, value, model_name=self._model_name)
+        config = self._engine.config
+        yield _gauge(
+            "vllm:cache_config_info",
+            "Constants of the pool.",
+            1,
+            model_name=self._model_name,
+            block_size=str(stats["block_size"]),
+            num_gpu_blocks=str(stats["num_blocks"]),
+            num_cpu_blocks=str(stats["num_blocks"]),
+            cache_dtype=f"kv_bits_{config.kv_cache_bits}",
+            enable_prefix_caching="True",
+        )
+
+    def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        speeds = self._speeds
+        prompt_speed, output_speed = speeds.recent()
+        counters = {
+            "prompt_tokens": ("Prompt tokens computed.", speeds.prompt_tokens),
+            "prompt_seconds": ("Time spent on prompts.", speeds.prompt_seconds),
+            "tokens_predicted": ("Generated tokens.", speeds.output_tokens),
+            "tokens_predicted_seconds": ("Time spent on outputs.", speeds.output_seconds),
+        }
+        gauges = {
+            "prompt_tokens_seconds": ("Prompt tokens a second, last minute.", prompt_speed),
+            "predicted_tokens_seconds": ("Generated tokens a second and request, last minute.", output_speed),
+            "requests_processing": ("Requests that are computed.", stats["num_running"]),
+            "requests_deferred": ("Requests that wait.", stats["num_waiting"]),
+            "kv_cache_usage_ratio": ("Share of the blocks in use.", stats["block_utilization"]),
+            "kv_cache_tokens": ("Tokens whose KV is in the pool.", stats["tokens_held"]),
+        }
+        for name, (text, value) in counters.items():
+            yield _counter(f"llamacpp:{name}", text, value)
+        for name, (text, value) in gauges.items():
+            yield _gauge(f"llamacpp:{name}", text, value)
+
+    def _of_pool(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        memory = GaugeMetricFamily("kvboost:memory_bytes", "Memory by owner.", labels=["owner"])
+        for owner in ("weight", "pool", "other"):
+            memory.add_metric([owner], stats[f"{owner}_bytes"])
+        yield memory
+        yield _gauge("kvboost:process_resident_bytes", "Resident memory.", stats["process_rss_bytes"])
+        yield _gauge("kvboost:process_peak_bytes", "Most resident memory so far.", stats["process_peak_bytes"])
+        yield _gauge("kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"])
+        blocks = GaugeMetricFamily("kvboost:blocks", "Blocks by state.", labels=["state"])
+        for state, count in (
+            ("free", stats["free_blocks"] - stats["cached_blocks"]),
+            ("cached", stats["cached_blocks"]),
+            ("used", stats["used_blocks"] - stats["shared_blocks"]),
+            ("shared", stats["shared_blocks"]),
+        ):
+            blocks.add_metric([state], count)
+        yield blocks
+        yield _counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
+        yield _counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
+
+
+def _gauge(name: str, text: str, value: float, **labels: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, value: float, **labels: str) -> Metric:
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _one_two_five(highest: int) -> Iterator[float]:
+    """1, 2, 5, 10, 20, 50 … up to `highest`: vLLM's buckets of token counts."""
+    for exponent in itertools.count():
+        for mantissa in (1, 2, 5):
+            if mantissa * 10**exponent > highest:
+                return
+            yield float(mantissa * 10**exponent)

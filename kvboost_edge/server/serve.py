@@ -1,0 +1,153 @@
+"""Running the server: uvicorn with our protocol, our signals and our logs.
+
+The first SIGTERM or SIGINT turns /ready to 503 and takes no new generating request, while those in progress go on for
+`drain_seconds` at most; then the listener closes and the process exits with 0. A second signal exits at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.protocol import make_protocol
+from kvboost_edge.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["DrainingServer", "bind", "run_server"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_SECONDS = 2  # what is cancelled at the end of the grace may take so long to say so
+_BACKLOG = 1024
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server with the end described above."""
+
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                loop="asyncio",
+                http=make_protocol(app.state.kv),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_SECONDS,
+            )
+        )
+        self._state = app.state.kv
+        self._drain_until: float | None = None
+
+    def drain(self) -> None:
+        """Begin to end: nothing new, and `drain_seconds` for what is in progress. Safe to call from any thread."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self._state.settings.drain_seconds
+            self._state.draining = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._state.draining:
+            log_facts(logging.WARNING, "exiting at once", signal=signal.Signals(sig).name)
+            sys.stderr.flush()
+            os._exit(128 + sig)
+        log_facts(logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=self._state.admission.sequences)
+        self.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        if await super().on_tick(counter):
+            return True
+        if self._drain_until is None:
+            return False
+        return not self._state.admission.tickets or time.monotonic() >= self._drain_until
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._state.draining = True
+        self._state.admission.cancel_all()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, it does not raise the signal again at the end: a clean end exits with 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket at the address, not listening yet; port 0 takes a free one. Raises ConfigError naming address and
+    reason."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            settings.host.strip("[]"), settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise _not_listening(settings, error) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def run_server(engine: CPUPagedEngine, settings: ServerSettings, listener: socket.socket) -> None:
+    """Serve on a socket from `bind` until told to end. Engine and socket stay open."""
+    host, port = listener.getsockname()[:2]
+    server = DrainingServer(create_app(engine, settings), settings)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:  # another process bound the same address and was the first to listen
+        raise _not_listening(settings, error) from error
+    log_facts(
+        logging.INFO,
+        "listening",
+        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        model=settings.model_name,
+        api_keys=len(settings.all_keys),
+    )
+    # What is there now stays: a full collection would read all of it again and hold the event loop for 50 ms.
+    gc.collect()
+    gc.freeze()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        gc.unfreeze()
+    log_facts(logging.INFO, "stopped")
+
+
+def _not_listening(settings: ServerSettings, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on host={settings.host!r} port={settings.port}: {error.strerror}; choose another --port"
+    )

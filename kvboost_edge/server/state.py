@@ -1,0 +1,43 @@
+"""What one running server holds; every request reaches it as `request.app.state.kv`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.admission import Admission
+    from kvboost_edge.server.metrics import Metrics
+    from kvboost_edge.server.settings import ServerSettings
+
+__all__ = ["ServerState", "state_of"]
+
+
+@dataclasses.dataclass(slots=True)
+class ServerState:
+    """`model_name` is the name clients use. `draining` is set once, when the server was told to end. `created` is
+    seconds since the epoch."""
+
+    engine: CPUPagedEngine
+    settings: ServerSettings
+    model_name: str
+    metrics: Metrics
+    admission: Admission
+    draining: bool = False
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def trouble(self) -> str | None:
+        """Why the server cannot take requests, or None when it can."""
+        if not self.engine.is_alive():
+            return "the engine stopped after an error; restart the server"
+        return "the server is shutting down" if self.draining else None
+
+
+def state_of(request: Request) -> ServerState:
+    """What the server holds."""
+    state: ServerState = request.app.state.kv
+    return state

@@ -1,0 +1,44 @@
+/** The only way the page makes elements: text becomes text nodes, so no string is ever read as markup. */
+
+export const byId = (id) => document.getElementById(id);
+
+/** `element("p", {class: "note", text: "…"}, child, …)`; attributes with the value false or null are left out. */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === false) continue;
+    if (name === "text") made.textContent = value;
+    else made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+/** A button of type "button" that calls `action`. */
+export function button(label, action, attributes = {}) {
+  const made = element("button", { type: "button", text: label, ...attributes });
+  made.addEventListener("click", action);
+  return made;
+}
+
+/** Copies `text`; the button says so for a moment. Without the clipboard API (plain HTTP) through a selection. */
+export async function copy(text, source) {
+  const before = source.textContent;
+  source.textContent = (await copied(text)) ? "Copied" : "Not copied";
+  setTimeout(() => { source.textContent = before; }, 1200);
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = element("textarea", { class: "sr", readonly: true });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}

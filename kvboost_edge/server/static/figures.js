@@ -1,0 +1,77 @@
+/** The figures under an answer: what came from the cache, how long it took. */
+
+import { element } from "/static/dom.js";
+import { count, duration, percent, plural, rate } from "/static/format.js";
+
+const NOTICEABLE_MS = 100;
+const REASONS = {
+  first_seen: "first seen",
+  evicted: "no longer in the pool",
+  tail: "last block not full",
+  bypassed: "cache not asked",
+};
+
+/**
+ * One record of what is known. `usage`, `timings` and `kvboost` are the server's or null; `clock` is this page's:
+ * {sent, first, last} in ms, first and last null without a piece; `pieces` counts the pieces of text.
+ */
+export function summarize({ usage, timings, kvboost, clock, pieces }) {
+  const prompt = usage?.prompt_tokens ?? null;
+  const cached = usage?.prompt_tokens_details?.cached_tokens ?? timings?.cache_n ?? null;
+  const generated = usage?.completion_tokens ?? timings?.predicted_n ?? null;
+  return {
+    prompt,
+    cached,
+    generated,
+    pieces,
+    firstMs: clock.first === null ? null : clock.first - clock.sent,
+    speed: speedOf({ timings, kvboost, generated, clock }),
+    queueMs: kvboost?.queue_ms ?? null,
+    reason: kvboost?.miss_reason ?? "",
+  };
+}
+
+/** Tokens per second after the first one: by the server's clock, else by this page's. */
+function speedOf({ timings, kvboost, generated, clock }) {
+  if (generated > 1 && kvboost?.decode_ms > 0) return (1000 * (generated - 1)) / kvboost.decode_ms;
+  if (timings?.predicted_n > 0 && timings?.predicted_ms > 0) return (1000 * timings.predicted_n) / timings.predicted_ms;
+  if (generated > 1 && clock.last > clock.first) return (1000 * (generated - 1)) / (clock.last - clock.first);
+  return null;
+}
+
+/** A line of figures with a meter for the cached share; `note` is said first, such as "stopped". */
+export function figuresLine(figures, note) {
+  const line = element("div", { class: "figures" });
+  if (note !== "") line.append(element("span", { class: "flag", text: note }));
+  if (figures.prompt !== null && figures.cached !== null) line.append(cachedFigure(figures));
+  if (figures.firstMs !== null) line.append(figure("first token", duration(figures.firstMs), "TTFT: from sending to the first text, seen from this page"));
+  if (figures.queueMs > NOTICEABLE_MS) line.append(figure("waited", duration(figures.queueMs), "in the server's queue"));
+  if (figures.speed !== null) line.append(figure("speed", `${rate(figures.speed)} tok/s`, "generated tokens per second after the first one"));
+  if (figures.generated !== null) line.append(figure("answer", plural(figures.generated, "token")));
+  else if (figures.pieces > 0) line.append(figure("answer", `${plural(figures.pieces, "piece")} received`));
+  if (figures.reason !== "") line.append(figure("rest", REASONS[figures.reason] ?? String(figures.reason), "why the other prompt tokens were computed"));
+  return line;
+}
+
+function cachedFigure({ prompt, cached }) {
+  const share = prompt > 0 ? cached / prompt : 0;
+  const bar = element("span", { class: "meter", "aria-hidden": "true" }, element("span"));
+  bar.firstChild.style.width = `${100 * share}%`;
+  const text = `${count(cached)} of ${count(prompt)} prompt tokens`;
+  return element(
+    "span",
+    { class: "figure", title: "prompt tokens that were not computed again" },
+    element("span", { class: "name", text: "cached" }),
+    bar,
+    element("span", { class: "value", text: `${text} (${percent(share)})` }),
+  );
+}
+
+function figure(name, value, title = null) {
+  return element(
+    "span",
+    { class: "figure", title },
+    element("span", { class: "name", text: name }),
+    element("span", { class: "value", text: value }),
+  );
+}

@@ -1,0 +1,25 @@
+/** Numbers for people. Anything that is not a finite number becomes a dash. */
+
+const DASH = "–";
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+export const count = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-GB") : DASH);
+
+export const percent = (share) => (isNumber(share) ? `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %` : DASH);
+
+export const rate = (value) => (isNumber(value) ? value.toFixed(value < 100 ? 1 : 0) : DASH);
+
+/** Milliseconds as "34 ms" or "1.25 s". */
+export function duration(ms) {
+  if (!isNumber(ms)) return DASH;
+  return ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+}
+
+/** Bytes in decimal units, as the rest of the project counts them. */
+export function bytes(value) {
+  if (!isNumber(value)) return DASH;
+  const [size, unit] = value >= 1e9 ? [value / 1e9, "GB"] : value >= 1e6 ? [value / 1e6, "MB"] : [value / 1e3, "kB"];
+  return `${size.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0)} ${unit}`;
+}
+
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;

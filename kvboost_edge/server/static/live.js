@@ -1,0 +1,154 @@
+/** The live view: what GET /v1/blocks tells, read twice a second while somebody can see it. */
+
+import { ApiError, request } from "/static/api.js";
+import { byId, element } from "/static/dom.js";
+import { bytes, count, percent, plural, rate } from "/static/format.js";
+import { PoolMap, STATES, decodeBytes } from "/static/poolmap.js";
+import { Sparkline } from "/static/sparkline.js";
+
+const INTERVAL_MS = 500;
+const LONGEST_PAUSE_MS = 16000;
+const PATIENCE_MS = 10000;
+const SPEED_WINDOW_MS = 2000;
+const HINT = "Point at a cell, or focus it and use the arrow keys.";
+
+const LEDGER = [
+  ["weight_bytes", "Weights"],
+  ["pool_bytes", "Block pool"],
+  ["process_rss_bytes", "Process, resident"],
+  ["process_peak_bytes", "Process, peak"],
+];
+const COUNTERS = [
+  ["hit_tokens", "Prompt tokens from the cache"],
+  ["miss_tokens", "Prompt tokens computed"],
+  ["generated_tokens_total", "Tokens generated"],
+  ["evictions", "Blocks evicted"],
+  ["preemptions", "Requests preempted"],
+];
+
+export class LiveView {
+  #key;
+  #map;
+  #spark = new Sparkline(byId("spark"));
+  #timer = 0;
+  #busy = false;
+  #pause = INTERVAL_MS;
+  #refused = false; // the key is not accepted: asking again would not help
+  #samples = []; // [time in ms, generated tokens so far]
+
+  /** `key()`: the API key. */
+  constructor(key) {
+    this.#key = key;
+    this.#map = new PoolMap(byId("map"), (text) => { byId("map-detail").textContent = text || HINT; });
+    for (const { name, words } of STATES) byId("legend").append(legendItem(name, words));
+    for (const [name, label] of LEDGER) byId("ledger").append(ledgerItem(name, label));
+    for (const [name, label] of COUNTERS) byId("counters").append(pair(label, element("dd", { id: name, text: "–" })));
+    document.addEventListener("visibilitychange", () => this.wake());
+    this.wake();
+  }
+
+  /** Reads now, if the view can be seen: after it was shown, or when the key is another one. */
+  wake({ otherKey = false } = {}) {
+    if (otherKey) this.#refused = false;
+    this.#pause = INTERVAL_MS;
+    this.#schedule(0);
+  }
+
+  #schedule(delay) {
+    clearTimeout(this.#timer);
+    if (this.#seen() && !this.#refused) this.#timer = setTimeout(() => this.#poll(), delay);
+  }
+
+  #seen() {
+    return document.visibilityState === "visible" && byId("live").checkVisibility();
+  }
+
+  async #poll() {
+    if (this.#busy) return; // the answer under way schedules the next one
+    this.#busy = true;
+    try {
+      const response = await request("/v1/blocks", { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) });
+      this.#show(await response.json());
+      this.#pause = INTERVAL_MS;
+    } catch (error) {
+      this.#showFailure(error);
+      this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
+    } finally {
+      this.#busy = false;
+    }
+    this.#schedule(this.#pause);
+  }
+
+  #show(pool) {
+    const states = decodeBytes(pool.states) ?? new Uint8Array();
+    this.#map.update({ states, refs: decodeBytes(pool.refs), tokens: decodeBytes(pool.tokens) });
+    this.#showState("live", "");
+    byId("map-detail").classList.toggle("tall", this.#map.perCell > 1);
+    byId("pool-size").textContent = sizeInWords(pool, this.#map.perCell);
+    for (const { name } of STATES) byId(`count-${name}`).textContent = count(pool.counts?.[name]);
+    byId("map").setAttribute("aria-label", `Map of the block pool: ${STATES.map(({ name, words }) => `${count(pool.counts?.[name])} ${words}`).join(", ")}`);
+    byId("running").textContent = count(pool.running);
+    byId("waiting").textContent = count(pool.waiting);
+    byId("hit-rate").textContent = percent(pool.hit_rate);
+    this.#showSpeed(pool.generated_tokens_total);
+    this.#showLedger(pool.memory ?? {});
+    for (const [name] of COUNTERS) byId(name).textContent = count(pool[name]);
+  }
+
+  #showSpeed(total) {
+    const now = performance.now();
+    const before = this.#samples.at(-1);
+    if (before !== undefined && (total < before[1] || now - before[0] > 4 * SPEED_WINDOW_MS)) this.#samples = [];
+    if (typeof total === "number") this.#samples.push([now, total]);
+    while (this.#samples.length > 2 && now - this.#samples[1][0] >= SPEED_WINDOW_MS) this.#samples.shift();
+    const first = this.#samples[0];
+    const speed = this.#samples.length > 1 ? (1000 * (total - first[1])) / (now - first[0]) : null;
+    byId("speed").textContent = rate(speed);
+    const peak = this.#spark.add(now, speed ?? 0);
+    byId("spark-peak").textContent = peak > 0 ? `highest ${rate(peak)} tok/s` : "";
+  }
+
+  #showLedger(memory) {
+    const largest = Math.max(1, ...LEDGER.map(([name]) => memory[name] ?? 0));
+    for (const [name] of LEDGER) {
+      byId(name).textContent = bytes(memory[name]);
+      byId(`${name}-bar`).style.width = `${(100 * (memory[name] ?? 0)) / largest}%`;
+    }
+  }
+
+  #showFailure(error) {
+    this.#samples = [];
+    this.#refused = error instanceof ApiError && (error.status === 401 || error.status === 403);
+    if (this.#refused) this.#showState(error.status === 401 ? "API key needed" : "admin key needed", "warn");
+    else this.#showState(error instanceof ApiError && error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", "warn");
+  }
+
+  #showState(text, kind) {
+    const state = byId("live-state");
+    if (state.textContent !== text) state.textContent = text;
+    state.classList.toggle("warn", kind === "warn");
+    byId("live").classList.toggle("stale", kind === "warn");
+  }
+}
+
+function sizeInWords(pool, perCell) {
+  const size = `${plural(pool.num_blocks, "block")} of ${plural(pool.block_size, "token")}`;
+  return perCell > 1 ? `${size}, ${count(perCell)} to a cell, as bands` : size;
+}
+
+const pair = (label, value) => element("div", {}, element("dt", { text: label }), value);
+
+function legendItem(name, words) {
+  return element(
+    "li",
+    {},
+    element("span", { class: `swatch ${name}`, "aria-hidden": "true" }),
+    element("span", { text: words }),
+    element("b", { id: `count-${name}`, text: "–" }),
+  );
+}
+
+function ledgerItem(name, label) {
+  const bar = element("span", { class: "bar-track", "aria-hidden": "true" }, element("span", { id: `${name}-bar` }));
+  return element("div", {}, element("dt", { text: label }), element("dd", { id: name, text: "–" }), bar);
+}

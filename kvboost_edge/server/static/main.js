@@ -1,0 +1,63 @@
+/** Puts the page together: views, the model's name, chat, live view. */
+
+import { request } from "/static/api.js";
+import { Chat } from "/static/chat.js";
+import { byId } from "/static/dom.js";
+import { LiveView } from "/static/live.js";
+import { SettingsForm } from "/static/settings.js";
+
+let model = "";
+
+const settings = new SettingsForm(() => {
+  live.wake({ otherKey: true });
+  showModel();
+});
+const live = new LiveView(() => settings.key);
+new Chat(settings, { model: async () => model || findModel(), openSettings });
+
+// Where there is room, the chat is always shown, with the live view or the settings beside it.
+const wide = matchMedia("(min-width: 900px)");
+
+function show(view) {
+  document.body.dataset.view = view;
+  const shown = wide.matches && view === "chat" ? "live" : view;
+  for (const button of document.querySelectorAll("nav button")) {
+    button.setAttribute("aria-pressed", String(button.dataset.view === shown));
+  }
+  live.wake();
+}
+
+/** Shows the settings with the keyboard in the field called `name`. */
+function openSettings(name) {
+  show("settings");
+  byId(name).focus();
+}
+
+/** The model's name, asked of the server and shown; rejects with ApiError. */
+async function findModel() {
+  const place = byId("model");
+  model = "";
+  try {
+    const response = await request("/v1/models", { key: settings.key });
+    model = (await response.json()).data[0].id;
+    place.textContent = model;
+  } catch (error) {
+    place.textContent = error.status === 401 ? "API key needed" : "no answer from the server";
+    throw error;
+  } finally {
+    place.classList.toggle("warn", model === "");
+  }
+  return model;
+}
+
+/** The same where nobody waits for the name: what went wrong stands in the header. */
+const showModel = () => findModel().catch(() => {});
+
+for (const button of document.querySelectorAll("nav button")) {
+  button.addEventListener("click", () => show(button.dataset.view));
+}
+wide.addEventListener("change", () => show(document.body.dataset.view));
+show("chat");
+// Where there is no mouse, focus would open the keyboard over the page.
+if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
+showModel();

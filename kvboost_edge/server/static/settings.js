@@ -1,0 +1,113 @@
+/** Sampling settings: their bounds, their check, their form. An empty field is not sent. */
+
+import { byId, element } from "/static/dom.js";
+import { load, save } from "/static/storage.js";
+
+/** The bounds are those of the server's table; the seed ends where a number of this language is still exact. */
+export const FIELDS = [
+  { name: "temperature", label: "Temperature", low: 0, high: 2, integer: false, hint: "0 takes the most likely token" },
+  { name: "top_p", label: "Top p", low: 0, high: 1, integer: false, openLow: true, hint: "above 0, up to 1" },
+  { name: "top_k", label: "Top k", low: -1, high: 1000000, integer: true, hint: "0 or −1: off" },
+  { name: "max_tokens", label: "Max tokens", low: 1, high: 16777216, integer: true, hint: "length of an answer" },
+  { name: "seed", label: "Seed", low: 0, high: Number.MAX_SAFE_INTEGER, integer: true, hint: "same seed, same answer" },
+];
+
+/** `raw`: field name -> text. Returns `values` (name -> number, empty fields left out) and `errors` (name -> words). */
+export function validate(raw) {
+  const values = {};
+  const errors = {};
+  for (const field of FIELDS) {
+    const text = (raw[field.name] ?? "").trim();
+    if (text === "") continue;
+    const value = numberFrom(text);
+    const error = problem(field, value);
+    if (error === "") values[field.name] = value;
+    else errors[field.name] = error;
+  }
+  return { values, errors };
+}
+
+/** A decimal number, with a point or a comma; NaN for anything else, such as "0x10", "Infinity" or "1e999". */
+function numberFrom(text) {
+  return /^[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?$/i.test(text) ? Number(text.replace(",", ".")) : NaN;
+}
+
+function problem(field, value) {
+  if (!Number.isFinite(value)) return `${field.label} is not a number.`;
+  if (field.integer && !Number.isInteger(value)) return `${field.label} is a whole number.`;
+  const tooLow = field.openLow ? value <= field.low : value < field.low;
+  if (!tooLow && value <= field.high) return "";
+  const from = field.openLow ? `above ${field.low}` : `from ${field.low}`;
+  return `${field.label} goes ${from} to ${field.high}.`;
+}
+
+/** The form under Settings. Values stay in the tab's session storage; `onKey` hears of another API key. */
+export class SettingsForm {
+  #form = byId("settings-form");
+
+  constructor(onKey) {
+    for (const field of FIELDS) byId("sampling").append(samplingField(field));
+    for (const control of this.#controls()) {
+      control.value = load(control.name);
+      control.addEventListener("input", () => {
+        save(control.name, control.value);
+        if (control.name !== "api-key") this.check();
+      });
+    }
+    byId("api-key").addEventListener("change", () => onKey());
+    this.#form.addEventListener("submit", (event) => event.preventDefault());
+    byId("reset-settings").addEventListener("click", () => this.#reset(onKey));
+    this.check();
+  }
+
+  get key() {
+    return byId("api-key").value.trim();
+  }
+
+  get system() {
+    return byId("system").value;
+  }
+
+  /** Marks wrong fields; returns what `validate` does. */
+  check() {
+    const raw = Object.fromEntries(FIELDS.map(({ name }) => [name, byId(name).value]));
+    const result = validate(raw);
+    for (const { name } of FIELDS) {
+      const error = result.errors[name] ?? "";
+      byId(name).setAttribute("aria-invalid", String(error !== ""));
+      byId(`${name}-error`).textContent = error;
+    }
+    return result;
+  }
+
+  #controls() {
+    return [...this.#form.querySelectorAll("input, textarea")];
+  }
+
+  #reset(onKey) {
+    for (const control of this.#controls()) {
+      control.value = "";
+      save(control.name, "");
+    }
+    this.check();
+    onKey();
+  }
+}
+
+function samplingField({ name, label, integer, hint }) {
+  return element(
+    "div",
+    { class: "field row" },
+    element("label", { for: name, text: label }),
+    element("input", {
+      id: name,
+      name,
+      type: "text",
+      inputmode: integer ? "numeric" : "decimal",
+      placeholder: "default",
+      "aria-describedby": `${name}-hint ${name}-error`,
+    }),
+    element("span", { class: "note", id: `${name}-hint`, text: hint }),
+    element("span", { class: "field-error", id: `${name}-error`, "aria-live": "polite" }),
+  );
+}

@@ -1,0 +1,42 @@
+/* Runs before the first paint, so that no page flashes in the wrong colours; hence not a module. */
+"use strict";
+(() => {
+  const NAMES = ["auto", "light", "dark"];
+  const LABELS = { auto: "as the system", light: "light", dark: "dark" };
+
+  function stored() {
+    try {
+      const name = localStorage.getItem("theme");
+      return NAMES.includes(name) ? name : "auto";
+    } catch {
+      return "auto"; // storage is blocked: nothing is kept
+    }
+  }
+
+  function apply(name) {
+    if (name === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = name;
+    const button = document.getElementById("theme");
+    if (button !== null) {
+      button.textContent = `◐ ${name[0].toUpperCase()}${name.slice(1)}`;
+      button.setAttribute("aria-label", `Colours: ${LABELS[name]}`);
+      button.title = "Change the colours";
+    }
+    document.dispatchEvent(new Event("themechange"));
+  }
+
+  let current = stored();
+  apply(current);
+  document.addEventListener("DOMContentLoaded", () => {
+    apply(current);
+    document.getElementById("theme").addEventListener("click", () => {
+      current = NAMES[(NAMES.indexOf(current) + 1) % NAMES.length];
+      try {
+        localStorage.setItem("theme", current);
+      } catch {
+        // kept for this page only
+      }
+      apply(current);
+    });
+  });
+})();

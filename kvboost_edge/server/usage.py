@@ -1,0 +1,96 @@
+"""What a request cost: OpenAI's `usage`, llama.cpp's `timings`, and where the cached tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost_edge.engine.results import GenerationResult
+
+__all__ = ["costs", "usage_of"]
+
+
+def usage_of(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, Any]:
+    """OpenAI's usage of all sequences, `per_prompt` of them for each prompt, prompt by prompt.
+
+    A prompt counts once however many sequences continue it; its cached tokens are what the cache held before the
+    request itself filled it, so the least of its sequences. Every generated token counts, of unchosen sequences too.
+    """
+    firsts = first_comers(results, per_prompt)
+    prompt = sum(result.prompt_tokens for result in firsts)
+    completion = sum(result.generated_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in firsts)},
+    }
+
+
+def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float) -> dict[str, Any]:
+    """The `timings` and `kvboost` members of an answer.
+
+    All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest and add up to its
+    total_ms, from the complete request to the last token; ttft_ms is the first token of any sequence.
+    """
+    firsts = first_comers(results, per_prompt)
+    slowest = max(results, key=lambda result: result.total_ms)
+    return {
+        "timings": _timings(results, firsts),
+        "kvboost": {
+            "mode": slowest.mode.value,
+            "hit_tokens": _by_tier(firsts),
+            "miss_reason": next((result.miss_reason for result in firsts if result.miss_reason), ""),
+            "tokenize_ms": round(tokenize_ms, 3),
+            # Before the engine's queue it waited for the batch window, or for a thread.
+            "queue_ms": round(slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms), 3),
+            "lookup_ms": round(slowest.lookup_ms, 3),
+            "prefill_ms": round(slowest.prefill_ms, 3),
+            "decode_ms": round(slowest.decode_ms, 3),
+            "ttft_ms": round(min(result.ttft_ms for result in results), 3),
+            "total_ms": round(slowest.total_ms, 3),
+            "preemptions": sum(result.preemptions for result in results),
+            "seeds": [result.seed for result in results],
+        },
+    }
+
+
+def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[GenerationResult]:
+    """Of each prompt the sequence that found the least in the cache."""
+    groups = [results[first : first + per_prompt] for first in range(0, len(results), per_prompt)]
+    return [min(group, key=lambda result: result.cached_tokens) for group in groups]
+
+
+def _by_tier(results: Sequence[GenerationResult]) -> dict[str, int]:
+    tiers: dict[str, int] = {}
+    for result in results:
+        for tier, tokens in result.hit_tokens.items():
+            tiers[tier] = tiers.get(tier, 0) + tokens
+    return tiers
+
+
+def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]) -> dict[str, float]:
+    """llama.cpp's figures. The prompt's are those of `usage`: each prompt once, as its first sequence met it; prompt_n
+    were computed, cache_n were not. predicted_n counts all sequences. prompt_ms and predicted_ms are the longest of
+    them, so with several sequences, which are computed side by side, the speeds are those of all together."""
+    cached = sum(result.cached_tokens for result in firsts)
+    computed = sum(result.prompt_tokens for result in firsts) - cached
+    predicted = sum(result.generated_tokens for result in results)
+    prompt_ms = max(result.prefill_ms for result in firsts)
+    predicted_ms = max(result.decode_ms for result in results)
+    return {
+        "cache_n": cached,
+        "prompt_n": computed,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_token_ms": _ratio(prompt_ms, computed),
+        "prompt_per_second": _ratio(computed * 1e3, prompt_ms),
+        "predicted_n": predicted,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_token_ms": _ratio(predicted_ms, predicted),
+        "predicted_per_second": _ratio(predicted * 1e3, predicted_ms),
+    }
+
+
+def _ratio(amount: float, of: float) -> float:
+    """amount / of, 0 where there is nothing to divide by: JSON has no infinity."""
+    return round(amount / of, 3) if of > 0 else 0.0

@@ -1,0 +1,306 @@
+"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2") and sentencepiece's BPE by scores ("llama").
+
+The result encodes as the tokenizer the file was made from. A file names its way of splitting text into words
+(tokenizer.ggml.pre) without describing it; names that are not known here are refused, since a wrong split changes
+the tokens silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["PRE_TOKENIZERS", "gguf_tokenizer"]
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NO_ID = (1 << 32) - 1  # written for "none" by some converters
+_SPACE = "▁"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _END
+_QWEN2 = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _END
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
+_WORD_UPPER = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_SLASH_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_WORD}|{_WORD_UPPER}|\p{{N}}" + _SLASH_END
+# llama.cpp's own, of no tokenizer.json: punctuation, then GPT-2's words, then numbers, then three digits at a time.
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+_GPT4O = rf"{_WORD}{_SUFFIX}?|{_WORD_UPPER}{_SUFFIX}?|\p{{N}}{{1,3}}" + _SLASH_END
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pre:
+    """How text is split into words before BPE.
+
+    regexes  each splits what the ones before left; none: GPT-2's own
+    digits   every digit is a word of its own, split off first
+    whole    a word that is a token is taken without merging;  bos: BOS is added where the file does not say
+    nfc      text is normalized to NFC first
+    """
+
+    regexes: tuple[str, ...] = ()
+    digits: bool = False
+    whole: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+
+_GPT2, _DIGITS = _Pre(), _Pre(digits=True)
+_LLAMA_BPE = _Pre((_LLAMA3,), whole=True, bos=True)
+PRE_TOKENIZERS: Mapping[str, _Pre] = MappingProxyType(
+    {
+        "default": _Pre(_DEFAULT), "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2, "mpt": _GPT2,
+        "llama-bpe": _LLAMA_BPE, "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE,
+        "dbrx": _Pre((_LLAMA3,)), "smaug-bpe": _Pre((_LLAMA3,), whole=True),
+        "qwen2": _Pre((_QWEN2,), nfc=True), "deepseek-r1-qwen": _Pre((_QWEN2,)),
+        "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS,
+        "tekken": _Pre((_TEKKEN,), whole=True, bos=True), "gpt-4o": _Pre((_GPT4O,)),
+    }
+)  # fmt: skip
+"""The values of tokenizer.ggml.pre that are known."""
+
+
+class _Fields:
+    """The metadata, with checks that name the key."""
+
+    def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
+        self.metadata, self.name = metadata, name
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(key, f"must be of type {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            raise self.error(key, "is missing; the file has no tokenizer")
+        if not isinstance(value, list) or not value:
+            raise self.error(key, "must be a list of strings that is not empty")
+        return value
+
+    def numbers(self, key: str, count: int) -> list[Any] | None:
+        """One number for each token."""
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return None
+        found = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(n, (int, float)) for n in found):
+            raise self.error(key, f"must have one number for each of the {count} tokens")
+        return found
+
+    def token_id(self, key: str, count: int) -> int | None:
+        value = self.get(f"{key}_token_id", int)
+        if value is None or value == _NO_ID:
+            return None
+        if not 0 <= value < count:
+            raise self.error(f"{key}_token_id", f"is {value}, but there are {count} tokens")
+        return int(value)
+
+    def error(self, key: str, what: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.name}: tokenizer.ggml.{key} {what}")
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
+    """The tokenizer of a GGUF file. `metadata`: its keys, arrays of strings as lists; `name` is used in messages.
+
+    Raises ModelFormatError that names the key which is missing, damaged or not known.
+    """
+    fields = _Fields(metadata, name)
+    model = fields.get("model", str)
+    if model is None:
+        raise fields.error("model", "is missing; the file has no tokenizer")
+    if model not in ("gpt2", "llama"):
+        raise fields.error("model", f"is {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece BPE)")
+    tokens = fields.strings("tokens")
+    types = [int(kind) for kind in fields.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)]
+    special = _special(fields, tokens, model)
+    try:
+        backend, adds_bos = _byte_level(fields, tokens, types) if model == "gpt2" else _scored(fields, tokens, types)
+        backend.add_tokens(_added_tokens(metadata, tokens, types, special))
+        _check_ids(backend, fields, tokens, types)
+        _add_ends(backend, fields, special, adds_bos)
+    except ModelFormatError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every fault
+        raise ModelFormatError(f"{name}: the tokenizer in the file cannot be built: {error}") from error
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelFormatError(f"{name}: tokenizer.chat_template must be a string, got {type(template).__name__}")
+    return Tokenizer(FastCodec(backend), name=name, special_tokens=special, chat_template=template)
+
+
+def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, str]:
+    """'bos_token' and kin -> text. Sentencepiece's ids are 0, 1, 2 where the file does not say."""
+    defaults = {"unknown": 0, "bos": 1, "eos": 2} if model == "llama" else {}
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    found = {}
+    for key, name in names.items():
+        given = f"tokenizer.ggml.{key}_token_id" in fields.metadata
+        token_id = fields.token_id(key, len(tokens)) if given else defaults.get(key)
+        if token_id is not None and token_id < len(tokens):
+            found[name] = tokens[token_id]
+    return found
+
+
+def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """Tokens to ids; unused ids are left out, as they are in the tokenizer the file was made from."""
+    found: dict[str, int] = {}
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == _UNUSED:
+            continue
+        if token in found:
+            raise fields.error("tokens", f"has {token!r} twice, as {found[token]} and {index}")
+        found[token] = index
+    return found
+
+
+def _byte_level(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    name = fields.get("pre", str)
+    if name is None:
+        raise fields.error("pre", "is missing; the file is of a converter that is too old. Convert the model again")
+    if name not in PRE_TOKENIZERS:
+        raise fields.error("pre", f"is {name!r}, which is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}")
+    pre = PRE_TOKENIZERS[name]
+    merges = []
+    for index, merge in enumerate(_merges(fields, tokens, types)):
+        # A token never holds a space (byte-level BPE writes it as another letter), so the first one separates.
+        left, separator, right = merge.partition(" ")
+        if not (left and separator and right):
+            raise fields.error("merges", f"has the entry {merge!r} (number {index}), which is not two tokens")
+        merges.append((left, right))
+    vocabulary = _vocabulary(fields, tokens, types)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole))
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    steps += [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in pre.regexes]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.regexes))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre.bos
+
+
+def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+    """The merges; a vocabulary of single bytes needs none, and writers leave out what is empty."""
+    if "tokenizer.ggml.merges" in fields.metadata:
+        return fields.strings("merges")
+    longest = max((token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL), key=len, default="")
+    if len(longest) > 1:
+        raise fields.error("merges", f"is missing, but there are tokens such as {longest!r} that only merging gives")
+    return []
+
+
+def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Sentencepiece merges the neighbours whose union has the highest score; as a list of merges, in that order."""
+    if fields.get("remove_extra_whitespaces", bool, False):
+        raise fields.error("remove_extra_whitespaces", "is true, which is not supported")
+    scores = fields.numbers("scores", len(tokens))
+    if scores is None:
+        raise fields.error("scores", "is missing; a tokenizer of kind 'llama' needs it")
+    vocabulary = _vocabulary(fields, tokens, types)
+    mergeable = {
+        token: float(scores[index]) for token, index in vocabulary.items()
+        if types[index] in (_NORMAL, _USER_DEFINED)
+    }  # fmt: skip
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for token, score in mergeable.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in mergeable and right in mergeable:
+                found.append((-score, -len(left), -len(right), len(found), left, right))
+    found.sort()
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    has_bytes = _BYTE in types
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for *_, left, right in found],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=has_bytes,
+        )
+    )
+    prefix = fields.get("add_space_prefix", bool, True)
+    replace = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend, True
+
+
+def _added_tokens(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
+) -> list[AddedToken]:
+    """Tokens that are found in the text as a whole: control tokens, which are special, and user-defined ones."""
+    # Phi-3's control tokens swallow the white space behind them; the file does not say it, llama.cpp knows it, too.
+    strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    keeps = ("<unk>", "<s>", "<|endoftext|>")
+    named = set(special.values())
+    found = []
+    for token, kind in zip(tokens, types, strict=True):
+        if kind == _CONTROL or (kind == _UNKNOWN and token in named):
+            rstrip = strips and kind == _CONTROL and token not in keeps
+            found.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
+        elif kind == _USER_DEFINED:
+            found.append(AddedToken(token, special=False, normalized=False))
+    return found
+
+
+def _check_ids(backend: tokenizers.Tokenizer, fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind != _UNUSED and backend.token_to_id(token) != index:
+            raise fields.error("tokens", f"has {token!r} as {index}, which became {backend.token_to_id(token)}")
+
+
+def _add_ends(backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[str, str], adds_bos: bool) -> None:
+    """BOS and EOS around a text, as the file says."""
+    begin = fields.get("add_bos_token", bool, adds_bos)
+    end = fields.get("add_eos_token", bool, False)
+    for wanted, key in ((begin, "bos"), (end, "eos")):
+        if wanted and f"{key}_token" not in special:
+            raise fields.error(f"{key}_token_id", f"is missing, but add_{key}_token asks for it")
+    if not (begin or end):
+        return
+    parts = ["$A"]
+    if begin:
+        parts.insert(0, special["bos_token"])
+    if end:
+        parts.append(special["eos_token"])
+    # As JSON: a token's text may hold the signs of the template language that the constructor takes.
+    single: list[dict[str, Any]] = [
+        {"Sequence": {"id": "A", "type_id": 0}} if part == "$A" else {"SpecialToken": {"id": part, "type_id": 0}}
+        for part in parts
+    ]
+    known = {token: {"id": token, "ids": [backend.token_to_id(token)], "tokens": [token]}
+             for token in parts if token != "$A"}  # fmt: skip
+    ends = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
+    backend.post_processor = tokenizers.Tokenizer.from_str(
+        json.dumps({**_EMPTY, "post_processor": ends})
+    ).post_processor
+
+
+_EMPTY: dict[str, Any] = {
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+    "pre_tokenizer": None, "decoder": None, "model": {"type": "BPE", "vocab": {}, "merges": []},
+}  # fmt: skip
+"""A tokenizer's JSON without anything, to carry one part into the library."""

@@ -1,0 +1,16 @@
+"""One line on what the emulated processor is and which form of the kernels it gets."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from llvmlite import binding
+
+from kvboost_edge.host.cpu import describe_cpu
+from kvboost_edge.kernels.kv_dot import coded_dot_form
+from kvboost_edge.kernels.linear_dot import dot_form
+
+print(
+    f"{binding.get_host_cpu_name()} ({describe_cpu().isa}): linear layers {dot_form()!r}, quantized attention "
+    f"{coded_dot_form()!r}; numba {numba.__version__}, numpy {np.__version__}"
+)

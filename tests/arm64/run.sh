@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# The native path on emulated ARM processors: one with dot products (Cortex-A76), one without (Cortex-A72).
+#
+#   tests/arm64/run.sh make DIR            make an arm64 Debian in DIR: about 5 minutes, 1.2 GB, once
+#   tests/arm64/run.sh test DIR RESULT     run the tests of tests/arm64/tests.txt there, once for each processor, and
+#                                          write what came out to the file RESULT
+#   tests/arm64/run.sh run DIR CPU COMMAND...
+#                                          run a command there, in a copy of this tree; CPU: cortex-a76 or cortex-a72
+#
+# Needs root on Debian or Ubuntu; `make` also needs their packages debootstrap and qemu-user-static (it installs them)
+# and Python packages for aarch64 from the package index. Emulation shows that results are right, never how fast they are.
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+tree="$(cd "$here/../.." && pwd)"
+packages="gguf hypothesis jinja2 numba numpy pytest pytest-asyncio psutil rich safetensors tokenizers typer huggingface_hub"
+
+usage() {
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+}
+
+need_root() {
+    [ "$(id -u)" = 0 ] || { echo "tests/arm64/run.sh needs root: it calls chroot and mount" >&2; exit 1; }
+}
+
+# make DIR: Debian's base system, unpacked here and configured under emulation, then wheels for aarch64.
+make_root() {
+    local dir="$1" wheels="$1/root/wheels"
+    command -v apt-get >/dev/null || { echo "making the arm64 root needs Debian or Ubuntu (apt-get, debootstrap)" >&2; exit 1; }
+    if ! command -v qemu-aarch64-static >/dev/null || ! command -v debootstrap >/dev/null; then
+        apt-get update -qq
+        apt-get install -y -qq qemu-user-static debootstrap binfmt-support >/dev/null
+    fi
+    mountpoint -q /proc/sys/fs/binfmt_misc || mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc
+    [ -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ] || update-binfmts --enable qemu-aarch64
+    if ! [ -x "$dir/usr/bin/python3" ]; then
+        debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,python3-pip,libgomp1 bookworm "$dir" >/dev/null
+        cp "$(command -v qemu-aarch64-static)" "$dir/usr/bin/"
+        chroot "$dir" /debootstrap/debootstrap --second-stage >/dev/null
+    fi
+    mkdir -p "$wheels"
+    # shellcheck disable=SC2086 # a list of words
+    python3 -m pip download -q --disable-pip-version-check --only-binary=:all: -c "$tree/constraints.txt" \
+        --python-version 3.11 --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
+        --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 -d "$wheels" $packages
+    # shellcheck disable=SC2086
+    chroot "$dir" python3 -m pip install -q --break-system-packages --root-user-action=ignore --no-index \
+        --find-links /root/wheels $packages
+    touch "$dir/root/is-made"
+}
+
+# copy_tree DIR: what is tested is this tree as it is now, without environments, caches and results.
+copy_tree() {
+    [ -e "$1/root/is-made" ] || { echo "$1 holds no arm64 root: tests/arm64/run.sh make $1" >&2; exit 1; }
+    mkdir -p "$1/src"
+    find "$1/src" -mindepth 1 -maxdepth 1 -exec rm -rf {} +
+    tar -C "$tree" -cf - --exclude='./.*' --exclude=__pycache__ --exclude=./benchmarks/results . | tar -C "$1/src" -xf -
+}
+
+# run_in DIR CPU COMMAND...: in the copy, with mounts that end with the command.
+run_in() {
+    local dir="$1" cpu="$2" part features
+    shift 2
+    case "$cpu" in
+    cortex-a76) part=0xd0b features="fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp" ;;
+    cortex-a72) part=0xd08 features="fp asimd evtstrm crc32 cpuid" ;;
+    *) usage ;;
+    esac
+    mkdir -p "$dir/root/$cpu"
+    # What a board with this processor says of itself: the emulator shows the file of the machine it runs on.
+    for processor in 0 1; do
+        printf 'processor\t: %s\nFeatures\t: %s\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: %s\nCPU revision\t: 0\n\n' \
+            "$processor" "$features" "$part"
+    done >"$dir/root/$cpu/cpuinfo"
+    # The emulated processor refuses what the real one does not have. Compiled kernels are kept for the next run.
+    env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 PYTHONPATH=/src NUMBA_CACHE_DIR="/root/$cpu" \
+        QEMU_CPU="$cpu" unshare --mount sh -c 'root=$1; shift
+            mount -t proc proc "$root/proc" && mount --bind "$root/root/$QEMU_CPU/cpuinfo" "$root/proc/cpuinfo" &&
+            mount --rbind /dev "$root/dev" && exec chroot "$root" sh -c "cd /src && exec \"\$@\"" sh "$@"' sh "$dir" "$@"
+}
+
+# test_one DIR CPU
+test_one() {
+    run_in "$1" "$2" python3 tests/arm64/describe.py
+    run_in "$1" "$2" python3 -m pytest -q --no-header -p no:cacheprovider -o faulthandler_timeout=0 --durations=5 @tests/arm64/tests.txt
+}
+
+# test_all DIR RESULT: both processors side by side; fails if a test failed on one of them.
+test_all() {
+    local dir="$1" result="$2" status=0 first second
+    test_one "$dir" cortex-a76 >"$result.a76" 2>&1 &
+    first=$!
+    test_one "$dir" cortex-a72 >"$result.a72" 2>&1 &
+    second=$!
+    wait "$first" || status=$?
+    wait "$second" || status=$?
+    { cat "$result.a76"; echo; cat "$result.a72"; } >"$result"
+    rm "$result.a76" "$result.a72"
+    cat "$result"
+    return "$status"
+}
+
+main() {
+    [ $# -ge 2 ] || usage
+    need_root
+    local what="$1" dir="$2"
+    shift 2
+    case "$what" in
+    make) make_root "$dir" ;;
+    run) [ $# -ge 2 ] || usage; copy_tree "$dir"; run_in "$dir" "$@" ;;
+    test) [ $# -eq 1 ] || usage; copy_tree "$dir"; test_all "$dir" "$1" ;;
+    *) usage ;;
+    esac
+}
+
+main "$@"
+exit

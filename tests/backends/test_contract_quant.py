@@ -1,0 +1,324 @@
+"""What a quantized pool promises, in the specification and compiled: its error, its bits, its open blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from coded_cases import (
+    MAKERS,
+    before_new,
+    expected,
+    make_backend,
+    random_passes,
+    run,
+    run_all,
+    whole,
+    write,
+)
+from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
+from kvboost_edge.kernels.kv_layout import BIT_PAIRS
+from kvboost_edge.kvcache.block_table import CopyOp
+from paged_cases import Case, make_case, random_rows
+
+PLAIN = AttentionParams(0.2)
+# Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest; scores lose much less.
+OUT_ERROR, LSE_ERROR = 8e-3, 1e-3
+Make = Callable[..., Backend]
+
+
+@pytest.fixture(params=MAKERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=BIT_PAIRS, ids=lambda bits: f"{bits[0]}-{bits[1]}")
+def bits(request: pytest.FixtureRequest) -> tuple[int, int]:
+    pair: tuple[int, int] = request.param
+    return pair
+
+
+@pytest.fixture
+def make(name: str) -> Iterator[Make]:
+    made: list[Backend] = []
+
+    def call(case: Case, bits: tuple[int, int] = (8, 4), num_open: int = 17) -> Backend:
+        made.append(make_backend(name, case, bits, num_open=num_open))
+        return made[-1]
+
+    yield call
+    for backend in made:
+        backend.close()
+
+
+def small_case(seed: int, lengths: tuple[tuple[int, int], ...], *, dim: int = 24, size: int = 16) -> Case:
+    rng = np.random.default_rng(seed)
+    return make_case(rng, lengths, kv_heads=2, per_group=3, dim=dim, block_size=size)
+
+
+def assert_near(got: tuple[np.ndarray, np.ndarray], wanted: tuple[np.ndarray, np.ndarray]) -> None:
+    assert np.linalg.norm(got[0] - wanted[0]) <= OUT_ERROR * np.linalg.norm(wanted[0])
+    np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=LSE_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("dim", "size", "params"),
+    [
+        (16, 16, AttentionParams(0.3)),
+        (24, 32, AttentionParams(0.2, window=50, sinks=np.arange(6, dtype=np.float32))),
+        (64, 16, AttentionParams(0.125, softcap=3.0)),
+        (80, 64, AttentionParams(0.1, window=17)),
+        (128, 16, AttentionParams(0.09, window=600, softcap=20.0, sinks=np.zeros(6, np.float32))),
+        (20, 16, AttentionParams(0.2, window=1)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_attention_over_what_the_blocks_decode_to(
+    make: Make, bits: tuple[int, int], dim: int, size: int, params: AttentionParams
+) -> None:
+    case = small_case(dim, ((1, 30), (5, 100), (3, 540), (20, 20)), dim=dim, size=size)
+    backend = make(case, bits)
+    write(backend, case, before_new(case))
+    assert_near(run(backend, case, case.spans, params), expected(case, case.spans, params, bits))
+
+
+def test_any_chunking_gives_the_same_bits(make: Make, bits: tuple[int, int]) -> None:
+    case = small_case(1, ((1, 49), (1, 70), (1, 16)))
+    params = AttentionParams(0.3, window=40)
+    at_once = run_all(make(case, bits), case, [whole(case)], params)
+    one_by_one = [[(s, at, at + 1) for s, (_, total) in enumerate(case.lengths) if at < total] for at in range(70)]
+    for passes in (one_by_one, random_passes(np.random.default_rng(2), case, 20)):
+        backend = make(case, bits)
+        for mine, plain in zip(run_all(backend, case, passes, params), at_once, strict=True):
+            np.testing.assert_array_equal(mine[0], plain[0])
+            np.testing.assert_array_equal(mine[1], plain[1])
+
+
+def test_full_blocks_hold_the_same_bytes_however_they_were_filled(make: Make, bits: tuple[int, int]) -> None:
+    case = small_case(3, ((1, 48),))
+    ids = case.tables[0, :3].tolist()
+    sums = []
+    for cuts in ((0, 48), (0, 5, 16, 31, 48), (0, 1, 33, 34, 48)):
+        backend = make(case, bits)
+        for start, stop in itertools.pairwise(cuts):
+            write(backend, case, [(0, start, stop)])
+        sums.append(backend.checksum_blocks(ids))
+    assert sums[0] == sums[1] == sums[2]
+
+
+def test_a_checksum_notices_one_element_of_a_full_and_of_an_open_block(make: Make) -> None:
+    case = small_case(4, ((1, 20),))
+    sums = []
+    for change in ((0, 0), (15, 0), (0, 19)):
+        other = dataclasses.replace(case, keys=[case.keys[0].copy()], values=[case.values[0].copy()])
+        other.keys[0][change[0], 1, 23] += 10 * (change[0] > 0)
+        other.values[0][change[1], 1, 23] += 10 * (change[1] > 0)
+        backend = make(other)
+        write(backend, other, [(0, 0, 20)])
+        sums.append(backend.checksum_blocks(case.tables[0, :2].tolist()))
+    assert sums[1][0] != sums[0][0]
+    assert sums[1][1] == sums[0][1]
+    assert sums[2][1] != sums[0][1]
+    assert sums[2][0] == sums[0][0]
+
+
+def test_a_fork_of_an_open_block_goes_its_own_way(make: Make) -> None:
+    """Two sequences share a full and an open block; the open one is copied and both write on."""
+    parent = small_case(5, ((1, 25),))
+    tail = int(parent.tables[0, 1])
+    unused = (set(range(5)) - set(parent.tables[0].tolist())).pop()
+    rng = np.random.default_rng(6)
+    tables = np.array([[parent.tables[0, 0], block, -1] for block in (tail, unused)], np.int32)
+    grown = {
+        field: [np.concatenate([getattr(parent, field)[0], random_rows(rng, 7, heads, 24)]) for _ in range(2)]
+        for field, heads in (("queries", 6), ("keys", 2), ("values", 2))
+    }
+    both = dataclasses.replace(parent, lengths=((7, 32), (7, 32)), tables=tables, **grown)
+    backend = make(parent)
+    write(backend, parent, [(0, 0, 25)])
+    backend.copy_blocks([CopyOp(tail, unused)])
+    assert backend.checksum_blocks([tail]) == backend.checksum_blocks([unused])
+    got = run(backend, both, both.spans, PLAIN)
+    assert_near(got, expected(both, both.spans, PLAIN, (8, 4)))
+    for sequence in range(2):
+        alone = make(dataclasses.replace(parent, lengths=((7, 32),)))
+        lone = dataclasses.replace(
+            both, lengths=((7, 32),), **{field: [arrays[sequence]] for field, arrays in grown.items()}
+        )
+        write(alone, lone, [(0, 0, 25)])
+        rows = slice(7 * sequence, 7 * sequence + 7)
+        np.testing.assert_array_equal(run(alone, lone, lone.spans, PLAIN)[0], got[0][rows])
+
+
+def test_a_copy_of_a_full_block_serves_as_well(make: Make) -> None:
+    case = small_case(7, ((1, 33),))
+    backend = make(case)
+    write(backend, case, [(0, 0, 32)])
+    before = run(backend, case, case.spans, PLAIN)
+    spare = (set(range(6)) - set(case.tables[0].tolist())).pop()
+    backend.copy_blocks([CopyOp(int(case.tables[0, 1]), spare)])
+    moved = dataclasses.replace(case, tables=case.tables.copy())
+    moved.tables[0, 1] = spare
+    after = run(backend, moved, case.spans, PLAIN)
+    np.testing.assert_array_equal(after[0], before[0])
+
+
+def test_what_lies_outside_the_window_or_beyond_the_end_is_never_read(make: Make, bits: tuple[int, int]) -> None:
+    params = AttentionParams(0.3, window=20)
+    case = small_case(8, ((1, 100), (9, 200)))
+    wanted = make(case, bits)
+    write(wanted, case, before_new(case))
+    plain = run(wanted, case, case.spans, params)
+    backend = make(case, bits)
+    write(backend, case, before_new(case))
+    for sequence, start, _ in case.spans:
+        unseen = (start - 19) // 16
+        backend.poison_blocks(case.tables[sequence, :unseen].tolist())
+        case.tables[sequence, :unseen] = backend.num_blocks - 1
+    np.testing.assert_array_equal(run(backend, case, case.spans, params)[0], plain[0])
+
+
+def test_poison_shows_where_it_is_read_and_nowhere_else(make: Make, bits: tuple[int, int]) -> None:
+    case = small_case(9, ((1, 40), (1, 40)))
+    for block in (1, 2):
+        backend = make(case, bits)
+        write(backend, case, before_new(case))
+        others = case.tables[1, :3].tolist()
+        before = backend.checksum_blocks(others)
+        backend.poison_blocks([int(case.tables[0, block])])
+        assert backend.checksum_blocks(others) == before
+        out, lse = run(backend, case, case.spans, PLAIN)
+        assert np.isnan(out[0]).all()
+        assert np.isnan(lse[0]).all()
+        assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("half", ["keys", "values"])
+def test_what_is_not_finite_shows(make: Make, bits: tuple[int, int], half: str) -> None:
+    for broken in (np.nan, np.inf, 1e6):
+        case = small_case(10, ((1, 18),))
+        getattr(case, half)[0][3, 1, 5] = broken
+        backend = make(case, bits)
+        write(backend, case, before_new(case))
+        out, _ = run(backend, case, case.spans, PLAIN)
+        assert not np.isfinite(out[0, 3:]).any() if half == "keys" else not np.isfinite(out[0, 3:, 5]).any()
+        assert np.isfinite(out[0, :3]).all()
+
+
+def test_too_many_open_blocks_are_refused_until_some_are_released(make: Make) -> None:
+    case = small_case(11, ((5, 5), (20, 20), (3, 3)))
+    backend = make(case, num_open=2)
+    write(backend, case, [(0, 0, 5), (1, 0, 20)])
+    with pytest.raises(CapacityError, match=r"3 blocks .* num_open=2"):
+        write(backend, case, [(2, 0, 3)])
+    with pytest.raises(CapacityError, match="num_open=2"):
+        backend.copy_blocks([CopyOp(int(case.tables[0, 0]), int(case.tables[2, 0]))])
+    backend.release_blocks([int(case.tables[0, 0]), int(case.tables[1, 0])])
+    write(backend, case, [(2, 0, 3)])
+    with pytest.raises(ConfigError, match=r"offset 5 on, but it is not open"):
+        backend.prepare(case.layout([(0, 5, 6)]))
+
+
+def test_a_filled_block_gives_its_buffer_back_in_the_same_pass(make: Make) -> None:
+    """One buffer is enough for a sequence that fills one block and begins the next."""
+    case = small_case(12, ((1, 70),))
+    backend = make(case, num_open=1)
+    wanted = run_all(make(case), case, [whole(case)], PLAIN)
+    got = run_all(backend, case, [[(0, 0, 10)], [(0, 10, 20)], [(0, 20, 64)], [(0, 64, 70)]], PLAIN)
+    np.testing.assert_array_equal(got[0][0], wanted[0][0])
+
+
+def test_blocks_may_be_begun_again_without_a_release(make: Make) -> None:
+    case = small_case(13, ((1, 24),))
+    backend = make(case, num_open=1)
+    write(backend, case, [(0, 0, 10)])
+    got = run(backend, case, [(0, 0, 24)], PLAIN)
+    np.testing.assert_array_equal(got[0], run(make(case), case, [(0, 0, 24)], PLAIN)[0])
+
+
+def test_layouts_that_break_the_order_of_writing_are_refused(make: Make) -> None:
+    case = small_case(14, ((5, 40), (5, 40)))
+    backend = make(case)
+    with pytest.raises(ConfigError, match=r"offset 3 on, but it is not open.*block_size=16"):
+        backend.prepare(case.layout([(0, 35, 40)]))
+    layout = case.layout([(0, 32, 36)])
+    layout.slot_mapping[2] += 1
+    with pytest.raises(ConfigError, match=r"token 2 of the batch has slot"):
+        backend.prepare(layout)
+    shared = dataclasses.replace(case, tables=np.stack([case.tables[0], case.tables[0]]))
+    with pytest.raises(ConfigError, match="written by two sequences"):
+        backend.prepare(shared.layout([(0, 0, 5), (1, 0, 5)]))
+
+
+def test_layers_of_different_shapes_keep_apart(name: str) -> None:
+    cases = [small_case(15, ((3, 37),)), small_case(16, ((3, 37),)), small_case(17, ((3, 37),), dim=64)]
+    spec = KVSpec((LayerKVSpec(2, 24), LayerKVSpec(2, 24), LayerKVSpec(2, 64)), 16, "float16", (8, 8))
+    backend = MAKERS[name](spec, 6, num_open=2)
+    for case in cases:
+        case.tables[:] = cases[0].tables
+    for spans in ([(0, 0, 34)], [(0, 34, 37)]):
+        batch = backend.prepare(cases[0].layout(spans))
+        for layer, case in enumerate(cases):
+            backend.write_kv(layer, case.rows(case.keys, spans), case.rows(case.values, spans), batch)
+    for layer, case in enumerate(cases):
+        got = backend.attention(layer, case.rows(case.queries, case.spans), batch, PLAIN)
+        assert_near(got, expected(case, case.spans, PLAIN, (8, 8)))
+    backend.close()
+
+
+def test_bytes_of_pool_and_open_blocks(name: str) -> None:
+    """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per token."""
+    layer = LayerKVSpec(2, 64)
+    keys = {8: 16 * 64 + 2 * 64 + 64, 4: 16 * 32 + 2 * 64 + 64}
+    values = {8: 16 * 64 + 2 * 32, 4: 16 * 32 + 2 * 32}  # a line of 64 bytes holds the scales either way
+    for k_bits, v_bits in BIT_PAIRS:
+        spec = KVSpec((layer,) * 3, 16, "float16", (k_bits, v_bits))
+        assert spec.bytes_per_block == 3 * 2 * (keys[k_bits] + values[v_bits])
+        assert spec.bytes_per_open_block == 3 * 2 * 2 * 64 * 16 * 2
+        backend = MAKERS[name](spec, 5, num_open=4)
+        assert backend.pool_bytes == 5 * spec.bytes_per_block + 4 * spec.bytes_per_open_block
+        backend.close()
+    assert KVSpec((layer,), 16, "float16").bytes_per_open_block == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "more", "message"),
+    [
+        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (16, 8)), {}, r"KV bits \(16, 8\)"),
+        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (8, 2)), {}, r"KV bits \(8, 2\)"),
+        (KVSpec((LayerKVSpec(2, 16),), 16, "float32", (8, 8)), {}, "'float32'.*'float16'"),
+        (KVSpec((LayerKVSpec(2, 16),), 16, "float16", (8, 8)), {"num_open": 0}, "num_open=0"),
+    ],
+)
+def test_pools_that_make_no_sense_are_refused(name: str, spec: KVSpec, more: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MAKERS[name](spec, 4, **more)
+
+
+def test_torch_refuses_by_name() -> None:
+    from kvboost_edge.backends.torch_backend import TorchBackend
+
+    with pytest.raises(BackendUnavailable, match=r"'torch'.*\(8, 8\).*kv_cache_bits"):
+        TorchBackend(KVSpec((LayerKVSpec(2, 16),), 16, "float16", (8, 8)), 4)
+
+
+def _release_where_nothing_is_open(maker: Callable[..., Backend]) -> None:
+    backend = maker(KVSpec((LayerKVSpec(2, 16),), 16, "float32"), 4)
+    backend.release_blocks([0, 3])
+    backend.close()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_releasing_is_nothing_where_nothing_is_open(name: str) -> None:
+    _release_where_nothing_is_open(MAKERS[name])
+
+
+def test_releasing_is_nothing_in_the_torch_backend() -> None:
+    from kvboost_edge.backends.torch_backend import TorchBackend
+
+    _release_where_nothing_is_open(TorchBackend)

@@ -1,0 +1,135 @@
+"""`eval`: perplexity against a direct computation, and the distance between two forms of one model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge.cli.app import run
+from kvboost_edge.cli.evaluate import parse_against
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.perplexity import score_text
+from kvboost_edge.errors import ConfigError, RequestError
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 5
+SMALL = ("-o", "num_blocks=64", "-o", "num_threads=1")
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return (
+        wide - wide.max(-1, keepdims=True) - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    )
+
+
+def expected_perplexity(engine: CPUPagedEngine, ids: list[int], window: int) -> float:
+    """Every window whole, each token taken from the first window that holds it."""
+    total, first, scored = 0.0, 0, 1
+    while scored < len(ids):
+        piece = ids[first : first + window]
+        logs = log_softmax(engine.logits(piece))
+        for at in range(scored - first, len(piece)):
+            total -= logs[at - 1, piece[at]]
+        scored = first + len(piece)
+        first = scored - window // 2
+    return math.exp(total / (len(ids) - 1))
+
+
+@pytest.mark.parametrize("window", [4, 5, 64, 100, 511])
+def test_perplexity_is_that_of_the_windows(tiny_engine: CPUPagedEngine, window: int) -> None:
+    ids = tiny_engine.tokenizer.encode(TEXT)
+    seen: list[tuple[int, int]] = []
+    score = score_text(tiny_engine, ids, window=window, progress=lambda done, total: seen.append((done, total)))
+    assert score.perplexity == pytest.approx(expected_perplexity(tiny_engine, ids, window), rel=1e-6)
+    assert (score.tokens, score.scored_tokens, score.difference) == (len(ids), len(ids) - 1, None)
+    assert seen[-1] == (len(ids) - 1, len(ids) - 1)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_differences_to_another_form(tiny_model_dir: Path) -> None:
+    options: dict[str, Any] = {"num_blocks": 64, "num_threads": 1}
+    with (
+        CPUPagedEngine.from_pretrained(tiny_model_dir, weights="f32", **options) as one,
+        CPUPagedEngine.from_pretrained(tiny_model_dir, weights="int8", **options) as other,
+    ):
+        ids = one.tokenizer.encode(TEXT)[:60]
+        same = score_text(one, ids, window=64, against=one).difference
+        assert same is not None
+        assert (same.mean_kl, same.max_kl, same.top1_agreement) == (0.0, 0.0, 1.0)
+        score = score_text(one, ids, window=64, against=other)
+        p, q = log_softmax(one.logits(ids))[:-1], log_softmax(other.logits(ids))[:-1]
+        kl = (np.exp(p) * (p - q)).sum(-1)
+        assert score.difference is not None
+        assert score.difference.mean_kl == pytest.approx(kl.mean(), rel=1e-6)
+        assert score.difference.max_kl == pytest.approx(kl.max(), rel=1e-6)
+        assert score.difference.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
+        assert score.difference.perplexity == pytest.approx(score_text(other, ids, window=64).perplexity)
+        assert score.difference.mean_kl > 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "window", "message"), [([1], 16, "1 tokens"), ([1, 2], 3, "window=3"), ([1, 2], 513, "4..512")]
+)
+def test_what_cannot_be_scored(tiny_engine: CPUPagedEngine, ids: list[int], window: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        score_text(tiny_engine, ids, window=window)
+
+
+def test_against_takes_several_options_and_pairs() -> None:
+    assert parse_against("weights=int8,kv_cache_bits=8,4") == {"weights": "int8", "kv_cache_bits": (8, 4)}
+    assert parse_against("kv_cache_bits=8,num_threads=2") == {"kv_cache_bits": 8, "num_threads": 2}
+    for text in ("", "  ", "int8"):
+        with pytest.raises(ConfigError):
+            parse_against(text)
+
+
+def test_eval_prints_a_table_and_json(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT[:150], encoding="utf-8")
+    argv = ["eval", str(file), "-m", str(tiny_model_dir), "--window", "64", *SMALL]
+    against = ["--against", "kv_cache_bits=8,4", "--against", "weights=int4"]
+    assert run([*argv, *against]) == 0
+    shown = capsys.readouterr().out
+    for text in ("int8 weights", "kv_cache_bits=8,4", "weights=int4", "150 tokens", "mean KL", "%"):
+        assert text in shown
+    assert run([*argv, *against, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert [score["against"] for score in scores] == ["kv_cache_bits=8,4", "weights=int4"]
+    assert scores[0]["perplexity"] == scores[1]["perplexity"]
+    assert 0 < scores[0]["difference"]["mean_kl"] <= scores[0]["difference"]["max_kl"]
+    assert run([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"][0]["difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "extra", "named"),
+    [
+        (None, [], "cannot be read"),
+        (b"\xff\xfe text", [], "not UTF-8"),
+        (b"", [], "1 tokens"),
+        (b"some text", ["--window", "2"], "window=2"),
+        (b"some text", ["--against", "weights=int3"], "int3"),
+        (b"some text", ["--against", ""], "--against is empty"),
+        (b"some text", ["--against", "no_such=1"], "no_such"),
+    ],
+)
+def test_eval_errors_are_one_line(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    extra: list[str],
+    named: str,
+) -> None:
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert run(["eval", str(file), "-m", str(tiny_model_dir), *SMALL, *extra]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("kvboost-edge: error: ")
+    assert named in error

@@ -1,0 +1,236 @@
+"""`chat --url` against a scripted server: streams, figures, and every way a server can be absent or wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from kvboost_edge.cli.app import run
+from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat
+from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
+
+USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
+
+
+def chunk(text: str | None = None, finish: str | None = None, **more: Any) -> dict[str, Any]:
+    delta = {} if text is None else {"content": text}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}
+
+
+GOOD = [chunk(""), chunk("Hel"), chunk("lo"), chunk(finish="stop"), {"choices": [], "usage": USAGE}, "[DONE]"]
+
+
+class Script:
+    """What the server answers, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.key = ""
+        self.status = 200
+        self.events: list[Any] = GOOD
+        self.raw: bytes | None = None
+        self.models: Any = {"data": [{"id": "a-model"}]}
+        self.bodies: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def server() -> Iterator[Script]:
+    script = Script()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Quiet."""
+
+        def _send(self, status: int, content: bytes, kind: str = "application/json") -> None:
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def _allowed(self) -> bool:
+            if script.key and self.headers["authorization"] != f"Bearer {script.key}":
+                self._send(401, b'{"error": {"message": "Incorrect API key", "type": "invalid_request_error"}}')
+                return False
+            return True
+
+        def do_GET(self) -> None:
+            if self._allowed():
+                answer = script.models if self.path == "/v1/models" else {"cache": {"hit_rate": 0.5}}
+                self._send(200, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        def do_POST(self) -> None:
+            script.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            if not self._allowed():
+                return
+            if script.status != 200:
+                self._send(script.status, json.dumps({"error": {"message": "no such model 'x'"}}).encode())
+                return
+            lines = [e if isinstance(e, str) else json.dumps(e) for e in script.events]
+            stream = "".join(f": comment\n\ndata: {line}\n\n" for line in lines).encode()
+            self._send(200, script.raw if script.raw is not None else stream, "text/event-stream")
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = False
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    script.url = f"http://127.0.0.1:{http.server_address[1]}"
+    yield script
+    http.shutdown()
+    http.server_close()
+    thread.join()
+
+
+def ask(server: Script, **options: Any) -> list[str | RemoteAnswer]:
+    with RemoteChat(server.url, **options) as remote:
+        return list(remote.stream([{"role": "user", "content": "Hi"}], {"max_tokens": 5, "top_k": 3}))
+
+
+def test_an_answer_streams_and_ends_with_its_figures(server: Script) -> None:
+    *pieces, answer = ask(server)
+    assert pieces == ["Hel", "lo"]
+    assert isinstance(answer, RemoteAnswer)
+    assert answer[:5] == ("Hello", "stop", 30, 16, 2)
+    assert 0 < answer.ttft_ms <= answer.total_ms
+    assert "30 prompt tokens, 16 from the cache" in answer.timing_line
+    (body,) = server.bodies
+    assert (body["model"], body["max_tokens"], body["top_k"], body["stream"]) == ("a-model", 5, 3, True)
+    server.url += "/v1/"
+    assert ask(server, model="other")[:2] == ["Hel", "lo"]
+    assert server.bodies[-1]["model"] == "other"
+
+
+def test_figures_that_a_server_does_not_tell_are_left_out(server: Script) -> None:
+    server.events = [chunk("x"), chunk(finish="length"), "[DONE]"]
+    answer = ask(server)[-1]
+    assert isinstance(answer, RemoteAnswer)
+    assert "prompt tokens" not in answer.timing_line
+    assert answer.timing_line.endswith("length")
+
+
+def test_the_key_is_sent_and_a_wrong_one_is_named(server: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "sk-right"
+    assert ask(server, api_key="sk-right")[0] == "Hel"
+    monkeypatch.setenv("KVBOOST_API_KEY", "sk-right")
+    assert ask(server)[0] == "Hel"
+    monkeypatch.delenv("KVBOOST_API_KEY")
+    for key in ("", "sk-wrong"):
+        with pytest.raises(ConfigError, match=r"does not accept the API key .*Incorrect API key.*--api-key") as caught:
+            ask(server, api_key=key)
+        assert not key or key not in str(caught.value)
+
+
+def _unknown_model(server: Script) -> None:
+    server.status = 404
+
+
+def _refusing(server: Script) -> None:
+    server.status = 503
+
+
+def _failing(server: Script) -> None:
+    server.events = [chunk("x"), {"error": {"message": "the engine stopped"}}]
+
+
+def _garbled(server: Script) -> None:
+    server.raw = b"data: {nonsense\n\n"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind", "message"),
+    [
+        (_unknown_model, ConfigError, "does not know the model 'a-model'.*--model"),
+        (_refusing, RequestError, "answered 503"),
+        (_failing, RequestError, "ended the answer: the engine stopped"),
+        (_garbled, RequestError, "no JSON object"),
+    ],
+)
+def test_what_a_server_refuses(
+    server: Script, prepare: Callable[[Script], None], kind: type[Exception], message: str
+) -> None:
+    prepare(server)
+    with pytest.raises(kind, match=message):
+        ask(server)
+
+
+@pytest.mark.parametrize("models", [b"<html>", {"data": []}, [1], {}])
+def test_something_else_at_the_address(server: Script, models: Any) -> None:
+    server.models = models
+    with pytest.raises(RequestError, match="not as an OpenAI-compatible server"):
+        ask(server)
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(BackendUnavailable, match=r"nothing answers at .*kvboost-edge serve"):
+        RemoteChat(f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://[::1"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url"):
+        RemoteChat(url)
+
+
+def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(BackendUnavailable, match=r"install the extra \[server\]"):
+        RemoteChat("http://127.0.0.1:1")
+
+
+def test_a_whole_conversation(
+    server: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/stats\nMore\n/reset\nAgain\n/quit\n"))
+    argv = ["chat", "--url", server.url, "--system", "Be brief.", "-n", "7", "-s", "temperature=0.5", "-s", "stop=END"]
+    assert run(argv) == 0
+    out = capsys.readouterr().out
+    assert out.count("Hello") == 3
+    assert "hit_rate" in out
+    assert out.count("16 from the cache") == 3
+    roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert server.bodies[1]["messages"][2]["content"] == "Hello"
+    assert {"max_tokens": 7, "temperature": 0.5, "stop": ["END"]}.items() <= server.bodies[0].items()
+
+
+def test_a_real_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvboost_edge import CPUPagedEngine
+    from live_servers import ENGINE_OPTIONS, KEYS, serving
+
+    with (
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
+        serving(engine, api_keys=KEYS) as live,
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there, how are you today?\nAnd now?\n/stats\n/quit\n"))
+        assert run(["chat", "--url", live.base_url, "--api-key", KEYS[0], "-n", "8", "-s", "temperature=0"]) == 0
+        out, refused = capsys.readouterr()
+        assert "admin" in refused, "one of several keys sees no figures of all, and the conversation goes on"
+        cached = [int(line.split(" from the cache")[0].split()[-1]) for line in out.splitlines() if "the cache" in line]
+        assert len(cached) == 2
+        assert cached[1] > cached[0]
+        assert run(["chat", "--url", live.base_url, "--api-key", "wrong"]) == 1
+        assert "does not accept the API key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--url", "http://127.0.0.1:1", "-o", "num_blocks=8"], "num_blocks"),
+        (["--url", "http://127.0.0.1:1", "--kv-cache-bits", "8"], "kv_cache_bits"),
+        (["--api-key", "sk-x"], "--api-key"),
+    ],
+)
+def test_options_of_the_other_side_are_refused(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["chat", *argv]) == 1
+    assert named in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The bundled model and the commands need no torch: they run where it cannot be imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = '''
+import io, sys
+
+class Hiding:
+    """A finder that does not find torch and transformers, as where they are not installed."""
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.partition(".")[0] in ("torch", "transformers")
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+sys.stdin = io.StringIO("What is the metal of Worr camera?\\n/stats\\n/quit\\n")
+from kvboost_edge.cli.app import run
+
+small = ["-o", "num_blocks=64"]
+for argv in (
+    ["doctor"],
+    ["inspect", "kvboost-edge/demo"],
+    ["generate", "Hello!", "--chat", "-n", "8", *small],
+    ["generate", "Hello!", "-n", "8", "--kv-cache-bits", "8,4", *small],
+    ["chat", "-n", "8", *small],
+    ["demo"],
+    ["eval", "LICENSE", "--window", "64", "--against", "weights=int4", *small],
+    ["warmup", "-o", "weights=int8", "--kv-cache-bits", "16"],
+):
+    print("==", argv[0], flush=True)
+    assert run(argv) == 0, argv
+assert not {"torch", "transformers"} & set(sys.modules)
+assert run(["generate", "Hello!", "-o", "runner=torch"]) == 1
+'''
+
+
+def test_every_command_runs_where_torch_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
+    assert list(sections) == ["doctor", "inspect", "generate", "chat", "demo", "eval", "warmup"]
+    assert "native" in sections["doctor"]
+    assert "native" in sections["inspect"]
+    assert "from the cache" in sections["chat"]
+    assert "the same tokens" in sections["demo"]
+    assert "perplexity" in sections["eval"]
+    assert "compiled kernels lie in" in " ".join(sections["warmup"].split())
+    assert "8 of 8 answers right" in sections["demo"]
+    assert "needs torch, which is not installed; install the extra [torch]" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,51 @@
+"""What is planned before a model is loaded: memory of the packed weights, packages that loading needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from awq_gptq_files import quantize_dir
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine import build
+from kvboost_edge.engine.model_files import ModelFiles
+from kvboost_edge.errors import BackendUnavailable, CapacityError
+from kvboost_edge.models.families import describe_model
+from kvboost_edge.models.packed_file import load_packed
+from kvboost_edge.models.quantize import pack_plan
+from tiny_checkpoints import save_tiny_checkpoint
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8", "bf16", "f32"])
+def test_weights_are_weighed_as_they_are_packed(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large vocabulary beside few layers: with int4 the embedding and the head stay at 8 bit, and count so."""
+    directory = save_tiny_checkpoint("llama", tmp_path, vocab_size=8000, **WIDE)
+    plan = pack_plan(describe_model(ModelFiles(directory).config), weights)
+    packed = load_packed(directory, plan, weights=weights, cache_dir=tmp_path / "cache")
+    needed = ModelFiles(directory).packed_bytes(weights)
+    assert 0 <= packed.nbytes - needed < 0.01 * needed + 10_000  # the header, and sections at multiples of 64
+    packed.close()
+    monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)
+    with pytest.raises(CapacityError, match="the weights take"):
+        CPUPagedEngine.from_pretrained(directory, weights=weights, num_blocks=8)
+
+
+@pytest.mark.parametrize(("method", "missing"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("gptq", "gptqmodel")])
+def test_a_package_that_the_torch_runner_needs_is_named(
+    method: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_checkpoint("llama", tmp_path, **WIDE)
+    quantize_dir(tmp_path, method, group=128, symmetric=True)
+    found = importlib.util.find_spec
+
+    def find(name: str, *rest: Any) -> Any:
+        return None if name == missing else object() if name in ("gptqmodel", "optimum") else found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    with pytest.raises(BackendUnavailable, match=f"needs {missing}, which is not installed; it reads {method} weights"):
+        CPUPagedEngine.from_pretrained(tmp_path, runner="torch", num_blocks=8)

@@ -1,0 +1,304 @@
+"""What a server asks of the engine: tenants, salts, priorities, deadlines, prompt log probabilities, and its state."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.fake_runner import (
+    Bench,
+    expected_tokens,
+    fake_engine,
+    hold_passes,
+    runner_of,
+    token_logits,
+)
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
+
+PROMPT = list(range(60, 100))
+
+
+@pytest.fixture
+def engine() -> Iterator[CPUPagedEngine]:
+    with fake_engine() as engine:
+        yield engine
+        assert engine.paged_stats()["used_blocks"] == 0
+
+
+def cached(engine: CPUPagedEngine, **terms: Any) -> tuple[int, str]:
+    result = engine.generate(PROMPT, 2, **terms)
+    assert list(result.output_token_ids) == expected_tokens(PROMPT, 2)
+    return result.cached_tokens, result.miss_reason
+
+
+def test_tenants_and_salts_share_nothing(engine: CPUPagedEngine) -> None:
+    """RELIABILITY 18: neither hits nor the reasons of misses tell one tenant what another cached."""
+    for terms in (
+        {},
+        {"tenant": "a"},
+        {"tenant": "b"},
+        {"cache_salt": "a"},
+        {"tenant": "a", "cache_salt": "x"},
+        {"tenant": "a", "cache_salt": "y"},
+        {"tenant": "b", "cache_salt": "x"},
+    ):
+        assert cached(engine, **terms) == (0, "first_seen"), terms
+        assert cached(engine, **terms) == (32, "tail"), terms
+    assert cached(engine, tenant="") == (32, "tail"), "no tenant is the engine's own"
+
+
+def test_warm_is_for_its_tenant(engine: CPUPagedEngine) -> None:
+    assert engine.warm(PROMPT, tenant="a", cache_salt="s").chunks_stored == 2
+    assert cached(engine, tenant="a", cache_salt="s") == (32, "tail")
+    assert cached(engine, tenant="a") == (0, "first_seen")
+
+
+def test_reasons_of_misses() -> None:
+    with fake_engine(num_blocks=6) as engine:
+        assert cached(engine) == (0, "first_seen")
+        engine.generate([7] * 90, 2)
+        assert cached(engine)[1] == "evicted"
+        engine.reset_cache()
+        assert cached(engine) == (0, "evicted"), "a reset drops what was there"
+        assert engine.generate([1, 2, 3], 2).miss_reason == "tail"
+        assert engine.generate([5] * 33, 2).miss_reason == "first_seen"
+        assert engine.generate([5] * 33, 2).miss_reason == "", "only the last token is left"
+        assert engine.generate([5] * 32, 2).miss_reason == ""
+        assert engine.generate(PROMPT, 2, "baseline").miss_reason == "bypassed"
+        assert engine.generate([5] * 33, 2, prompt_logprobs=0).miss_reason == "bypassed"
+
+
+def test_phases_by_name(engine: CPUPagedEngine) -> None:
+    result = engine.generate(PROMPT, 3)
+    parts = (result.tokenize_ms, result.queue_ms, result.lookup_ms, result.load_ms, result.prefill_ms, result.decode_ms)
+    assert sum(parts) == result.total_ms
+    assert all(part >= 0 for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"tenant": 3}, "tenant=3 must be a string"),
+        ({"tenant": "x" * 1025}, "tenant has 1025 characters"),
+        ({"cache_salt": ""}, "cache_salt='' must have"),
+        ({"cache_salt": b"x"}, "cache_salt=b'x' must be a string"),
+        ({"priority": 1.5}, r"priority=1\.5 must be an integer"),
+        ({"priority": True}, "priority=True must be an integer"),
+        ({"priority": 2**31}, r"priority=2147483648 must be in"),
+        ({"deadline": math.nan}, "deadline=nan must be finite"),
+        ({"deadline": math.inf}, "deadline=inf must be finite"),
+        ({"deadline": "soon"}, "deadline='soon' must be a number"),
+        ({"prompt_logprobs": -1}, r"prompt_logprobs=-1 must be in 0\.\.100"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs=101"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_bad_terms(engine: CPUPagedEngine, terms: dict[str, Any], message: str) -> None:
+    for call in (engine.submit, engine.check, engine.stream, lambda p, **o: engine.generate_batch([p], **o)):
+        with pytest.raises(RequestError, match=message):
+            call(PROMPT, **terms)
+
+
+def test_check_raises_what_submit_would_and_holds_nothing(engine: CPUPagedEngine) -> None:
+    assert engine.check(PROMPT, max_new_tokens=5, tenant="a") == 40
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.check([])
+    with pytest.raises(RequestError, match="unknown sampling option"):
+        engine.check(PROMPT, temprature=1)
+    with fake_engine(num_blocks=2) as small, pytest.raises(CapacityError, match="needs 7 blocks"):
+        small.check(PROMPT)
+    assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
+
+
+def test_lower_priority_numbers_run_first() -> None:
+    bench = Bench(64, max_num_seqs=1)
+    order: list[int] = []
+    handles = [bench.submit([i] * 20, 3, priority=p) for i, p in enumerate((0, 5, -1, 5, 0))]
+    while not all(handle.done for handle in handles):
+        bench.step()
+        order += [i for i, handle in enumerate(handles) if handle.done and i not in order]
+    assert order == [2, 0, 4, 1, 3]
+    for i, handle in enumerate(handles):
+        assert list(handle.result(0).output_token_ids) == expected_tokens([i] * 20, 3)
+
+
+def test_the_budget_goes_to_the_lowest_priority_number() -> None:
+    bench = Bench(64, max_batch_tokens=16)
+    slow = bench.submit([1] * 200, 1, priority=1)
+    bench.step()
+    quick = bench.submit([2] * 64, 1, priority=0)
+    for _ in range(4):
+        bench.step()
+    assert quick.done
+    assert not slow.done
+    bench.run()
+
+
+def test_memory_is_taken_from_the_highest_priority_number() -> None:
+    bench = Bench(6, max_num_seqs=2)
+    first, second = bench.submit([1] * 30, 50, priority=1), bench.submit([2] * 30, 50, priority=0)
+    bench.run()
+    assert (first.result(0).preemptions > 0, second.result(0).preemptions) == (True, 0)
+    for token, handle in ((1, first), (2, second)):
+        assert list(handle.result(0).output_token_ids) == expected_tokens([token] * 30, 50)
+
+
+def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go on."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for steps in range(12):
+        bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
+        timed = [bench.submit([i] * 30, 40, deadline=now[0] + 5) for i in range(3)]
+        other = bench.submit([9] * 20, 10, deadline=now[0] + 500)
+        for _ in range(steps):
+            bench.step()
+        assert not any(handle.done for handle in timed)
+        now[0] += 5
+        bench.step()
+        for i, handle in enumerate(timed):
+            result = handle.result(0)
+            assert result.finish_reason == "timeout"
+            assert list(result.output_token_ids) == expected_tokens([i] * 30, result.generated_tokens)
+        bench.run()
+        assert list(other.result(0).output_token_ids) == expected_tokens([9] * 20, 10)
+        assert bench.manager.used_block_count == 0
+        bench.manager.check_invariants([])
+    assert timed[0].result(0).generated_tokens > 0
+
+
+def test_a_deadline_in_the_past_computes_nothing(engine: CPUPagedEngine) -> None:
+    result = engine.generate(PROMPT, 5, deadline=time.monotonic() - 1)
+    assert (result.finish_reason, result.generated_tokens, result.miss_reason) == ("timeout", 0, "not_started")
+    assert runner_of(engine).computed == 0
+
+
+def test_entries_of_ended_requests_do_not_pile_up() -> None:
+    bench = Bench()
+    for _ in range(300):
+        bench.submit([1, 2], 1, deadline=time.monotonic() + 1000)
+        bench.run()
+    assert len(bench.core._deadlines) < 100
+
+
+def logprob(token_ids: list[int], token: int) -> float:
+    logits = token_logits(token_ids).astype(np.float64)
+    return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_prompt_logprobs_are_those_of_the_prompt(budget: int) -> None:
+    """Whatever the cache holds, however the prompt is cut, and though blocks are lost on the way."""
+    prompts = [[i, *range(30 + 9 * i)] for i in range(3)]
+    bench = Bench(6, max_num_seqs=3, max_batch_tokens=budget)
+    for _ in range(2):
+        handles = [bench.submit(prompt, 20, prompt_logprobs=2) for prompt in prompts]
+        bench.run()
+        for prompt, handle in zip(prompts, handles, strict=True):
+            result = handle.result(0)
+            assert list(result.output_token_ids) == expected_tokens(prompt, 20)
+            assert result.cached_tokens == 0
+            entries = result.prompt_logprobs
+            assert entries is not None
+            assert handle.prompt_logprobs == entries
+            assert entries[0] is None
+            assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+            for at, entry in enumerate(entries[1:], 1):
+                assert entry is not None
+                assert entry.logprob == pytest.approx(logprob(prompt[:at], prompt[at]))
+                assert len(entry.top) == 2
+    assert bench.scheduler.num_preemptions > 0
+
+
+def test_prompt_logprobs_do_not_ask_for_many_rows_at_once() -> None:
+    bench = Bench(64, max_batch_tokens=400)
+    rows: list[int] = []
+    bench.runner.on_forward = lambda batch: rows.append(len(batch.logit_rows))
+    bench.submit(list(range(250)), 3, prompt_logprobs=0)
+    bench.run()
+    assert sum(rows) == 252
+    assert max(rows) == 64
+
+
+def test_no_new_tokens_computes_the_prompt_alone(engine: CPUPagedEngine) -> None:
+    result = engine.generate(PROMPT, 0)
+    assert (result.output_token_ids, result.output_text, result.finish_reason) == ((), "", "length")
+    assert engine.generate(PROMPT, 2).cached_tokens == 32
+    scored = engine.generate(PROMPT, 0, prompt_logprobs=0)
+    assert scored.prompt_logprobs is not None
+    assert len(scored.prompt_logprobs) == 40
+    whole = engine.generate([3] * 400, 0)
+    assert (whole.prompt_tokens, whole.generated_tokens) == (400, 0), "the context may be full"
+    with pytest.raises(RequestError, match="401 tokens are more"):
+        engine.generate([3] * 401, 0)
+
+
+def test_counts_of_a_busy_engine() -> None:
+    with fake_engine(max_num_seqs=2) as engine:
+        go = threading.Event()
+        hold_passes(engine, go)
+        handles = [engine.submit([i] * 20, max_new_tokens=4) for i in range(5)]
+        while engine.num_running() < 2:
+            assert engine.is_alive()
+        assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (2, 3, 60)
+        details = engine.block_details()
+        assert [detail.state for detail in details] == engine.block_map()
+        assert sum(detail.refs for detail in details) == sum(detail.state == 2 for detail in details) == 4
+        go.set()
+        for handle in handles:
+            handle.result(30)
+        assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
+
+
+def test_block_details_tell_tokens_and_references() -> None:
+    bench = Bench(8, max_batch_tokens=64)
+    bench.submit(list(range(40)), 8)
+    bench.run()
+    bench.submit(list(range(40)), 8)
+    bench.step()
+    from kvboost_edge.engine.stats import block_details
+
+    details = block_details(bench.parts, bench.scheduler, 100)
+    assert len(details) == 8
+    table = bench.scheduler.running[0].table
+    assert table is not None
+    assert [details[block][1:] for block in table.block_ids] == [(16, 1), (16, 1), (8, 1)]
+    assert len(block_details(bench.parts, bench.scheduler, 3)) == 3
+    bench.run()
+
+
+def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvboost_edge.kvcache.manager import KVCacheManager
+
+    engine = fake_engine()
+    assert engine.is_alive()
+    assert engine.failure() is None
+
+    def corrupt(*args: Any) -> None:
+        raise CacheCorruption("broken on purpose")
+
+    monkeypatch.setattr(KVCacheManager, "commit", corrupt)
+    with pytest.raises(CacheCorruption):
+        engine.generate([1, 2], 2)
+    assert not engine.is_alive()
+    assert isinstance(engine.failure(), CacheCorruption)
+    engine.close()
+    closed = fake_engine()
+    closed.close()
+    assert not closed.is_alive()
+    assert closed.failure() is None
+
+
+def test_equal_requests_share_their_prefill() -> None:
+    bench = Bench(64, max_batch_tokens=64)
+    handles = [bench.submit(list(range(200)), 6, temperature=0.0) for _ in range(8)]
+    bench.run()
+    assert {handle.result(0).output_token_ids for handle in handles} == {tuple(expected_tokens(range(200), 6))}
+    assert bench.runner.computed <= 200 + 7 * 8 + 8 * 5, "full blocks are computed once, the last eight tokens by each"

@@ -1,0 +1,179 @@
+"""GGUF files for tests, written with the `gguf` package from a tiny model directory, as llama.cpp's converters do.
+
+Tensor names come from the package's own tables, so that they are an oracle for ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
+from safetensors.numpy import load_file
+
+__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "write_gguf"]
+
+ARCHS = {
+    "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
+    "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
+}  # fmt: skip
+PERMUTED = ("llama", "mistral", "granite", "smollm3")
+TOKEN_TYPES = gguf.TokenType
+# Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
+K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
+
+
+def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    shape = (heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
+
+
+def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
+    """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
+    config = json.loads((model_dir / "config.json").read_text())
+    model_type = config["model_type"]
+    names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    found = {}
+    for name, tensor in sorted(load_file(model_dir / "model.safetensors").items()):
+        values = tensor.astype(np.float32)
+        if model_type in PERMUTED:
+            if ".q_proj." in name:
+                values = _permute(values, heads)
+            elif ".k_proj." in name:
+                values = _permute(values, kv_heads)
+        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        found[target] = np.ascontiguousarray(values)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
+    return found
+
+
+def _llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    old, factor = rope["original_max_position_embeddings"], rope["factor"]
+    found = []
+    for wavelength in 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim):
+        smooth = np.clip((old / wavelength - low) / (high - low), 0, 1)
+        found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, dtype=np.float32)
+
+
+def _random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Random blocks of a format, about as large as `values`: uint8 [rows, bytes]."""
+    weights, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(values.size)
+    blocks = rng.integers(0, 256, (values.size // weights, nbytes), dtype=np.uint8)
+    halves, largest = K_SCALES[kind.name]
+    for at in halves:
+        blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(values.shape[0], -1)
+
+
+def write_gguf(
+    model_dir: Path,
+    path: Path,
+    *,
+    kind: str | Callable[[str], str] = "F32",
+    tokenizer: bool = True,
+    keys: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
+    of K types are random.
+    `keys`: further metadata of the architecture, {"attention.scale": 0.5}."""
+    config = json.loads((model_dir / "config.json").read_text())
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]])
+    _write_sizes(writer, config)
+    for key, value in (keys or {}).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{writer.arch}.{key}", value)
+    if tokenizer:
+        _write_tokenizer(writer, model_dir, config["vocab_size"])
+    for name, values in gguf_tensors(model_dir).items():
+        chosen = kind if isinstance(kind, str) else kind(name)
+        chosen = "F32" if values.ndim == 1 else chosen
+        number = GGMLQuantizationType[chosen]
+        if values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
+            number = GGMLQuantizationType.F32
+        data = _random_blocks(values, number) if chosen in K_SCALES else quants.quantize(values, number)
+        writer.add_tensor(name, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    heads, model_type = config["num_attention_heads"], config["model_type"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config["rope_parameters"]
+    if model_type == "gemma3_text":
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if model_type in ("gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config["sliding_window"])
+    if model_type == "gemma3_text":
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if model_type == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+
+
+def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
+    """As the converters' `_set_vocab_gpt2`: tokens by id, ids without a token as unused."""
+    state = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [TOKEN_TYPES.UNUSED] * vocab_size
+    for token, index in state["model"]["vocab"].items():
+        tokens[index], types[index] = token, TOKEN_TYPES.NORMAL
+    for token in state["added_tokens"]:
+        tokens[token["id"]] = token["content"]
+        types[token["id"]] = TOKEN_TYPES.CONTROL if token["special"] else TOKEN_TYPES.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = [" ".join(m) if isinstance(m, list) else m for m in state["model"]["merges"]]
+    if merges:
+        writer.add_token_merges(merges)
+    ids = {token: index for index, token in enumerate(tokens)}
+    writer.add_bos_token_id(ids[settings["bos_token"]])
+    writer.add_eos_token_id(ids[settings["eos_token"]])
+    writer.add_pad_token_id(ids[settings["pad_token"]])
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(settings["chat_template"])

@@ -1,0 +1,36 @@
+"""The code that ARM processors get, compiled here: no such machine is needed to read it."""
+
+from __future__ import annotations
+
+import pytest
+from llvmlite import binding, ir
+
+from kvboost_edge.kernels.kv_dot import emit_dot
+from kvboost_edge.kernels.linear_dot import I64, emit_load_bytes
+
+
+def assembly(form: str, cpu: str) -> str:
+    """The dot product of quantized attention, compiled for a processor."""
+    module = ir.Module()
+    module.triple = "aarch64-unknown-linux-gnu"
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), "dot")
+    b = ir.IRBuilder(function.append_basic_block())
+    sums, codes, signs = (emit_load_bytes(b, address) for address in function.args[:3])
+    b.store(emit_dot(b, form, sums, codes, signs), b.inttoptr(function.args[3], ir.PointerType()), align=4)
+    b.ret_void()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(module.triple).create_target_machine(cpu=cpu, opt=3)
+    return str(machine.emit_assembly(binding.parse_assembly(str(module))))
+
+
+@pytest.mark.parametrize("cpu", ["cortex-a76", "neoverse-n1", "apple-m1"])
+def test_attention_uses_dot_products(cpu: str) -> None:
+    """For each of four parts one for the codes, and two that put 128 times the signed bytes back."""
+    assert assembly("neon", cpu).count("sdot") == 12
+
+
+def test_attention_without_dot_products_multiplies_vectors() -> None:
+    code = assembly("plain", "cortex-a72")
+    assert "sdot" not in code
+    assert "mlal" in code or "mull" in code

@@ -1,0 +1,136 @@
+"""What is served of a prompt when full blocks cannot be written into again, and why something was missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+ROOT = root_hash(model_fingerprint="m", kv_format="f")
+BLOCK = 16
+
+
+def compute(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> None:
+    """Compute a prompt to its end and let go of it."""
+    table = manager.open_table(tokens, root)
+    manager.extend(table, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+    manager.free(table)
+    manager.check_invariants([])
+
+
+@pytest.mark.parametrize(
+    ("length", "served", "served_whole"),
+    [(1, 0, 0), (15, 0, 0), (16, 15, 0), (17, 16, 16), (31, 16, 16), (32, 31, 16), (33, 32, 32), (48, 47, 32)],
+)
+def test_whole_blocks_leave_out_the_block_of_the_last_token(length: int, served: int, served_whole: int) -> None:
+    tokens = list(range(length))
+    for whole, expected in ((False, served), (True, served_whole)):
+        manager = KVCacheManager(8, BLOCK, whole_blocks=whole)
+        compute(manager, tokens)
+        assert manager.peek(tokens, ROOT) == expected
+        table = manager.open_table(tokens, ROOT)
+        assert table.num_cached_tokens == table.num_computed_tokens == expected
+        assert manager.extend(table, length) == [] or not whole, "nothing is copied, nothing rewritten"
+        assert manager.cow_copies == 0
+        manager.commit(table, tokens, length)
+        manager.check_invariants([table])
+        manager.free(table)
+        manager.check_invariants([])
+        assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, "all of it is there for longer prompts"
+
+
+def test_whole_blocks_do_not_wait_for_a_block_they_could_not_use() -> None:
+    tokens = list(range(48))
+    manager = KVCacheManager(12, BLOCK, whole_blocks=True)
+    first = manager.open_table(tokens, ROOT)
+    manager.extend(first, 48)
+    assert manager.is_in_flight(manager.awaited_hash(tokens, ROOT))
+    manager.commit(first, tokens, 32)
+    assert manager.awaited_hash(tokens, ROOT) is None, "the third block is the last token's own"
+    assert manager.awaited_hash([*tokens, 1], ROOT) is not None, "which a longer prompt can use"
+    second = manager.open_table(tokens, ROOT)
+    assert second.num_cached_tokens == 32
+    manager.extend(second, 48)
+    manager.commit(first, tokens, 48)
+    third = manager.open_table(tokens, ROOT)
+    assert manager.awaited_hash(tokens, ROOT) is None
+    manager.commit(second, tokens, 48)
+    manager.check_invariants([first, second, third])
+    for table in (third, first, second):
+        manager.free(table)
+    manager.check_invariants([])
+
+
+def reason(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> str:
+    table = manager.open_table(tokens, root)
+    manager.free(table)
+    return table.miss_reason
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_reasons_of_misses(whole: bool) -> None:
+    manager = KVCacheManager(4, BLOCK, whole_blocks=whole)
+    tokens = list(range(40))
+    assert reason(manager, tokens) == "first_seen"
+    assert reason(manager, tokens[:16]) == "first_seen"
+    assert reason(manager, tokens[:15]) == "tail"
+    assert reason(manager, tokens[:1]) == ""
+    compute(manager, tokens)
+    assert reason(manager, tokens) == "tail"
+    assert reason(manager, tokens[:33]) == ""
+    assert reason(manager, tokens[:32]) == ("tail" if whole else "")
+    assert reason(manager, [*tokens[:16], *tokens]) == "first_seen"
+    compute(manager, [9] * 64)
+    assert reason(manager, tokens) == "evicted"
+    compute(manager, tokens)
+    manager.reset()
+    assert reason(manager, tokens) == "evicted"
+
+
+def test_a_tenant_never_learns_that_another_ones_block_was_dropped() -> None:
+    manager = KVCacheManager(4, BLOCK)
+    other = narrowed_root(ROOT, "tenant", "other")
+    compute(manager, list(range(40)), other)
+    compute(manager, [9] * 64)
+    assert reason(manager, list(range(40))) == "first_seen"
+    assert reason(manager, list(range(40)), other) == "evicted"
+
+
+def test_what_was_dropped_is_remembered_for_a_while_only() -> None:
+    manager = KVCacheManager(2, BLOCK)
+    for number in range(20):
+        compute(manager, [number] * 32)
+    assert len(manager._lookup._forgotten) == 4
+    assert reason(manager, [18] * 32) == "evicted"
+    assert reason(manager, [0] * 32) == "first_seen"
+
+
+def test_roots_of_tenants_and_salts_are_all_different() -> None:
+    roots = {
+        ROOT,
+        narrowed_root(ROOT, "tenant", "a"),
+        narrowed_root(ROOT, "cache_salt", "a"),
+        narrowed_root(narrowed_root(ROOT, "tenant", "a"), "cache_salt", "a"),
+        narrowed_root(ROOT, "tenant", "aa"),
+        narrowed_root(ROOT, "tenant", "\udc80"),
+        narrowed_root(root_hash(model_fingerprint="m", kv_format="g"), "tenant", "a"),
+    }
+    assert len(roots) == 7
+    assert all(len(root) == 32 for root in roots)
+
+
+def test_freed_blocks_are_told_once_if_nothing_in_them_can_be_matched() -> None:
+    manager = KVCacheManager(8, BLOCK)
+    tokens = list(range(40))
+    table = manager.open_table(tokens, ROOT)
+    manager.extend(table, 40)
+    manager.commit(table, tokens, 40)
+    fork = manager.fork(table)
+    tail = table.block_ids[2]
+    manager.free(table)
+    assert manager.drain_released() == [], "the fork still holds the tail"
+    manager.free(fork)
+    assert manager.drain_released() == [tail]
+    assert manager.drain_released() == []

@@ -1,0 +1,134 @@
+"""A real server in a thread of this process, for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+__all__ = ["ADMIN_KEY", "ENGINE_OPTIONS", "KEYS", "HeldForward", "LiveServer", "raw_answer", "serving", "wait_until"]
+
+KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
+ADMIN_KEY = "key-of-the-admin"
+ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveServer:
+    """A server that runs in a thread of this process; `state` is what its routes see."""
+
+    host: str
+    port: int
+    engine: Any
+    state: Any
+    server: Any
+    keys: tuple[str, ...] = ()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.keys[0]}"} if self.keys else {}
+
+    def client(self, **options: Any) -> httpx.Client:
+        options.setdefault("headers", self.headers)
+        return httpx.Client(base_url=self.base_url, timeout=30, **options)
+
+    def connect(self, timeout: float = 20.0) -> socket.socket:
+        """A plain socket to the server."""
+        return socket.create_connection((self.host, self.port), timeout=timeout)
+
+    def request_bytes(self, path: str, body: dict[str, Any], *headers: str) -> bytes:
+        """A whole POST request as bytes."""
+        text = json.dumps(body).encode()
+        lines = [f"POST {path} HTTP/1.1", f"Host: {self.host}:{self.port}", "Content-Type: application/json"]
+        lines += [f"Content-Length: {len(text)}", *(f"{name}: {value}" for name, value in self.headers.items())]
+        return "\r\n".join([*lines, *headers, "", ""]).encode() + text
+
+    def idle(self) -> bool:
+        """Nothing is in flight, running, waiting or referenced."""
+        stats = self.engine.paged_stats()
+        admission = self.state.admission
+        figures = (stats["used_blocks"], stats["num_running"], stats["num_waiting"])
+        return not any(figures) and not admission.sequences and not admission.tokens and not admission.tickets
+
+
+class HeldForward:
+    """Holds the model of an engine inside its forward pass until `release()`; `steps` counts passes begun."""
+
+    def __init__(self, engine: Any) -> None:
+        self.steps = 0
+        self._real = engine._core._runner.forward
+        self._gate = threading.Semaphore(0)
+        self._free = False
+        engine._core._runner.forward = self._forward
+
+    def _forward(self, batch: Any) -> Any:
+        self.steps += 1
+        if not self._free:
+            assert self._gate.acquire(timeout=60)
+        return self._real(batch)
+
+    def step(self, count: int = 1) -> None:
+        """Let `count` passes go."""
+        if count:
+            self._gate.release(count)
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        self._free = True
+        self._gate.release(1000)
+
+
+@contextmanager
+def serving(engine: Any, **settings: Any) -> Iterator[LiveServer]:
+    """Serve `engine` in a thread until the block is left; it stays open."""
+    from kvboost_edge.server.app import create_app
+    from kvboost_edge.server.serve import DrainingServer, bind
+    from kvboost_edge.server.settings import ServerSettings
+
+    chosen = ServerSettings(**{"port": 0, "model_name": "kvboost-edge/demo", "max_batch_size": 8, **settings})
+    listener = bind(chosen)
+    host, port = listener.getsockname()[:2]
+    app = create_app(engine, chosen)
+    server = DrainingServer(app, chosen)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server to start")
+        yield LiveServer(host, port, engine, app.state.kv, server, chosen.api_keys)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        listener.close()
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def raw_answer(sock: socket.socket) -> bytes:
+    """Everything the server sends until it closes; the socket's timeout bounds the wait."""
+    received = bytearray()
+    while True:
+        try:
+            data = sock.recv(65536)
+        except ConnectionResetError:
+            return bytes(received)
+        if not data:
+            return bytes(received)
+        received += data
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+    """Poll until `condition()` is true; fail with `what` after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.005)

@@ -1,0 +1,71 @@
+"""A pass in one kernel call gives the bits of the layers called one by one, which the other tests tie to references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.backends.reference import ReferenceBackend
+from kvboost_edge.runners.native.runner import NativeRunner
+from kvboost_edge.runners.native.whole_pass import WholePass
+from paged_driver import PagedDriver
+from tiny_models import save_tiny_model
+
+STEPS = 10  # each sequence fills a block in them that was begun in an earlier pass
+PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((700, 40, 10))]
+
+
+class LayerByLayer(CPUBackend):
+    """Not the backend that a whole pass is made for."""
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "mistral"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    save_tiny_model(request.param, directory)
+    return directory
+
+
+def _logits(
+    directory: Path, backend_type: type[CPUBackend], threads: int, bits: tuple[int, int]
+) -> list[npt.NDArray[np.float32]]:
+    """All logits of a prefill in chunks, then of decode steps of three sequences together."""
+    runner = NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
+    backend = backend_type(runner.info.kv_spec, 64, num_threads=threads)
+    driver = PagedDriver(runner, backend)
+    results = []
+    for prompt in PROMPTS:
+        results.append(driver.prefill(driver.open(prompt), 300))
+    sequences = list(driver.live)
+    for _ in range(STEPS):
+        for sequence in sequences:
+            sequence.token_ids.append(7)
+        results += driver.step([(sequence, 1) for sequence in sequences])
+    runner.close()
+    backend.close()
+    return results
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 4), (8, 4)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_bits_as_layer_by_layer(model_dir: Path, threads: int, bits: tuple[int, int]) -> None:
+    whole = _logits(model_dir, CPUBackend, threads, bits)
+    apart = _logits(model_dir, LayerByLayer, 1, bits)
+    assert len(whole) == len(apart) == 3 * (1 + STEPS)
+    for one, other in zip(whole, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_only_compiled_kernels_qualify(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    for bits in ((16, 16), (8, 8)):
+        runner = NativeRunner.from_dir(tmp_path, weights="int8", kv_bits=bits)
+        spec, params = runner.info.kv_spec, runner._params
+        assert WholePass.of(CPUBackend(spec, 4, num_threads=1), params) is not None
+        assert WholePass.of(LayerByLayer(spec, 4, num_threads=1), params) is None
+        assert WholePass.of(ReferenceBackend(spec, 4), params) is None
+        runner.close()

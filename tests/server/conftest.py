@@ -1,0 +1,47 @@
+"""A real server on a free loopback port with the bundled model, and the app over ASGI with a tiny engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from live_servers import ADMIN_KEY, ENGINE_OPTIONS, KEYS, LiveServer, serving
+
+
+@pytest.fixture(scope="session")
+def demo_engine(isolated_cache: Any) -> Iterator[Any]:
+    """The bundled model; it ran before, because kernels may have to be compiled first."""
+    from kvboost_edge import CPUPagedEngine
+
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine:
+        engine.generate("warm", max_new_tokens=2)
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def live_server(demo_engine: Any) -> Iterator[LiveServer]:
+    """Without API keys."""
+    with serving(demo_engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed_server(demo_engine: Any) -> Iterator[LiveServer]:
+    """With two API keys, which are two tenants, and an admin's."""
+    with serving(demo_engine, api_keys=KEYS, admin_api_keys=(ADMIN_KEY,)) as server:
+        yield server
+
+
+@pytest.fixture
+async def tiny_app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The app over ASGI, no socket; `tiny_app.app` is the application."""
+    from kvboost_edge.server.app import create_app
+    from kvboost_edge.server.settings import ServerSettings
+
+    app = create_app(tiny_engine, ServerSettings(model_name="tiny", max_queue_tokens=1 << 22))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        client.app = app
+        yield client

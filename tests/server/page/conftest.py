@@ -1,0 +1,171 @@
+"""Pages of a browser that note everything unexpected, and a model slow enough to watch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from browser import find_chromium, running_chromium
+
+# Without a browser there is nothing to drive; tests/conftest.py says so in the summary.
+collect_ignore_glob = [] if find_chromium() else ["test_*.py"]
+
+STEP_SECONDS = 0.02
+PATIENCE_SECONDS = 15
+
+
+@dataclasses.dataclass
+class Visit:
+    """A page of the browser with what happened on it. `expected_failures`: parts of console errors that may occur."""
+
+    page: Any
+    origin: str
+    problems: list[str] = dataclasses.field(default_factory=list)
+    foreign: list[str] = dataclasses.field(default_factory=list)
+    expected_failures: tuple[str, ...] = ()
+
+    def listen(self) -> None:
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
+        self.page.on("dialog", self._dialog)
+        self.page.on("request", self._requested)
+        self.page.on("popup", lambda popup: self.problems.append(f"popup: {popup.url}"))
+
+    def ask(self, text: str) -> None:
+        """Type a message and send it with Enter."""
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def answer(self, state: str = "done") -> Any:
+        """The last turn, once its answer ended in `state`."""
+        self.page.locator(".turn:last-child:not(.running)").wait_for()
+        turn = self.page.locator(".turn").last
+        assert turn.get_attribute("class") == f"turn {state}", turn.inner_text()
+        return turn
+
+    def until(self, condition: str) -> None:
+        """Wait for a JavaScript expression to be true. (Playwright's own way to wait uses `eval`, which the page's
+        policy refuses.)"""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"waited {PATIENCE_SECONDS} s for {condition}"
+            self.page.wait_for_timeout(10)
+
+    def module(self, name: str, body: str, argument: Any = None) -> Any:
+        """The value of the JavaScript `body` with `it` the module and `argument` as it is."""
+        script = f"async (argument) => {{ const it = await import('/static/{name}.js'); {body} }}"
+        return self.page.evaluate(script, argument)
+
+    def check(self) -> None:
+        assert not self.foreign, f"requests to other origins: {self.foreign}"
+        unexpected = [text for text in self.problems if not any(part in text for part in self.expected_failures)]
+        assert not unexpected, unexpected
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(f"console: {message.text} ({message.location})")
+
+    def _dialog(self, dialog: Any) -> None:
+        self.problems.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _requested(self, request: Any) -> None:
+        parts = urlsplit(request.url)
+        if f"{parts.scheme}://{parts.netloc}" != self.origin:
+            self.foreign.append(request.url)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with running_chromium() as browser:
+        yield browser
+
+
+@contextmanager
+def opening(chromium: Any) -> Iterator[Callable[..., Visit]]:
+    """`open_page(base_url, **options of the browser's context)`; afterwards nothing unexpected happened."""
+    visits: list[Visit] = []
+
+    def open_page(base_url: str, *, init_script: str = "", **options: Any) -> Visit:
+        context = chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        context.set_default_timeout(PATIENCE_SECONDS * 1000)
+        if init_script:
+            context.add_init_script(init_script)
+        visit = Visit(context.new_page(), base_url)
+        visit.listen()
+        visits.append(visit)
+        visit.page.goto(f"{base_url}/")
+        return visit
+
+    yield open_page
+    for visit in visits:
+        visit.page.context.close()
+    for visit in visits:
+        visit.check()
+
+
+@pytest.fixture
+def visiting(chromium: Any) -> Iterator[Callable[..., Visit]]:
+    with opening(chromium) as open_page:
+        yield open_page
+
+
+@pytest.fixture
+def visit(visiting: Callable[..., Visit], live_server: Any) -> Visit:
+    """The page of the server without keys, its first figures read."""
+    visit = visiting(live_server.base_url)
+    visit.page.locator("#live-state", has_text="live").wait_for()
+    return visit
+
+
+@pytest.fixture(scope="module")
+def modules(chromium: Any, live_server: Any) -> Iterator[Visit]:
+    """One page for all tests of a module that only call functions of the scripts."""
+    with opening(chromium) as open_page:
+        yield open_page(live_server.base_url)
+
+
+@pytest.fixture
+def slow_model(demo_engine: Any) -> Callable[[], AbstractContextManager[None]]:
+    """In `with slow_model():` each step takes a moment and no answer ends before its limit of tokens."""
+
+    @contextmanager
+    def slowed() -> Iterator[None]:
+        runner = demo_engine._parts.runner
+        forward = runner.forward
+
+        def slow_forward(batch: Any) -> Any:
+            time.sleep(STEP_SECONDS)
+            logits = forward(batch).copy()
+            logits[:, 2] = -1e9  # the end of an answer
+            return logits
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner, "forward", slow_forward)
+            yield
+
+    return slowed
+
+
+@pytest.fixture
+def answering() -> Callable[..., None]:
+    """`answering(visit, text, ...)`: the server's answers to chat requests, one streamed piece per text."""
+
+    def install(visit: Visit, *pieces: str, **last: Any) -> None:
+        chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in (*chunks, {"choices": [], **last})]
+        body = "".join(lines) + "data: [DONE]\n\n"
+        visit.page.unroute("**/v1/chat/completions")
+        visit.page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+        )
+
+    return install

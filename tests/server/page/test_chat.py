@@ -1,0 +1,275 @@
+"""Talking to the bundled model through the page."""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from live_servers import serving
+
+QUESTION = "Doc 3.\nThe pet of Main Zorgo is hen. The code of Main Zorgo is 2818.\n\nWhat is the pet of Main Zorgo?"
+SYSTEM = "Doc 3.\n" + "The mayor of North Romin is Dorna. The mine of North Romin is nickel. " * 8
+LENGTH = "document.querySelector('.turn:last-child .answer-body').textContent.length"
+
+
+def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_server):
+    _settings(visit, system=SYSTEM, temperature="0", max_tokens="24")
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    with live_server.client() as client:
+        body = {"model": "kvboost-edge/demo", "messages": messages, "temperature": 0, "max_tokens": 24}
+        told = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)][1]
+    visit.ask(QUESTION)
+    turn = visit.answer()
+    expect(turn.locator(".answer-body")).to_have_text(told["choices"][0]["message"]["content"].strip())
+    usage = told["usage"]  # of the same prompt when all of it that can be cached was
+    cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+    assert cached > 0
+    figures = turn.locator(".figures").inner_text()
+    assert f"{cached} of {prompt} prompt tokens ({100 * cached / prompt:.0f} %)" in figures
+    assert "first token" in figures
+    assert "tok/s" in figures
+    assert f"{usage['completion_tokens']} token" in figures
+    expect(visit.page.locator("#status")).to_contain_text("Answer complete")
+
+
+def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_model):
+    _settings(visit, max_tokens="40")
+    with slow_model():
+        visit.ask(QUESTION)
+        turn = visit.page.locator(".turn.running")
+        expect(turn.locator(".answer")).to_have_attribute("aria-busy", "true")
+        lengths = set()
+        for _ in range(4):
+            visit.until(f"{LENGTH} > {max(lengths, default=0)}")
+            lengths.add(visit.page.evaluate(LENGTH))
+        assert len(lengths) == 4
+        assert turn.locator(".figures").count() == 0
+        done = visit.answer()
+    assert done.locator(".answer").get_attribute("aria-busy") is None
+    assert "40 tokens" in done.locator(".figures").inner_text()
+    assert "cut at max tokens" in done.locator(".figures").inner_text()
+
+
+def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_engine):
+    _settings(visit, max_tokens="800")
+    with slow_model():
+        for stop in (lambda: visit.page.click("#stop"), lambda: visit.page.keyboard.press("Escape")):
+            visit.ask(QUESTION)
+            visit.until(f"{LENGTH} > 8")
+            expect(visit.page.locator("#running")).to_have_text("1")
+            assert demo_engine.num_running() == 1
+            stop()
+            turn = visit.answer("stopped")
+            kept = turn.locator(".answer-body").inner_text()
+            assert len(kept) > 8
+            expect(visit.page.locator("#running")).to_have_text("0")
+            expect(visit.page.locator("#count-used")).to_have_text("0")
+            assert demo_engine.num_running() == 0
+            expect(turn.locator(".flag")).to_have_text("stopped")
+            assert turn.locator(".answer-body").inner_text() == kept
+            expect(visit.page.locator("#send")).to_be_visible()
+            assert visit.page.evaluate("document.activeElement.id") == "prompt"
+
+
+def test_the_settings_are_what_is_sent(visit):
+    _settings(visit, system="Be brief.", temperature="0.7", top_p="0,9", top_k="40", max_tokens="3", seed="12")
+    sent = _sent(visit, "Hello")
+    assert sent == {
+        "model": "kvboost-edge/demo",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 3, "seed": 12,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    answer = visit.answer().locator(".answer-body").inner_text()
+    visit.page.get_by_role("button", name="Regenerate").click()  # the same seed gives the same answer
+    visit.until("document.querySelectorAll('.turn.done').length === 1")
+    assert visit.answer().locator(".answer-body").inner_text() == answer
+    visit.page.reload()
+    assert visit.page.input_value("#seed") == "12"
+    visit.page.click("nav [data-view=settings]")
+    visit.page.get_by_role("button", name="Reset settings").click()
+    assert [visit.page.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == ["", "", ""]
+
+
+def test_a_wrong_setting_is_not_sent(visit):
+    _settings(visit, top_p="7")
+    assert visit.page.get_attribute("#top_p", "aria-invalid") == "true"
+    visit.page.click("nav [data-view=live]")
+    visit.ask("Hello")
+    assert visit.page.locator(".turn").count() == 0
+    assert visit.page.input_value("#prompt") == "Hello"
+    assert visit.page.evaluate("document.activeElement.id") == "top_p"
+    expect(visit.page.locator("#top_p-error")).to_have_text("Top p goes above 0 to 1.")
+
+
+def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
+    _settings(visit, max_tokens="4", temperature="0")
+    _sent(visit, "First")
+    first = visit.answer().locator(".answer-body").inner_text()
+    assert [message["role"] for message in _sent(visit, "Second")["messages"]] == ["user", "assistant", "user"]
+    visit.answer()
+    assert visit.page.locator(".actions").count() == 1
+    visit.page.get_by_role("button", name="Edit the last message").click()
+    assert visit.page.input_value("#prompt") == "Second"
+    assert visit.page.locator(".turn").count() == 1
+    third = _sent(visit, "Third")["messages"]
+    assert [message["content"].strip() for message in third] == ["First", first.strip(), "Third"]
+    visit.answer()
+    visit.page.click("#new-chat")
+    assert visit.page.locator(".turn").count() == 0
+    expect(visit.page.locator("#empty")).to_be_visible()
+    assert len(_sent(visit, "Fresh")["messages"]) == 1
+    visit.answer()
+
+
+def test_a_new_chat_ends_the_answer_under_way(visit, slow_model, demo_engine):
+    _settings(visit, max_tokens="800")
+    with slow_model():
+        visit.ask("One")
+        visit.until(f"{LENGTH} > 0")
+        visit.page.click("#new-chat")
+        _settings(visit, max_tokens="5")
+        visit.ask("Two")
+        visit.answer()
+        expect(visit.page.locator("#running")).to_have_text("0")
+    assert visit.page.locator(".turn").count() == 1
+    assert demo_engine.num_running() == 0
+
+
+def test_copy_gives_the_answer(visit, answering):
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
+    visit.ask("Hello")
+    turn = visit.answer()
+    turn.get_by_role("button", name="Copy answer").click()
+    expect(turn.get_by_role("button", name="Copy answer")).to_have_text("Copied")
+    assert visit.page.evaluate("navigator.clipboard.readText()") == "one\n```py\nx = 1\ny = 2\n```\nend"
+    turn.get_by_role("button", name="Copy code").click()
+    expect(turn.get_by_role("button", name="Copy code")).to_have_text("Copied")
+    assert visit.page.evaluate("navigator.clipboard.readText()") == "x = 1\ny = 2"
+
+
+def test_a_key_is_asked_for_kept_in_the_tab_and_sent_in_the_header_only(visiting, keyed_server):
+    visit = visiting(keyed_server.base_url)
+    visit.expected_failures = ("401", "403")
+    expect(visit.page.locator("#model")).to_have_text("API key needed")
+    expect(visit.page.locator("#live-state")).to_have_text("API key needed")
+    _settings(visit, api_key="wrong", max_tokens="4")
+    visit.ask("Hello")
+    error = visit.answer("failed").locator(".error")
+    expect(error).to_contain_text("The server does not accept the API key.")
+    expect(error.locator("code")).not_to_be_empty()  # the request's id
+    _settings(visit, api_key=keyed_server.keys[0])
+    visit.page.press("#api-key", "Tab")
+    expect(visit.page.locator("#model")).to_have_text("kvboost-edge/demo")
+    visit.page.click("nav [data-view=live]")
+    expect(visit.page.locator("#live-state")).to_have_text("admin key needed")  # the pool is shared by several keys
+    with visit.page.expect_request("**/v1/chat/completions") as seen:
+        visit.page.get_by_role("button", name="Try again").click()
+    visit.answer()
+    assert seen.value.headers["authorization"] == f"Bearer {keyed_server.keys[0]}"
+    assert keyed_server.keys[0] not in seen.value.url + visit.page.url + seen.value.post_data
+    stored = visit.page.evaluate(
+        "[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]"
+    )
+    assert keyed_server.keys[0] in stored[0]
+    assert keyed_server.keys[0] not in stored[1] + stored[2]
+
+
+def test_what_the_server_refuses_is_said_in_words(visit):
+    visit.expected_failures = ("400",)
+    _settings(visit, max_tokens="16777216")
+    visit.ask("Hello")
+    turn = visit.answer("failed")
+    expect(turn.locator(".error")).to_contain_text("16777216")  # the server's own message names the value
+    with visit.page.expect_response("**/v1/chat/completions") as seen:
+        turn.get_by_role("button", name="Try again").click()
+    visit.answer("failed")
+    expect(visit.page.locator(".turn").last.locator(".error code")).to_have_text(seen.value.headers["x-request-id"])
+
+
+def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
+    body = (
+        'data: {"choices": [{"delta": {"content": "half an "}}]}\n\n'
+        'data: {"error": {"message": "too slow", "code": "deadline_exceeded"}}\n\n'
+    )
+    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    visit.ask("Hello")
+    turn = visit.answer("failed")
+    expect(turn.locator(".answer-body")).to_have_text("half an")
+    expect(turn.locator(".error")).to_contain_text("The server's time limit for a request is over.")
+    expect(turn.locator(".error")).to_contain_text("too slow")
+
+
+def test_a_server_that_goes_away_is_noticed(visiting, demo_engine, slow_model):
+    with serving(demo_engine, drain_seconds=0.0) as server:
+        visit = visiting(server.base_url)
+        visit.expected_failures = ("ERR_",)
+        _settings(visit, max_tokens="800")
+        with slow_model():
+            visit.ask(QUESTION)
+            visit.until(f"{LENGTH} > 8")
+            server.server.should_exit = True
+            turn = visit.answer("failed")
+    assert len(turn.locator(".answer-body").inner_text()) > 8
+    expect(turn.locator(".error")).not_to_be_empty()
+    visit.ask("Anybody there?")
+    expect(visit.answer("failed").locator(".error")).to_contain_text("The server cannot be reached.")
+    visit.page.click("nav [data-view=live]")
+    expect(visit.page.locator("#live-state")).to_have_text("not reachable, retrying")
+
+
+def test_the_keyboard_is_enough(visit):
+    page = visit.page
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.input_value("#prompt") == "one\ntwo"
+    _settings(visit, max_tokens="2")
+    page.focus("#prompt")
+    page.keyboard.press("Enter")
+    expect(visit.answer().locator(".question")).to_have_text("one\ntwo")
+    assert page.input_value("#prompt") == ""
+    page.keyboard.press("Enter")  # nothing to send
+    assert page.locator(".turn").count() == 1
+    page.click("nav [data-view=live]")
+    page.evaluate("document.querySelector('.skip').focus()")
+    focused = ["Skip to the message field"]
+    while focused[-1] != "map":
+        page.keyboard.press("Tab")
+        name = page.evaluate("(document.activeElement.id || document.activeElement.textContent).trim()")
+        assert name not in focused, focused
+        focused.append(name)
+        ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert ring != "none", f"no visible focus on {name}"
+    names = [
+        "Skip to the message field",
+        "Live",
+        "Settings",
+        "theme",
+        "new-chat",
+        "log",
+        "Copy",
+        "Regenerate",
+        "Edit",
+        "prompt",
+        "send",
+        "map",
+    ]
+    assert focused == names
+
+
+def _settings(visit, **fields: str) -> None:
+    """Fill fields under Settings; the live view is shown again afterwards, unless the key was set."""
+    visit.page.click("nav [data-view=settings]")
+    for name, text in fields.items():
+        visit.page.fill(f"#{name.replace('_key', '-key')}", text)
+    if not {"api_key", "top_p"} & set(fields):
+        visit.page.click("nav [data-view=live]")
+
+
+def _sent(visit, text: str) -> dict:
+    """The body of the request that a message makes."""
+    with visit.page.expect_request("**/v1/chat/completions") as seen:
+        visit.ask(text)
+    return seen.value.post_data_json

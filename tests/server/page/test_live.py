@@ -1,0 +1,246 @@
+"""The live view: what it shows, when it asks, and how it looks on a phone and in the dark."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+from playwright.sync_api import expect
+
+QUESTION = "Doc 3.\n" + "The mine of North Romin is nickel. " * 12 + "\n\nWhat is the mine of North Romin?"
+# Timers run at once, and what was asked for is noted.
+FAST_TIMERS = """
+  window.delays = [];
+  const real = window.setTimeout;
+  window.setTimeout = (action, delay, ...rest) => {
+    window.delays.push(delay);
+    return real(action, Math.min(delay, 5), ...rest);
+  };
+"""
+ANSWERED = "fetch('/v1/blocks').then((response) => response.text())"
+FIGURES = {
+    "num_blocks": 4, "block_size": 16, "states": base64.b64encode(bytes([0, 1, 2, 3])).decode(),
+    "refs": base64.b64encode(bytes([0, 0, 1, 2])).decode(), "tokens": base64.b64encode(bytes([0, 16, 5, 16])).decode(),
+    "counts": {"free": 1, "cached": 1, "used": 1, "shared": 1}, "running": 2, "waiting": 7, "hit_tokens": 300,
+    "miss_tokens": 100, "hit_rate": 0.75, "generated_tokens_total": 1234, "evictions": 3, "preemptions": 1,
+    "memory": {"weight_bytes": 12_300_000, "pool_bytes": 64_000_000, "process_rss_bytes": 213_000_000,
+               "process_peak_bytes": None},
+}  # fmt: skip
+
+
+def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engine):
+    page = visit.page
+    demo_engine.reset_cache()
+    expect(page.locator("#count-cached")).to_have_text("0")
+    idle = _picture(page)
+    _max_tokens(page, 800)
+    with slow_model():
+        visit.ask(QUESTION)
+        expect(page.locator("#running")).to_have_text("1")
+        visit.until("Number(document.querySelector('#count-used').textContent) > 4")
+        busy = _picture(page)
+        assert busy != idle
+        visit.until("Number(document.querySelector('#speed').textContent) > 1")
+        page.press("#prompt", "Escape")
+        visit.answer("stopped")
+        expect(page.locator("#running")).to_have_text("0")
+        expect(page.locator("#count-used")).to_have_text("0")
+    visit.until("Number(document.querySelector('#count-cached').textContent) > 4")
+    assert _picture(page) not in (idle, busy)
+    stats = demo_engine.paged_stats()
+    assert page.inner_text("#count-cached") == str(stats["cached_blocks"])
+    assert page.inner_text("#count-free") == str(stats["num_blocks"] - stats["cached_blocks"])
+    assert page.inner_text("#pool-size") == f"{stats['num_blocks']} blocks of {stats['block_size']} tokens"
+    assert page.inner_text("#hit_tokens") == f"{stats['hit_tokens']:,}"
+    assert page.inner_text("#miss_tokens") == f"{stats['miss_tokens']:,}"
+    for name in ("weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes"):
+        assert page.inner_text(f"#{name}").split()[1] in ("MB", "GB")
+
+
+def test_every_figure_is_shown(visit):
+    page = visit.page
+    _answer_blocks(page, FIGURES)
+    expect(page.locator("#waiting")).to_have_text("7")
+    shown = {name: page.inner_text(f"#{name}") for name in (
+        "running", "hit-rate", "hit_tokens", "miss_tokens", "generated_tokens_total", "evictions", "preemptions",
+        "weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes", "pool-size",
+    )}  # fmt: skip
+    assert shown == {
+        "running": "2", "hit-rate": "75 %", "hit_tokens": "300", "miss_tokens": "100",
+        "generated_tokens_total": "1,234", "evictions": "3", "preemptions": "1", "weight_bytes": "12.3 MB",
+        "pool_bytes": "64.0 MB", "process_rss_bytes": "213 MB", "process_peak_bytes": "–",
+        "pool-size": "4 blocks of 16 tokens",
+    }  # fmt: skip
+    assert page.get_attribute("#map", "aria-label") == "Map of the block pool: 1 free, 1 cached, 1 referenced, 1 shared"
+
+
+def test_what_the_server_does_not_know_is_a_dash(visit):
+    bare = dict.fromkeys(FIGURES) | {"num_blocks": 2, "block_size": 16, "states": "AAA="}
+    _answer_blocks(visit.page, bare)
+    expect(visit.page.locator("#running")).to_have_text("–")
+    shown = [
+        visit.page.inner_text(f"#{name}") for name in ("hit-rate", "speed", "evictions", "weight_bytes", "count-free")
+    ]
+    assert shown == ["–"] * 5
+    visit.page.focus("#map")
+    assert visit.page.inner_text("#map-detail") == "Block 0: free"
+
+
+def test_a_block_tells_its_tokens_and_references(visit):
+    page = visit.page
+    _answer_blocks(page, FIGURES)
+    expect(page.locator("#waiting")).to_have_text("7")
+    detail = page.locator("#map-detail")
+    page.hover("#map", position={"x": 70, "y": 8})
+    expect(detail).to_have_text("Block 3: shared, 16 tokens, 2 references")
+    page.hover("h2 >> nth=0")
+    expect(detail).to_contain_text("arrow keys")
+    page.focus("#map")
+    said = [detail.inner_text()]
+    for key in ("ArrowRight", "ArrowRight", "End", "ArrowRight", "Home", "ArrowLeft"):
+        page.keyboard.press(key)
+        said.append(detail.inner_text().split(":")[0])
+    assert said == ["Block 0: free, 0 tokens, 0 references", *(f"Block {number}" for number in (1, 2, 3, 3, 0, 0))]
+
+
+def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_fast(visit):
+    page = visit.page
+    number = 100_000
+    states = bytes(3 if block < 152 else 2 if block % 3 == 0 else 1 for block in range(number))
+    pool = {
+        **FIGURES, "num_blocks": number, "states": base64.b64encode(states).decode(), "refs": None, "tokens": None,
+        "counts": {name: states.count(state) for state, name in enumerate(("free", "cached", "used", "shared"))},
+    }  # fmt: skip
+    _answer_blocks(page, pool)
+    expect(page.locator("#pool-size")).to_contain_text("100,000 blocks of 16 tokens, ")
+    per_cell = int(page.inner_text("#pool-size").split()[-6])
+    page.focus("#map")
+    head = states[:per_cell]
+    words = [
+        f"{head.count(state)} {word}"
+        for state, word in ((1, "cached"), (2, "referenced"), (3, "shared"))
+        if state in head
+    ]
+    expect(page.locator("#map-detail")).to_have_text(f"Blocks 0–{per_cell - 1}: {', '.join(words)}")
+    took = visit.module(
+        "poolmap",
+        """
+        const map = new it.PoolMap(document.getElementById('map'), () => {});
+        const pool = {states: it.decodeBytes(argument), refs: null, tokens: null};
+        map.update(pool);
+        const start = performance.now();
+        for (let i = 0; i < 20; i += 1) map.update(pool);
+        return (performance.now() - start) / 20;
+        """,
+        pool["states"],
+    )
+    assert took < 100, f"{took} ms to draw"
+
+
+def test_it_asks_twice_a_second_and_less_often_while_nobody_answers(visiting, live_server):
+    visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
+    page = visit.page
+    visit.until("window.delays.filter((delay) => delay === 500).length > 3")
+    visit.expected_failures = ("ERR_FAILED",)
+    page.evaluate("window.delays.length = 0")
+    page.route("**/v1/blocks", lambda route: route.abort())
+    visit.until("window.delays.filter((delay) => delay === 16000).length > 2")
+    pauses = page.evaluate("window.delays.filter((delay) => delay > 500)")
+    assert pauses[:6] == [1000, 2000, 4000, 8000, 16000, 16000]
+    expect(page.locator("#live-state")).to_have_text("not reachable, retrying")
+    page.unroute("**/v1/blocks")
+    expect(page.locator("#live-state")).to_have_text("live")
+
+
+def test_it_does_not_ask_while_nobody_can_see_it(visiting, live_server):
+    visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
+    page = visit.page
+    visit.until("window.delays.length > 3")
+    for hide, show in (
+        (lambda: page.click("nav [data-view=settings]"), lambda: page.click("nav [data-view=live]")),
+        (lambda: _visibility(page, "hidden"), lambda: _visibility(page, "visible")),
+    ):
+        hide()
+        page.evaluate(ANSWERED)  # by now an answer under way has come as well
+        page.evaluate("window.delays.length = 0")
+        page.evaluate(ANSWERED)
+        page.evaluate(ANSWERED)
+        assert page.evaluate("window.delays.filter((delay) => delay >= 500)") == []
+        show()
+        visit.until("window.delays.includes(500)")
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(visiting, live_server, answering, width):
+    options = {
+        "viewport": {"width": width, "height": 760},
+        "has_touch": True,
+        "is_mobile": True,
+        "device_scale_factor": 2,
+    }
+    visit = visiting(live_server.base_url, **options)
+    page = visit.page
+    long = "w" * 300
+    answering(visit, f"{long}\n```\n{'code ' * 60}\n```\n", usage={"prompt_tokens": 10_000, "completion_tokens": 5000})
+    visit.ask(f"{long} question")
+    visit.answer()
+    for view in ("chat", "live", "settings"):
+        page.tap(f"nav [data-view={view}]")
+        assert [page.is_visible(f"#{name}") for name in ("chat", "live", "settings")] == [
+            name == view for name in ("chat", "live", "settings")
+        ]
+        widest = page.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
+        assert widest <= width
+        out = page.evaluate(
+            f"""[...document.querySelectorAll('#{view} *')].filter((e) => e.checkVisibility()
+            && !e.closest('pre, .sr') && e.getBoundingClientRect().right > {width} + 0.5)
+            .map((e) => e.outerHTML.slice(0, 80))"""
+        )
+        assert out == []
+        small = page.evaluate(
+            "[...document.querySelectorAll('nav button, #composer button')].filter((e) => e.checkVisibility() "
+            "&& e.getBoundingClientRect().height < 36).length"
+        )
+        assert small == 0
+
+
+def test_the_colours_follow_the_system_until_chosen(visiting, live_server):
+    visit = visiting(live_server.base_url, color_scheme="dark")
+    page = visit.page
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(ground)
+    assert dark != light
+    page.click("#theme")
+    assert page.get_attribute("#theme", "aria-label") == "Colours: light"
+    page.click("#theme")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    assert page.evaluate(ground) == dark
+    page.reload()
+    assert page.evaluate(ground) == dark
+    page.click("#theme")
+    assert page.get_attribute("html", "data-theme") is None
+    assert page.evaluate(ground) == light
+
+
+def _answer_blocks(page, pool) -> None:
+    page.route("**/v1/blocks", lambda route: route.fulfill(content_type="application/json", body=json.dumps(pool)))
+
+
+def _picture(page) -> str:
+    return page.evaluate("document.getElementById('map').toDataURL()")
+
+
+def _max_tokens(page, number: int) -> None:
+    page.click("nav [data-view=settings]")
+    page.fill("#max_tokens", str(number))
+    page.click("nav [data-view=live]")
+
+
+def _visibility(page, state: str) -> None:
+    page.evaluate(
+        f"Object.defineProperty(document, 'visibilityState', {{value: '{state}', configurable: true}});"
+        "document.dispatchEvent(new Event('visibilitychange'));"
+    )

@@ -1,0 +1,193 @@
+"""/v1/chat/completions by the real client, LangChain and LlamaIndex: against the engine's own answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from live_servers import LiveServer
+
+MODEL = "kvboost-edge/demo"
+MESSAGES: Any = [
+    {"role": "system", "content": "Answer in one sentence."},
+    {"role": "user", "content": "What grinds the corn?"},
+]
+
+
+@pytest.fixture(scope="module")
+def client(live_server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_an_answer_equals_the_engines(client: openai.OpenAI, live_server: LiveServer) -> None:
+    expected = live_server.engine.generate(MESSAGES, max_new_tokens=12)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    message = answer.choices[0].message
+    assert (message.role, message.content, message.refusal) == ("assistant", expected.output_text, None)
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+    assert answer.usage.completion_tokens == expected.generated_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens is not None
+
+
+def test_without_a_limit_the_answer_may_fill_what_there_is(client: openai.OpenAI, live_server: LiveServer) -> None:
+    expected = live_server.engine.generate(MESSAGES, max_new_tokens=None)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+    assert answer.choices[0].message.content == expected.output_text
+    limited = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=3)
+    assert limited.usage is not None
+    assert (limited.usage.completion_tokens, limited.choices[0].finish_reason) == (3, "length")
+
+
+def test_developer_messages_and_text_parts(client: openai.OpenAI) -> None:
+    parts: Any = [
+        {"role": "developer", "content": [{"type": "text", "text": "Answer in one sentence."}]},
+        {"role": "user", "content": [{"type": "text", "text": "What grinds"}, {"type": "text", "text": "the corn?"}]},
+    ]
+    plain: Any = [MESSAGES[0], {"role": "user", "content": "What grinds\nthe corn?"}]
+    answers = [
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=10, temperature=0)
+        for messages in (parts, plain)
+    ]
+    assert answers[0].choices[0].message == answers[1].choices[0].message
+    assert answers[0].usage is not None
+    assert answers[1].usage is not None
+    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
+
+
+def test_several_choices_also_at_temperature_0(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, n=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 1
+    options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 1.5, "seed": 5, "n": 3}
+    first, second = (client.chat.completions.create(**options) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) > 1
+
+
+def test_logprobs_with_bytes(client: openai.OpenAI, live_server: LiveServer) -> None:
+    expected = live_server.engine.generate(MESSAGES, max_new_tokens=6, logprobs=2)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == expected.generated_tokens
+    for shown, token in zip(content, expected.logprobs, strict=True):
+        assert shown.logprob == pytest.approx(token.logprob, abs=1e-5)
+        assert [top.logprob for top in shown.top_logprobs] == pytest.approx([p for _, p in token.top], abs=1e-5)
+        assert shown.bytes is not None
+        assert bytes(shown.bytes).decode("utf-8", "replace") == shown.token
+    text = b"".join(bytes(shown.bytes or ()) for shown in content)
+    assert text.decode().startswith(expected.output_text)
+    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2, logprobs=True)
+    assert plain.choices[0].logprobs is not None
+    assert plain.choices[0].logprobs.content is not None
+    assert all(token.top_logprobs == [] for token in plain.choices[0].logprobs.content)
+
+
+def test_stop_and_penalties(client: openai.OpenAI, live_server: LiveServer) -> None:
+    whole = live_server.engine.generate(MESSAGES, max_new_tokens=12).output_text
+    stop = whole[5:8]
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, stop=stop)
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    fields: Any = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "logit_bias": {"310": -50}}
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, **fields)
+    expected = live_server.engine.generate(MESSAGES, max_new_tokens=12, **{**fields, "logit_bias": {310: -50}})
+    assert answer.choices[0].message.content == expected.output_text
+
+
+def test_a_conversation_finds_its_own_past_in_the_cache(client: openai.OpenAI, live_server: LiveServer) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "Tell me of the year 1893 and of the bridge at the old mill. " * 4}
+    ]
+    first = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, temperature=0)
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And the year after?"},
+    ]
+    second = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, temperature=0)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    block = live_server.engine.config.block_size
+    assert cached is not None
+    assert cached >= first.usage.prompt_tokens // block * block
+
+
+def test_template_variables_reach_the_template(client: openai.OpenAI, live_server: LiveServer) -> None:
+    template = live_server.engine.tokenizer.chat_template
+    extra = {"chat_template_kwargs": {"a_name_no_template_has": 1}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=4, temperature=0, extra_body=extra
+    )
+    assert template is not None
+    assert answer.choices[0].message.content
+
+
+def test_what_the_template_refuses_is_a_bad_request(client: openai.OpenAI, live_server: LiveServer) -> None:
+    messages: Any = [{"role": "user", "content": "x" * 20_000}]
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model=MODEL, messages=messages)
+    assert long.value.code == "context_length_exceeded"
+    assert long.value.param == "messages"
+
+
+LANGCHAIN = """
+import json, sys
+from langchain_openai import ChatOpenAI
+options = {"api_key": "none", "model": "kvboost-edge/demo", "temperature": 0, "max_tokens": 10, "max_retries": 0}
+model = ChatOpenAI(base_url=sys.argv[1], **options)
+conversation = [("system", "Answer in one sentence."), ("human", "What grinds the corn?")]
+answer = model.invoke(conversation)
+pieces = [piece.content for piece in model.stream(conversation)]
+both = model.batch([conversation, conversation])
+print(json.dumps([answer.content, "".join(pieces), answer.usage_metadata["input_tokens"], [b.content for b in both]]))
+"""
+LLAMAINDEX = """
+import json, sys
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai import OpenAI
+
+class Local(OpenAI):
+    @property
+    def metadata(self):  # theirs knows OpenAI's model names only
+        from llama_index.core.llms import LLMMetadata
+        return LLMMetadata(context_window=2048, num_output=10, is_chat_model=True, model_name=self.model)
+
+options = {"api_key": "none", "model": "kvboost-edge/demo", "temperature": 0, "max_tokens": 10, "max_retries": 0}
+model = Local(api_base=sys.argv[1], **options)
+system = ChatMessage(role="system", content="Answer in one sentence.")
+conversation = [system, ChatMessage(role="user", content="What grinds the corn?")]
+answer = model.chat(conversation)
+pieces = [piece.delta for piece in model.stream_chat(conversation)]
+usage = answer.additional_kwargs["prompt_tokens"]
+print(json.dumps([answer.message.content, "".join(pieces), usage, [answer.message.content] * 2]))
+"""
+
+
+@pytest.mark.parametrize("program", [LANGCHAIN, LLAMAINDEX], ids=["langchain", "llamaindex"])
+def test_other_clients_work_unchanged(program: str, live_server: LiveServer) -> None:
+    """In a process of their own: what they warn about and start is theirs."""
+    run = subprocess.run(
+        [sys.executable, "-c", program, f"{live_server.base_url}/v1"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    expected = live_server.engine.generate(MESSAGES, max_new_tokens=10)
+    text = expected.output_text
+    assert json.loads(run.stdout.splitlines()[-1]) == [text, text, expected.prompt_tokens, [text, text]]

@@ -1,0 +1,274 @@
+"""The small routes: models, tokenize, detokenize, stats, warm, reset, blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+from live_servers import LiveServer
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def test_models_by_the_client(live_server: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0) as client:
+        listed = client.models.list().data
+        assert [model.id for model in listed] == ["kvboost-edge/demo"]
+        model = client.models.retrieve("kvboost-edge/demo")
+        assert model == listed[0]
+        assert model.object == "model"
+        assert model.model_extra is not None
+        assert model.model_extra["max_model_len"] == live_server.engine.runner_info.max_context
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.models.retrieve("kvboost-edge/other")
+        assert missing.value.code == "model_not_found"
+
+
+async def test_tokenize_in_both_forms(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    tokenizer = tiny_engine.tokenizer
+    text = "Hello, wörld 🙂"
+    plain, special = tokenizer.encode(text, False), tokenizer.encode(text, True)
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({"content": text}, plain),
+        ({"content": text, "add_special": True}, special),
+        ({"prompt": text}, special),
+        ({"prompt": text, "add_special_tokens": False}, plain),
+        ({"messages": MESSAGES}, tokenizer.encode_chat(MESSAGES)),
+        ({"messages": MESSAGES, "add_generation_prompt": False}, tokenizer.encode_chat(MESSAGES, False)),
+        ({"content": ""}, []),
+    ]
+    assert plain != special
+    for body, ids in cases:
+        answer = (await tiny_app.post("/tokenize", json=body)).json()
+        assert (answer["tokens"], answer["count"]) == (ids, len(ids)), body
+        assert answer["max_model_len"] == tiny_engine.runner_info.max_context
+    with_text = {"content": text, "with_pieces": True, "return_token_strs": True}
+    answer = (await tiny_app.post("/tokenize", json=with_text)).json()
+    assert [piece["id"] for piece in answer["tokens"]] == plain
+    assert [piece["piece"] for piece in answer["tokens"]] == answer["token_strs"]
+    assert answer["token_strs"][0] == tokenizer.decode(plain[:1])
+
+
+async def test_detokenize_is_the_way_back(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    for text in ("Hello, wörld 🙂", ""):
+        ids = tiny_engine.tokenizer.encode(text, False)
+        answer = (await tiny_app.post("/detokenize", json={"tokens": ids})).json()
+        assert answer == {"content": text, "prompt": text}
+
+
+async def test_wrong_bodies_are_refused_by_name(tiny_app: httpx.AsyncClient) -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": "a", "prompt": "b"}, "prompt"),
+        ("/tokenize", {"content": "\ud800"}, "content"),
+        ("/tokenize", {"content": 5}, "content"),
+        ("/tokenize", {"content": "a", "colour": 1}, "colour"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**7]}, "tokens"),
+        ("/detokenize", {"tokens": [2**63]}, "tokens"),
+        ("/v1/warm", {}, "text"),
+        ("/v1/warm", {"text": ""}, "text"),
+        ("/v1/warm", {"text": "a", "messages": MESSAGES}, "text"),
+        ("/v1/warm", {"text": "a", "priority": 10**9}, "priority"),
+        ("/v1/warm", {"text": "word " * 5000}, "text"),
+        ("/tokenize", {"content": "x" * (2**20 + 1)}, "content"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * (2**20 + 1)}]}, "messages"),
+        ("/v1/completions", {"prompt": ["a", "x" * (2**20 + 1)]}, "prompt"),
+        ("/tokenize", {"content": "\u4e00" * 2**16, "with_pieces": True}, "with_pieces"),
+        ("/tokenize", {"content": "\u4e00" * 2**16, "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": [1] * (2**18 + 1)}, "tokens"),
+        ("/tokenize", {"prompt": "a", "add_special": False}, "add_special"),
+        ("/tokenize", {"messages": MESSAGES, "add_special": True}, "add_special"),
+        ("/tokenize", {"content": "a", "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"content": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/v1/warm", {"text": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/cache/reset", {"foo": 1}, "foo"),
+    ]
+    for path, body, param in cases:
+        answer = await tiny_app.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert answer.status_code == 400, (path, body)
+        assert answer.json()["error"]["param"].partition(".")[0] == param, (path, answer.text)
+    for path in ("/tokenize", "/detokenize", "/v1/warm"):
+        body = {"content": "a"} if path == "/tokenize" else {"tokens": []} if path == "/detokenize" else {"text": "a"}
+        assert (await tiny_app.post(path, json={**body, "model": "other"})).status_code == 404
+
+
+async def test_warm_then_reset(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    text = "A document that many questions will be asked about. " * 3
+    tokens = len(tiny_engine.tokenizer.encode(text))
+    block = tiny_engine.config.block_size
+    warmed = (await tiny_app.post("/v1/warm", json={"text": text})).json()
+    assert warmed["token_count"] == warmed["usage"]["prompt_tokens"] == tokens
+    assert warmed["chunks_stored"] == tokens // block == tiny_engine.paged_stats()["cached_blocks"]
+    assert warmed["partial_tail_tokens"] == tokens % block
+    assert warmed["chunk_boundary_aligned"] is True
+    assert warmed["alignment_warning"] is None
+    assert warmed["usage"]["completion_tokens"] == 0
+
+    async def cached() -> int:
+        answer = await tiny_app.post("/v1/completions", json={"prompt": text + "Why?", "max_tokens": 1})
+        details: dict[str, int] = answer.json()["usage"]["prompt_tokens_details"]
+        return details["cached_tokens"]
+
+    assert await cached() >= tokens // block * block - block, "the last token may merge with what follows"
+    held = tiny_engine.paged_stats()["cached_blocks"]
+    reset = (await tiny_app.post("/cache/reset")).json()
+    assert reset == {"object": "cache.reset", "blocks_dropped": held}
+    assert (await tiny_app.post("/cache/reset", json={})).json() == {"object": "cache.reset", "blocks_dropped": 0}
+    assert await cached() == 0
+
+
+async def test_warm_messages_serve_the_conversation(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    system = {"role": "system", "content": "You are the keeper of a mill and speak of nothing else. " * 3}
+    warmed = (await tiny_app.post("/v1/warm", json={"messages": [system]})).json()
+    body = {"messages": [system, *MESSAGES], "max_tokens": 1}
+    usage = (await tiny_app.post("/v1/chat/completions", json=body)).json()["usage"]
+    block = tiny_engine.config.block_size
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= warmed["token_count"] // block * block - block > 0
+
+
+def test_tenants_share_nothing_not_even_what_was_warmed(keyed_server: LiveServer) -> None:
+    text = "A text of the first tenant alone, with the number 31337 in it. " * 6
+    first, second = ({"Authorization": f"Bearer {key}"} for key in keyed_server.keys)
+    with keyed_server.client(headers=first) as client:
+        assert client.post("/v1/warm", json={"text": text}).json()["chunks_stored"] > 0
+
+    def asked(headers: dict[str, str]) -> tuple[int, str]:
+        with keyed_server.client(headers=headers) as client:
+            answer = client.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["kvboost"]["miss_reason"]
+
+    assert asked(second) == (0, "first_seen")
+    assert asked(first)[0] > 0
+    assert asked(second)[0] > 0, "its own by now"
+
+
+async def test_stats_are_the_engines(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    await tiny_app.post("/v1/completions", json={"prompt": "hello there", "max_tokens": 5, "ignore_eos": True})
+    answer = await tiny_app.get("/v1/stats")
+    assert answer.headers["cache-control"] == "no-store"
+    stats = answer.json()
+    assert stats["model"] == "tiny"
+    assert stats["cache"] == tiny_engine.cache_stats()
+    expected = tiny_engine.paged_stats()
+    assert stats["pool"] == {name: value for name, value in expected.items() if not name.endswith("_bytes")}
+    assert stats["memory"]["pool_bytes"] == expected["pool_bytes"]
+    queue = stats["queue"]
+    assert (queue["running"], queue["waiting"], queue["waiting_tokens"], queue["in_flight"]) == (0, 0, 0, 0)
+    assert stats["throughput"]["generated_tokens_total"] == 5
+    assert stats["throughput"]["generated_tokens_per_second"] > 0
+
+
+async def test_blocks_are_the_engines_map(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    secret = "a text with the word xylophone in it, twice: xylophone. " * 3
+    await tiny_app.post("/v1/completions", json={"prompt": secret, "max_tokens": 2})
+    answer = await tiny_app.get("/v1/blocks")
+    assert answer.headers["cache-control"] == "no-store"
+    assert "xylophone" not in answer.text
+    blocks = answer.json()
+    states = list(base64.b64decode(blocks["states"]))
+    assert states == tiny_engine.block_map()
+    assert sum(blocks["counts"].values()) == blocks["num_blocks"] == len(states)
+    assert blocks["counts"]["cached"] == states.count(1) > 0
+    details = tiny_engine.block_details(10**6)
+    assert list(base64.b64decode(blocks["refs"])) == [detail.refs for detail in details]
+    assert list(base64.b64decode(blocks["tokens"])) == [detail.tokens for detail in details]
+    assert blocks["memory"]["pool_bytes"] == tiny_engine.paged_stats()["pool_bytes"]
+    assert blocks["hit_rate"] == 0.0
+
+
+async def test_the_loop_turns_while_long_texts_are_tokenized(tiny_app: httpx.AsyncClient) -> None:
+    """A 1 MB text keeps a tokenizer busy for a while; other requests are answered meanwhile."""
+    text = "The quick brown fox jumps over the lazy dog. " * 23_000
+    work = asyncio.create_task(tiny_app.post("/tokenize", json={"content": text}))
+    lags: list[float] = []
+    while not work.done():
+        before = time.perf_counter()
+        await asyncio.sleep(0.001)
+        lags.append(time.perf_counter() - before - 0.001)
+    assert (await work).json()["count"] > 100_000
+    assert len(lags) > 10, "the loop turned"
+    assert sorted(lags)[int(len(lags) * 0.95)] < 0.05, "machines under test load are slow, but not so slow"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_text_routes_have_a_place_a_deadline_and_an_end(
+    tiny_engine: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """As generating routes: counted while they work, 503 from a full queue, 504 at the deadline."""
+    release = threading.Event()
+    codec = tiny_engine.tokenizer.codec
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(codec, name, lambda *_: release.wait(30) and None)
+    app = create_app(tiny_engine, ServerSettings(max_batch_size=1, max_queue_size=0, request_timeout=0.5))
+    admission = app.state.kv.admission
+    body = {"content": "word " * 100} if path == "/tokenize" else {"tokens": [1] * 100}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        first = asyncio.create_task(client.post(path, json=body))
+        try:
+            while not admission.sequences:
+                await asyncio.sleep(0.001)
+            assert admission.tokens >= 100
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+            late = await first
+        finally:
+            release.set()
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert (admission.sequences, admission.tokens, len(admission.tickets)) == (0, 0, 0)
+
+
+async def test_a_body_of_countless_values_is_refused_before_it_is_read(tiny_app: httpx.AsyncClient) -> None:
+    for body in (b'{"tokens":[' + b"1," * 2**20 + b"1]}", b'{"tokens":[' + b"[]," * 2**18 + b"1]}"):
+        answer = await tiny_app.post("/detokenize", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_too_large")
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff{}", b'{"tokens": [' + b"9" * 5000 + b"]}", b"[" * 200_000, b"nul"])
+async def test_what_is_no_json_has_its_own_code(tiny_app: httpx.AsyncClient, body: bytes) -> None:
+    answer = await tiny_app.post("/detokenize", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_short_requests_do_not_wait_for_long_texts(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    """More long texts than there are worker threads, all stuck: short requests go on, of every kind."""
+    release = threading.Event()
+    codec = tiny_engine.tokenizer.codec
+    encode = codec.encode
+
+    def stuck(text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > 100_000:
+            assert release.wait(30)
+            return [1]
+        return encode(text, add_special_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "encode", stuck)
+        long = [asyncio.create_task(tiny_app.post("/tokenize", json={"content": "x" * 100_001})) for _ in range(40)]
+        try:
+            await asyncio.sleep(0)
+            for path, body in (
+                ("/tokenize", {"content": "short"}),
+                ("/v1/completions", {"prompt": "short", "max_tokens": 2}),
+                ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
+            ):
+                assert (await asyncio.wait_for(tiny_app.post(path, json=body), 20)).status_code == 200
+            assert not any(task.done() for task in long)
+        finally:
+            release.set()
+            answers = await asyncio.gather(*long)
+    assert {answer.status_code for answer in answers} == {200}

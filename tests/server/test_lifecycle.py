@@ -1,0 +1,182 @@
+"""The server as a process: start, drain on SIGTERM, exit code, and truthful readiness."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from live_servers import wait_until
+
+ROOT = Path(__file__).parents[2]
+TEXT = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+class Process:
+    """`kvboost-server` in a process of its own; `lines` are what it logged so far."""
+
+    def __init__(self, *flags: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVBOOST_API")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvboost_edge.server", "--port", "0", "--num-blocks", "512", *flags],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    def url(self) -> str:
+        wait_until(lambda: self.process.poll() is not None or self._url() is not None, "the server to listen", 400)
+        found = self._url()
+        assert found is not None, self.lines
+        return found
+
+    def _url(self) -> str | None:
+        found = re.search(r"http://127\.0\.0\.1:\d+", "".join(self.lines))
+        return found[0] if found else None
+
+    def end(self) -> int:
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@contextlib.contextmanager
+def running(*flags: str) -> Iterator[Process]:
+    process = Process(*flags)
+    try:
+        yield process
+    finally:
+        if process.process.poll() is None:
+            process.process.kill()
+        process.end()
+
+
+def test_sigterm_drains_and_exits_with_0():
+    with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
+        assert client.get("/ready").json() == {"status": "ready"}
+        with client.stream("POST", "/v1/completions", json=TEXT) as stream:
+            events = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
+            first = next(events)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get("/ready").status_code == 503, "ready to say no")
+            assert client.get("/health").status_code == 200
+            refused = client.post("/v1/completions", json=TEXT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            rest = list(events)
+        assert rest[-1] == "[DONE]"
+        finish = [json.loads(event)["choices"][0]["finish_reason"] for event in (first, *rest[:-1])]
+        assert [reason for reason in finish if reason] == ["length"]
+        assert server.end() == 0
+    assert {"draining", "stopped"} <= {json.loads(line)["event"] for line in server.lines}
+
+
+def test_an_idle_server_exits_at_once_and_a_stream_only_gets_its_grace():
+    with running("--drain-seconds", "0.3") as server, httpx.Client(base_url=server.url(), timeout=60) as client:
+        body = {**TEXT, "max_tokens": 2000, "n": 16}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            text = "\n".join(lines)
+        assert "shutting_down" in text
+        assert server.end() == 0
+        assert time.monotonic() - started < 15
+
+
+def test_a_second_signal_exits_at_once():
+    with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
+        body = {**TEXT, "max_tokens": 2000, "n": 16}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            next(stream.iter_lines())
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: any('"draining"' in line for line in server.lines), "the drain to begin")
+            started = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end() == 128 + signal.SIGTERM
+            assert time.monotonic() - started < 5
+
+
+def test_a_port_in_use_is_one_line_and_1(live_server):
+    with running("--port", str(live_server.port)) as server:
+        assert server.end() == 1
+    assert "Traceback" not in "".join(server.lines)
+    assert f"port={live_server.port}" in server.lines[-1]
+    assert "loading" not in "".join(server.lines), "the model was loaded first"
+
+
+def test_sigterm_while_the_model_loads_exits_with_0():
+    with running() as server:
+        wait_until(lambda: any('"loading"' in line for line in server.lines), "the model to load", 60)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    shown = "".join(server.lines)
+    assert "Traceback" not in shown
+    assert '"ended while loading"' in shown or '"draining"' in shown
+    assert '"listening"' not in shown or '"stopped"' in shown
+
+
+def test_warm_texts_are_cached_for_every_key(tmp_path):
+    text = "A system prompt that every conversation begins with. " * 6
+    (tmp_path / "prompt").write_text(text)
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    with running("--warm", f"@{tmp_path / 'prompt'}", "--api-key-file", str(tmp_path / "keys")) as server:
+        for key in ("one", "two"):
+            with httpx.Client(base_url=server.url(), headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
+                usage = client.post("/v1/completions", json={"prompt": text + "Hi", "max_tokens": 1}).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_live_server_is_healthy_and_ready(live_server, path):
+    with live_server.client() as client:
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["cache-control"] == "no-store"
+
+
+def test_version_names_the_package(live_server):
+    from kvboost_edge import __version__
+
+    with live_server.client() as client:
+        assert client.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("name", ["kvboost-edge.service", "Dockerfile", "README.md"])
+def test_the_deployment_files_name_flags_that_exist(name):
+    shown = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
+    flags = set(re.findall(r"(?<=[\s`\"])--[a-z][a-z-]+", shown))
+    known = set(re.findall(r"--[a-z][a-z-]+", _help()))
+    of_others = {"--rm", "--now", "--system", "--uid", "--create-home", "--home-dir", "--no-cache-dir"}
+    of_others |= {"--interval", "--timeout", "--start-period"}
+    assert flags - of_others <= known
+    assert "kvboost-server" in shown
+
+
+def _help() -> str:
+    command = [sys.executable, "-m", "kvboost_edge.server", "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout

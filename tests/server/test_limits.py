@@ -1,0 +1,216 @@
+"""Sizes, numbers and deadlines of connections; good clients go on while bad ones are attached."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from live_servers import LiveServer, raw_answer, serving, wait_until
+
+TEXT = {"model": "kvboost-edge/demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict(demo_engine) -> Iterator[LiveServer]:
+    """Deadlines short enough to wait for, and small limits."""
+    settings = {"header_seconds": 0.4, "body_seconds": 0.4, "write_seconds": 0.5, "keep_alive_seconds": 1}
+    with serving(demo_engine, max_body_bytes=20_000, max_connections=300, **settings) as server:
+        yield server
+
+
+def test_a_declared_body_over_the_limit_is_413(strict):
+    with strict.client() as client:
+        answer = client.post("/v1/completions", content=b"x" * 20_001)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        assert "--max-body-bytes" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 200
+
+
+def test_a_chunked_body_over_the_limit_is_413(strict):
+    with strict.client() as client:
+        answer = client.post("/v1/completions", content=iter([b"x" * 5000] * 5))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_bodies_of_all_requests_together_are_bounded(demo_engine):
+    """Eight of the largest are held; the next bytes are refused until one of them has ended."""
+    with serving(demo_engine, max_body_bytes=40_000) as server, contextlib.ExitStack() as stack:
+        admission = server.state.admission
+        senders = [stack.enter_context(server.connect()) for _ in range(8)]
+        for sock in senders:
+            sock.sendall(HEAD + b"Content-Length: 40000\r\n\r\n" + b" " * 39_999)
+        wait_until(lambda: admission.body_bytes == 8 * 39_999, "all bodies to be held")
+        with server.client() as client:
+            refused = client.post("/v1/completions", json={**TEXT, "user": "x" * 100})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+            assert refused.headers["retry-after"]
+            assert client.get("/health").status_code == 200
+            senders.pop().sendall(b"x")
+            wait_until(lambda: admission.body_bytes == 7 * 39_999, "one body to be read")
+            assert client.post("/v1/completions", json=TEXT).status_code == 200
+    assert admission.body_bytes == 0
+
+
+def test_a_body_at_the_limit_is_read(strict):
+    with strict.client() as client:
+        answer = client.post("/v1/completions", content=b'{"model": 1}'.ljust(20_000))
+    assert answer.status_code == 400
+
+
+def test_a_refused_body_is_not_read_for_ever(strict):
+    with strict.connect() as sock:
+        sock.sendall(HEAD + b"Content-Length: 4000000000\r\n\r\n")
+        started = time.monotonic()
+        received = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while time.monotonic() < started + 10:
+                sock.sendall(b"x" * 65536)
+        with contextlib.suppress(ConnectionResetError):
+            received = sock.recv(65536)
+        assert time.monotonic() < started + 5
+        assert not received or received.startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"G",
+        b"GET /health HTT",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        HEAD + b"Content-Length: 9\r\n\r\n{",
+    ],
+    ids=["nothing", "one byte", "request line", "headers", "body"],
+)
+def test_what_does_not_arrive_in_time_is_408_and_closed(strict, start):
+    with strict.connect() as sock:
+        started = time.monotonic()
+        sock.sendall(start)
+        answer = raw_answer(sock)
+        seconds = time.monotonic() - started
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"code": "request_timeout"' in answer
+    assert 0.3 < seconds < 5
+
+
+def test_bytes_that_trickle_do_not_move_the_deadline(strict):
+    with strict.connect() as sock:
+        started = time.monotonic()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for byte in HEAD + b"X-Slow: " + b"a" * 1000:
+                sock.sendall(bytes([byte]))
+                time.sleep(0.01)
+                if time.monotonic() > started + 5:
+                    break
+        assert time.monotonic() < started + 4
+
+
+def test_an_idle_connection_is_closed(strict):
+    with strict.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        started = time.monotonic()
+        answer = raw_answer(sock)
+        seconds = time.monotonic() - started
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert 0.5 < seconds < 5
+
+
+def test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped(demo_engine):
+    with serving(demo_engine, write_seconds=0.5) as server, socket.socket() as sock:
+        # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
+        server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.settimeout(20)
+        sock.connect((server.host, server.port))
+        body = {**TEXT, "max_tokens": 1900, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 5}
+        sock.sendall(server.request_bytes("/v1/completions", body))
+        wait_until(lambda: server.state.admission.tickets, "the request in flight")
+        wait_until(server.idle, "the work to stop")
+        # Aborted, not finished: what came does not hold the end of the stream.
+        assert b"[DONE]" not in raw_answer(sock)
+
+
+def test_a_client_that_reads_slowly_and_steadily_gets_everything(demo_engine):
+    text = "steady " * 5000
+    with serving(demo_engine, write_seconds=0.6) as server, socket.socket() as sock:
+        with server.client() as client:
+            whole = client.post("/tokenize", json={"content": text, "with_pieces": True}).content
+        server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        sock.settimeout(20)
+        sock.connect((server.host, server.port))
+        body = {"content": text, "with_pieces": True}
+        sock.sendall(server.request_bytes("/tokenize", body, "Connection: close"))
+        received = bytearray()
+        started = time.monotonic()
+        while data := sock.recv(2048):
+            received += data
+            time.sleep(0.02)
+        assert received.endswith(whole), f"cut off after {len(received)} of {len(whole)} bytes"
+        assert time.monotonic() - started > 1.2, "it was no slow reader"
+
+
+def test_more_connections_than_allowed_get_503(demo_engine):
+    with serving(demo_engine, max_connections=3) as server, contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(server.connect()) for _ in range(3)]
+        for sock in kept:  # the server has accepted each of them
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+        extra = stack.enter_context(server.connect())
+        answer = raw_answer(extra)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in answer
+        assert b"Service Unavailable\r\n" in answer
+        assert re.search(rb"\r\nRetry-After: [1-9][0-9]?\r\n", answer)
+        kept[0].close()
+        wait_until(lambda: len(server.server.server_state.connections) < 3, "a place to be free")
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+
+
+def test_good_clients_go_on_beside_a_hundred_slow_ones(strict):
+    def best_of(count: int, client: httpx.Client) -> float:
+        times = []
+        for _ in range(count):
+            started = time.perf_counter()
+            assert client.post("/v1/completions", json=TEXT).status_code == 200
+            times.append(time.perf_counter() - started)
+        return statistics.median(sorted(times)[: count // 2])
+
+    with strict.client() as client, contextlib.ExitStack() as stack:
+        best_of(5, client)
+        alone = best_of(30, client)
+        slow = [stack.enter_context(strict.connect()) for _ in range(100)]
+        for index, sock in enumerate(slow):
+            sock.sendall((HEAD + b"Content-Length: 99\r\n\r\n{")[: 1 + index % 120])
+        beside = best_of(30, client)
+        # The best half of each, so that other work on the machine does not decide.
+        assert beside < 1.5 * alone + 0.005, (alone, beside)
+        for sock in slow:
+            assert raw_answer(sock).startswith(b"HTTP/1.1 408")
+    wait_until(lambda: not strict.server.server_state.connections, "all connections to be closed")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"X-A: " + b"a" * 70_000, 431),
+        (b"\r\n".join(b"X-%d: a" % i for i in range(150)), 431),
+        (b"X-A: " + b"a" * 8000, 200),
+    ],
+    ids=["one large", "many", "fine"],
+)
+def test_the_size_of_the_head_is_bounded(strict, head, status):
+    with strict.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + b"\r\n\r\n")
+        answer = raw_answer(sock)
+    assert answer.startswith(b"HTTP/1.1 %d" % status)

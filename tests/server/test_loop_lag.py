@@ -1,0 +1,141 @@
+"""The event loop goes on while long texts are tokenized and long prompts are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from live_servers import LiveServer, serving, wait_until
+
+TICK = 0.002
+MOST_LAG = 0.05
+MOST_ROUNDS = 4
+WORDS = ("mill", "water", "river", "a", "of", "house", "yesterday", "grinding", "corn.", "\n", "— é 漢字")
+
+
+class LagMeter:
+    """How late a timer of the loop fires, in seconds, while it is on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.late: list[float] = []
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> LagMeter:
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
+
+    async def _start(self) -> None:
+        self._task = asyncio.create_task(self._measure())
+
+    async def _stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _measure(self) -> None:
+        while True:
+            due = self._loop.time() + TICK
+            await asyncio.sleep(TICK)
+            self.late.append(self._loop.time() - due)
+
+
+def lags(seconds: list[float]) -> str:
+    """For people."""
+    shown = {f"p{share}": f"{1e3 * np.percentile(seconds, share):.1f}" for share in (50, 90, 99, 100)}
+    return f"{len(seconds)} samples, milliseconds: {shown}"
+
+
+def loop_of(server: LiveServer) -> asyncio.AbstractEventLoop:
+    """The loop that the server runs in."""
+    loop: asyncio.AbstractEventLoop = server.server.servers[0].get_loop()
+    return loop
+
+
+@pytest.fixture(scope="module")
+def server(demo_engine: Any) -> Any:
+    """It freezes the garbage collector's oldest generation, as the server process does."""
+    with serving(demo_engine, max_queue_tokens=10_000_000) as server:
+        gc.collect()
+        gc.freeze()
+        yield server
+        gc.unfreeze()
+
+
+def in_threads(work: Any, count: int) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_the_loop_goes_on_while_long_texts_are_tokenized(server: LiveServer) -> None:
+    """Several of 1 MB at once, to each endpoint that tokenizes, while short requests go on beside them."""
+    text = " ".join(random.Random(0).choices(WORDS, k=190_000))[:1_000_000]
+    assert len(text) == 1_000_000
+    bodies = {
+        "/tokenize": {"prompt": text},
+        "/v1/completions": {"prompt": text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+    }
+    done: list[int] = []
+    short: list[float] = []
+
+    def long(number: int) -> None:
+        path = list(bodies)[number]
+        with server.client() as client:
+            done.append(client.post(path, json=bodies[path]).status_code)
+
+    def load() -> None:
+        threads = in_threads(long, len(bodies))
+        with server.client() as client:
+            while any(thread.is_alive() for thread in threads):
+                started = time.perf_counter()
+                assert client.post("/tokenize", json={"content": "short"}).status_code == 200
+                short.append(time.perf_counter() - started)
+
+    late = least_lag(server, load)
+    assert set(done) == {200, 400}, "two are longer than the context, which is told after tokenizing"
+    assert np.percentile(late, 99) < MOST_LAG, lags(late)
+    assert np.median(short) < MOST_LAG, lags(short)
+
+
+def test_the_loop_goes_on_while_long_prompts_are_computed(server: LiveServer) -> None:
+    context = server.engine.runner_info.max_context
+    rng = random.Random(1)
+
+    def long(number: int) -> None:
+        ids = rng.choices(range(256), k=context - 8)
+        with server.client() as client:
+            answer = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 8, "stream": True})
+            assert answer.status_code == 200
+
+    def load() -> None:
+        for thread in in_threads(long, 3):
+            thread.join(60)
+
+    late = least_lag(server, load)
+    assert np.percentile(late, 99) < MOST_LAG, lags(late)
+    wait_until(server.idle, "the server to be idle")
+
+
+def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
+    """Of a few rounds under load the one with the least lag: what the server itself does shows in each, what else the
+    machine does may not."""
+    rounds: list[list[float]] = []
+    while len(rounds) < MOST_ROUNDS and not (rounds and np.percentile(rounds[-1], 99) < MOST_LAG):
+        with LagMeter(loop_of(server)) as meter:
+            load()
+        rounds.append(meter.late)
+    return rounds[-1]

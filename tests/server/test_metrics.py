@@ -1,0 +1,144 @@
+"""/metrics: every promised name, values that agree with what was asked, and a dashboard that reads what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from live_servers import ADMIN_KEY, KEYS, serving
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "docs" / "grafana" / "kvboost-edge.json"
+MODEL = "kvboost-edge/demo"
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc
+prefix_cache_queries_total prefix_cache_hits_total
+prompt_tokens_cached_total num_preemptions_total request_success_total time_to_first_token_seconds_bucket
+inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket prompt_tokens_total generation_tokens_total
+request_prompt_tokens_bucket request_generation_tokens_bucket request_queue_time_seconds_bucket
+request_prefill_time_seconds_bucket request_decode_time_seconds_bucket cache_config_info""".split()
+LLAMACPP = """prompt_tokens_total tokens_predicted_total prompt_seconds_total tokens_predicted_seconds_total
+prompt_tokens_seconds predicted_tokens_seconds requests_processing requests_deferred kv_cache_usage_ratio
+kv_cache_tokens""".split()
+OURS = """memory_bytes process_resident_bytes process_peak_bytes bytes_per_block blocks evictions_total cow_copies_total
+engine_alive sequences_in_flight tokens_in_flight requests_refused_total batch_window_held_total http_requests_total
+http_request_seconds_bucket hit_tokens_total misses_total""".split()
+
+
+@pytest.fixture(scope="module")
+def server(demo_engine):
+    """A server of its own, so that its counters begin at zero."""
+    with serving(demo_engine) as server, server.client() as client:
+        demo_engine.reset_cache()
+        body = {"model": MODEL, "prompt": "Counted words of a prompt. " * 6, "max_tokens": 8, "ignore_eos": True}
+        for _ in range(2):
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.get("/no-such-route").status_code == 404
+        yield server
+
+
+def scrape(server, **options):
+    """{(name, labels as sorted pairs): value}"""
+    with server.client(**options) as client:
+        answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def total(samples, name, **labels):
+    wanted = set(labels.items())
+    found = [value for (sample, pairs), value in samples.items() if sample == name and wanted <= set(pairs)]
+    assert found, name
+    return sum(found)
+
+
+@pytest.mark.parametrize(("prefix", "names"), [("vllm", VLLM), ("llamacpp", LLAMACPP), ("kvboost", OURS)])
+def test_every_name_is_there(server, prefix, names):
+    present = {name for name, _ in scrape(server)}
+    assert {f"{prefix}:{name}" for name in names} <= present
+
+
+def test_vllm_series_carry_the_model_name(server):
+    for name, labels in scrape(server):
+        if name.startswith("vllm:"):
+            assert dict(labels)["model_name"] == MODEL, name
+
+
+def test_values_agree_with_what_was_asked(server):
+    samples = scrape(server)
+    prompt = total(samples, "vllm:prompt_tokens_total")
+    cached = total(samples, "vllm:prompt_tokens_cached_total")
+    assert total(samples, "vllm:generation_tokens_total") == 16
+    assert total(samples, "vllm:request_success_total", finished_reason="length") == 2
+    assert cached > 0
+    assert total(samples, "kvboost:hit_tokens_total") == cached
+    assert total(samples, "llamacpp:prompt_tokens_total") == prompt - cached
+    assert total(samples, "llamacpp:tokens_predicted_total") == 16
+    assert total(samples, "vllm:time_to_first_token_seconds_count") == 2
+    assert total(samples, "vllm:inter_token_latency_seconds_count") == 14
+    assert total(samples, "vllm:request_prompt_tokens_sum") == prompt
+    assert total(samples, "kvboost:http_requests_total", route="/v1/completions", status="200") == 2
+    assert total(samples, "kvboost:http_requests_total", route="unmatched", status="404") == 1
+    for name in ("queue", "prefill", "decode"):
+        assert total(samples, f"vllm:request_{name}_time_seconds_count") == 2
+    assert total(samples, "llamacpp:predicted_tokens_seconds") > 0
+
+
+def test_the_pool_agrees_with_the_engine(server, demo_engine):
+    samples = scrape(server)
+    stats = demo_engine.paged_stats()
+    assert total(samples, "kvboost:blocks") == stats["num_blocks"]
+    assert total(samples, "kvboost:blocks", state="cached") == stats["cached_blocks"]
+    assert total(samples, "kvboost:memory_bytes", owner="pool") == stats["pool_bytes"]
+    assert total(samples, "kvboost:memory_bytes", owner="weight") == stats["weight_bytes"]
+    assert total(samples, "vllm:prefix_cache_hits_total") == stats["hit_tokens"]
+    assert total(samples, "vllm:num_requests_running") == 0
+    assert total(samples, "kvboost:engine_alive") == 1
+
+
+def test_counters_only_rise(server):
+    before = scrape(server)
+    with server.client() as client:
+        client.post("/v1/completions", json={"model": MODEL, "prompt": "one more", "max_tokens": 1})
+    after = scrape(server)
+    counters = {key for key in before if key[0].endswith(("_total", "_bucket", "_count", "_sum"))}
+    assert counters <= set(after)
+    assert all(after[key] >= before[key] for key in counters)
+
+
+def test_metrics_need_a_key_when_keys_are_set(keyed_server):
+    with keyed_server.client(headers={}) as client:
+        assert client.get("/metrics").status_code == 401
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    assert scrape(keyed_server, headers=admin)
+    with keyed_server.client(headers=admin) as client:
+        assert not any(key in client.get("/metrics").text for key in (*KEYS, ADMIN_KEY))
+
+
+def test_each_server_has_counters_of_its_own(server, demo_engine):
+    with serving(demo_engine, model_name="another") as other:
+        samples = scrape(other)
+    assert total(samples, "vllm:prompt_tokens_total", model_name="another") == 0
+
+
+def test_the_dashboard_reads_only_what_is_there(server):
+    present = {name for name, _ in scrape(server)}
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(panels) >= 12
+    assert all(panel["targets"] and panel["title"] and panel["gridPos"] for panel in panels)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for expression in expressions:
+        names = re.findall(r"(?:vllm|llamacpp|kvboost):\w+", expression)
+        assert names, expression
+        assert set(names) <= present, (expression, set(names) - present)
+        assert expression.count("(") == expression.count(")")

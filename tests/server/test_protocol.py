@@ -1,0 +1,219 @@
+"""HTTP/1.1 as the server speaks it: strict where a request could be read in two ways, ordinary elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from live_servers import raw_answer, wait_until
+
+HOST = b"Host: localhost\r\n"
+CLOSE = b"Connection: close\r\n"
+AMBIGUOUS = {
+    "both lengths": b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "lengths that differ": b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+    "negative length": b"Content-Length: -1\r\n\r\n",
+    "signed length": b"Content-Length: +3\r\n\r\nabc",
+    "list of lengths": b"Content-Length: 3, 4\r\n\r\nabc",
+    "unknown encoding": b"Transfer-Encoding: gzip\r\n\r\n",
+    "two encodings": b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "obscured encoding": b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "bare line feed in a name": b"X\nY: 1\r\n\r\n",
+    "null in a value": b"X: a\0b\r\n\r\n",
+    "bad chunk size": b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n",
+    "negative chunk size": b"Transfer-Encoding: chunked\r\n\r\n-5\r\n\r\n",
+    "huge chunk size": b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 40 + b"\r\n",
+}
+
+
+@contextlib.contextmanager
+def own_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The server's log lines go to `caplog`."""
+    logger = logging.getLogger("kvboost_edge.server")
+    before = logger.level, logger.propagate
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def ask(server, data: bytes) -> bytes:
+    with server.connect() as sock:
+        sock.sendall(data)
+        return raw_answer(sock)
+
+
+@pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_an_ambiguous_request_is_400_and_the_connection_closed(live_server, rest):
+    follow_up = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answer = ask(live_server, b"POST /tokenize HTTP/1.1\r\n" + HOST + rest + follow_up)
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501"))
+    assert answer.count(b"HTTP/1.1 ") == 1, "the rest was taken for a request of its own"
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert json.loads(body)["error"]["code"] in ("malformed_request", "headers_too_large")
+    assert b"content-security-policy: default-src 'self'" in head.lower()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /\r\n\r\n",
+        b"\xff" * 50 + b"\r\n\r\n",
+    ],
+    ids=["TLS", "HTTP/2", "HTTP/0.9", "binary"],
+)
+def test_other_protocols_are_refused(live_server, data):
+    assert ask(live_server, data).startswith((b"HTTP/1.1 400", b"HTTP/1.1 505"))
+
+
+@pytest.mark.parametrize("headers", [b"", b"Host: a\r\nHost: b\r\n"], ids=["none", "two"])
+def test_exactly_one_host_is_needed(live_server, headers):
+    assert ask(live_server, b"GET /health HTTP/1.1\r\n" + headers + CLOSE + b"\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_pipelined_requests_are_answered_in_order(live_server):
+    one = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+    two = b"GET /version HTTP/1.1\r\n" + HOST + b"\r\n"
+    last = b"GET /nothing HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n"
+    answer = ask(live_server, one + two + one + last)
+    assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200, 404]
+    assert answer.index(b'"ok"') < answer.index(b'"version"') < answer.rindex(b'"ok"')
+
+
+def test_a_client_that_waits_for_100_gets_it(live_server):
+    with live_server.connect() as sock:
+        sock.sendall(
+            b"POST /tokenize HTTP/1.1\r\n"
+            + HOST
+            + CLOSE
+            + b"Content-Type: application/json\r\nContent-Length: 15\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert sock.recv(1000).startswith(b"HTTP/1.1 100")
+        sock.sendall(b'{"prompt": "a"}')
+        assert raw_answer(sock).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/metrics", b"/"])
+def test_head_has_no_body(live_server, path):
+    answer = ask(live_server, b"HEAD " + path + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("method", [b"CONNECT localhost:80", b"TRACE /", b"OPTIONS *", b"PUT /v1/models", b"BREW /"])
+def test_other_methods_are_refused_in_shape(live_server, method):
+    answer = ask(live_server, method + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
+    assert answer.split(b" ")[1] in (b"404", b"405")
+    assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+def test_an_upgrade_is_ignored(live_server):
+    upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: AA==\r\nSec-WebSocket-Version: 13\r\n"
+    with live_server.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\n" + HOST + upgrade + b"\r\n")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_serves_many_requests(live_server):
+    with live_server.client() as client:
+        before = live_server.server.server_state.total_requests
+        for _ in range(20):
+            assert client.get("/version").status_code == 200
+        assert live_server.server.server_state.total_requests == before + 20
+
+
+def test_every_answer_has_an_id_and_the_security_headers(live_server):
+    with live_server.client() as client:
+        ids = set()
+        for path in ("/health", "/", "/nothing", "/v1/models", "/metrics", "/openapi.json"):
+            answer = client.get(path)
+            ids.add(answer.headers["x-request-id"])
+            assert "default-src 'self'" in answer.headers["content-security-policy"]
+            assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            assert "server" not in answer.headers
+            assert "access-control-allow-origin" not in answer.headers
+        assert len(ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://localhost/health", 200),
+        (b"HTTP://127.0.0.1:8000/health?x=http://y/", 200),
+        (b"http://localhost", 200),
+        (b"http://localhost?x", 200),
+        (b"http://localhost/nothing", 404),
+        (b"http://evil.example/health", 421),
+        (b"http://user@localhost/health", 421),
+        (b"http:///health", 400),
+        (b"ftp://localhost/health", 404),
+    ],
+)
+def test_a_target_may_be_a_whole_url_whose_host_counts(live_server, target, status):
+    answer = ask(live_server, b"GET " + target + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:200]
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "phrase"),
+    [
+        (b"GET / HTTP/1.1\r\nHost\r\n\r\n", 400, b"Bad Request"),
+        (b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 20_000 + b"\r\n\r\n", 431, b"Request Header Fields Too Large"),
+        (b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nXX\r\n", 400, b"Bad Request"),
+    ],
+    ids=["head", "size", "body"],
+)
+def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(live_server, caplog, data, status, phrase):
+    def counted() -> float:
+        samples = live_server.state.metrics.registry.collect()
+        return sum(
+            sample.value
+            for family in samples
+            for sample in family.samples
+            if sample.name == "kvboost:http_requests_total" and sample.labels["status"] == str(status)
+        )
+
+    before = counted()
+    with own_log(caplog):
+        answer = ask(live_server, data)
+        wait_until(lambda: counted() == before + 1, "the refusal to be counted")
+        lines = [record.facts for record in caplog.records if record.getMessage() == "request"]
+    head = answer.partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 %d %s\r\n" % (status, phrase))
+    request_id = re.search(rb"x-request-id: (req-[0-9a-f]{24})", head)
+    assert request_id is not None
+    found = [line["status"] for line in lines if line["request_id"] == request_id[1].decode()]
+    assert found == [status]
+
+
+def test_too_many_bytes_ahead_end_the_connection_and_the_work(live_server):
+    body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
+    with live_server.connect() as sock:
+        sock.sendall(live_server.request_bytes("/v1/completions", body))
+        wait_until(lambda: live_server.state.admission.tickets, "the request in flight")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000)
+        assert raw_answer(sock) == b""
+    wait_until(live_server.idle, "the work to stop")
+
+
+def test_who_sends_ahead_and_leaves_is_noticed(live_server):
+    body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
+    with live_server.connect() as sock:
+        sock.sendall(live_server.request_bytes("/v1/completions", body))
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        wait_until(lambda: live_server.state.admission.tickets, "the request in flight")
+    wait_until(live_server.idle, "the work to stop")

@@ -1,0 +1,215 @@
+"""The commands' flags: names, defaults, where each goes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.cli.app import run
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.__main__ import main
+from kvboost_edge.server.flags import DEMO_MODEL, parse_flags
+from kvboost_edge.server.settings import ServerSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_keys_in_the_environment(monkeypatch):
+    for name in ("KVBOOST_API_KEY", "KVBOOST_API_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parse(*argv: str):
+    return parse_flags(argv, "kvboost-server")
+
+
+def test_defaults():
+    options = parse()
+    assert options.model == DEMO_MODEL
+    assert options.settings == ServerSettings(model_name=DEMO_MODEL)
+    assert options.engine == {"max_num_seqs": 8}
+    settings = options.settings
+    assert (settings.host, settings.port, settings.max_batch_size, settings.max_queue_size) == (
+        "127.0.0.1",
+        8000,
+        8,
+        256,
+    )
+    assert (settings.batch_window_ms, settings.request_timeout, settings.drain_seconds) == (20, 120, 30)
+    assert (settings.header_seconds, settings.body_seconds, settings.write_seconds) == (10, 30, 30)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("port", "9", 9),
+        ("model-name", "served", "served"),
+        ("max-batch-size", "3", 3),
+        ("batch-window-ms", "0", 0.0),
+        ("max-queue-size", "0", 0),
+        ("max-queue-tokens", "77", 77),
+        ("request-timeout", "1.5", 1.5),
+        ("drain-seconds", "0", 0.0),
+        ("max-body-bytes", "4096", 4096),
+        ("max-connections", "5", 5),
+        ("header-seconds", "2", 2.0),
+        ("body-seconds", "3", 3.0),
+        ("write-seconds", "4", 4.0),
+        ("keep-alive-seconds", "5", 5.0),
+        ("log-level", "error", "error"),
+        ("log-format", "text", "text"),
+        ("host", "localhost", "localhost"),
+    ],
+)
+def test_flags_of_the_server(flag, text, value):
+    assert getattr(parse(f"--{flag}", text).settings, flag.replace("-", "_")) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "name", "value"),
+    [
+        ("device", "cpu", "device", "cpu"),
+        ("dtype", "float32", "dtype", "float32"),
+        ("backend", "default", "backend", "auto"),
+        ("backend", "cpu-paged", "backend", "cpu"),
+        ("backend", "reference", "backend", "reference"),
+        ("runner", "native", "runner", "native"),
+        ("weights", "int8", "weights", "int8"),
+        ("max-cache-bytes", "4e9", "max_cache_bytes", 4e9),
+        ("max-cache-bytes", "4000000000", "max_cache_bytes", 4_000_000_000),
+        ("block-size", "32", "block_size", 32),
+        ("num-blocks", "9", "num_blocks", 9),
+        ("kv-cache-bits", "8", "kv_cache_bits", 8),
+        ("kv-cache-bits", "8,4", "kv_cache_bits", (8, 4)),
+        ("max-batch-tokens", "64", "max_batch_tokens", 64),
+        ("num-threads", "1", "num_threads", 1),
+        ("revision", "main", "revision", "main"),
+        ("max-batch-size", "3", "max_num_seqs", 3),
+    ],
+)
+def test_flags_of_the_engine(flag, text, name, value):
+    assert parse(f"--{flag}", text).engine[name] == value
+
+
+def test_every_setting_has_a_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    singular = {
+        "api_keys": "api-key",
+        "admin_api_keys": "admin-api-key",
+        "allowed_hosts": "allowed-host",
+        "cors_origins": "cors-origin",
+    }
+    for field in dataclasses.fields(ServerSettings):
+        assert f"--{singular.get(field.name, field.name.replace('_', '-'))}" in shown
+    for name in ("--model", "--device", "--backend", "--kv-cache-bits", "--warm", "--workers"):
+        assert name in shown
+    assert "KVBOOST_API_KEYS" in shown
+    assert "KVBOOST_ADMIN_API_KEYS" in shown
+
+
+def test_repeatable_flags_and_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBOOST_API_KEYS", "c,d")
+    monkeypatch.setenv("KVBOOST_ADMIN_API_KEY", "f")
+    (tmp_path / "keys").write_text("b\n")
+    options = parse(
+        *("--api-key", "a", "--api-key-file", str(tmp_path / "keys"), "--host", "0.0.0.0", "--admin-api-key", "e"),
+        *("--allowed-host", "x.example", "--allowed-host", "y.example", "--cors-origin", "https://z.example"),
+    )
+    assert options.settings.api_keys == ("a", "b", "c", "d")
+    assert options.settings.admin_api_keys == ("e", "f")
+    assert options.settings.allowed_hosts == ("x.example", "y.example")
+    assert options.settings.cors_origins == ("https://z.example",)
+
+
+def test_the_served_name_shows_no_path(tmp_path):
+    (tmp_path / "my-model").mkdir()
+    assert parse("--model", str(tmp_path / "my-model")).settings.model_name == "my-model"
+    assert parse("--model", "owner/hub-model").settings.model_name == "owner/hub-model"
+    assert parse("-m", "owner/hub-model", "--model-name", "short").settings.model_name == "short"
+
+
+def test_warm_texts(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file")
+    assert parse("--warm", "given", "--warm", f"@{file}").warm == ("given", "from a file")
+    with pytest.raises(ConfigError, match="missing"):
+        parse("--warm", f"@{tmp_path / 'missing'}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--workers", "2"], "workers=2"),
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--port", "70000"], "port=70000"),
+        (["--max-batch-size", "0"], "max_batch_size=0"),
+        (["--request-timeout", "nan"], "request_timeout"),
+        (["--request-timeout", "0"], "request_timeout"),
+        (["--batch-window-ms", "-1"], "batch_window_ms"),
+        (["--allowed-host", "http://x"], "allowed_hosts"),
+        (["--cors-origin", "*"], "cors_origins"),
+        (["--kv-cache-bits", "5"], "kv_cache_bits"),
+        (["--backend", "nonsense"], "backend"),
+        (["--chunk-size", "128"], "chunk_size"),
+        (["--disk-cache-dir", "x"], "disk_cache_dir"),
+        (["--recompute-strategy", "none"], "recompute_strategy"),
+    ],
+)
+def test_wrong_values_are_one_line_and_1(argv, words, capsys):
+    assert main(argv) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("kvboost-server: error: ")
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    "argv", [["--no-such"], ["--port", "many"], ["--log-level", "loud"], ["extra"], ["--mod", "x"]]
+)
+def test_wrong_usage_exits_with_2(argv, capsys):
+    for command in (lambda: main(argv), lambda: run(["serve", *argv])):
+        try:
+            code = command()
+        except SystemExit as stop:
+            code = stop.code
+        assert code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_serve_is_a_command_of_the_package(capsys):
+    assert run(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "kvboost-edge serve" in shown
+    assert "Examples" in shown
+    assert run(["serve", "--workers", "2"]) == 1
+    assert "kvboost-edge: error: workers=2" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named():
+    code = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "from kvboost_edge.server.__main__ import main\n"
+        "sys.exit(main(['--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "kvboost-edge[server]" in done.stderr
+    assert "'uvicorn'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_package_and_the_flags_load_no_web_framework():
+    code = (
+        "import sys, kvboost_edge, kvboost_edge.cli.app, kvboost_edge.server.flags, kvboost_edge.server.__main__\n"
+        "print([name for name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'h11', 'torch', 'numba')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr

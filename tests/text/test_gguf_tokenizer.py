@@ -1,0 +1,291 @@
+"""Tokenizers from GGUF metadata encode and decode as the tokenizer they were made from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.text.codec import StreamKind
+from kvboost_edge.text.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+
+SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>"]
+CORPUS = [
+    "Hello world! It's 2024, isn't it?  We've 12345 things.",
+    "  leading and trailing spaces  \n\n\ttabs\r\n and   runs   of them ",
+    "Größe, naïve café; Привет мир; 你好世界; こんにちは; 안녕하세요; 🚀🦙 👩‍👩‍👧",
+    "def f(x):\n    return {'a': x**2, \"b\": [1, 22, 333, 4444]}  # comment\n",
+    "I'LL DO IT, WE'RE HERE; can't won't y'all'd've",
+    "CamelCase snake_case kebab-case http://example.org/path?q=1&r=2",
+    "e\u0301 é ﬁ Å Ω ½ ² \u00a0 \u200b \u3000",
+    "<|im_start|>user\nhi<|end|> <|end|>text<|begin|>",
+    "",
+    " ",
+    "\n",
+    "aaaaaaaaaaaaaaaaaaaa 1111111 ......... \\\\// <unk> <s> </s> ▁x",
+]
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# As the tokenizer.json files of Llama 3 and Qwen2 have them.
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
+
+
+def _byte_level(pre: str) -> Tokenizer:
+    """A trained byte-level BPE tokenizer of the kind that `pre` names."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    steps = {
+        "gpt-2": [gpt2],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True), gpt2],
+        "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), plain],
+        "qwen2": [pre_tokenizers.Split(Regex(QWEN2), "isolated"), plain],
+    }[pre]
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken("kebab-case", normalized=False)])
+    return tokenizer
+
+
+def _metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
+    """What llama.cpp's converter writes, with two unused ids at the end."""
+    state = json.loads(tokenizer.to_str())
+    count = tokenizer.get_vocab_size()
+    tokens = [tokenizer.id_to_token(i) for i in range(count)] + ["[PAD1]", "[PAD2]"]
+    types = [1] * count + [5, 5]
+    for token in state["added_tokens"]:
+        types[token["id"]] = 3 if token["special"] else 4
+    merges = [" ".join(m) if isinstance(m, list) else m for m in state["model"]["merges"]]
+    return {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": tokens.index("<|begin|>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|end|>"),
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+        "{{ eos_token }}{% endfor %}",
+    }
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_byte_level_equals_the_original(pre: str) -> None:
+    original = _byte_level(pre)
+    ours = gguf_tokenizer(_metadata(original, pre), name="m.gguf")
+    for text in CORPUS:
+        expected = original.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == expected, text
+        for skip in (False, True):
+            assert ours.decode(expected, skip) == original.decode(expected, skip_special_tokens=skip)
+    assert ours.codec.stream_kind is StreamKind.BYTES
+    assert ours.vocab_size == original.get_vocab_size()
+    assert not ours.codec.has_text(ours.vocab_size, False)
+    assert (ours.bos_token_id, ours.eos_token_id) == tuple(original.token_to_id(text) for text in SPECIAL[:2])
+
+
+def test_chat_messages() -> None:
+    original = _byte_level("gpt-2")
+    ours = gguf_tokenizer(_metadata(original, "gpt-2"), name="m.gguf")
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(messages) == "<|im_start|>user\nhi<|end|>"
+    assert ours.encode_chat(messages) == original.encode("<|im_start|>user\nhi<|end|>").ids
+    without = gguf_tokenizer({**_metadata(original, "gpt-2"), "tokenizer.chat_template": None}, name="m.gguf")
+    with pytest.raises(RequestError, match=r"m\.gguf has no chat template"):
+        without.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True), (None, None)])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+def test_ends(pre: str, bos: bool | None, eos: bool | None) -> None:
+    original = _byte_level(pre)
+    metadata = {**_metadata(original, pre), "tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
+    ours = gguf_tokenizer({key: value for key, value in metadata.items() if value is not None}, name="m.gguf")
+    begins = pre == "llama-bpe" if bos is None else bos
+    begin = [ours.bos_token_id] * begins
+    end = [ours.eos_token_id] * bool(eos)
+    inner = original.encode("a b", add_special_tokens=False).ids
+    assert ours.encode("a b") == [*begin, *inner, *end]
+    assert ours.encode("a b", add_special_tokens=False) == inner
+
+
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_an_end_needs_its_token_only_where_it_is_wanted(bos: bool, eos: bool) -> None:
+    metadata = _metadata(_byte_level("gpt-2"), "gpt-2")
+    metadata |= {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
+    for key, wanted in (("bos", bos), ("eos", eos)):
+        without = {name: value for name, value in metadata.items() if name != f"tokenizer.ggml.{key}_token_id"}
+        if wanted:
+            with pytest.raises(ModelFormatError, match=f"{key}_token_id is missing, but add_{key}_token asks for it"):
+                gguf_tokenizer(without, name="m.gguf")
+        else:
+            whole = gguf_tokenizer(metadata, name="m.gguf")
+            assert gguf_tokenizer(without, name="m.gguf").encode("a b") == whole.encode("a b")
+
+
+def test_default_splits_as_llama_cpp_does() -> None:
+    """Its four regexes one after the other, on what the ones before left: worked out by hand."""
+    metadata = _metadata(_byte_level("gpt-2"), "default")
+    steps = gguf_tokenizer(metadata, name="m.gguf").codec._tokenizer.pre_tokenizer
+    expected = {
+        "Hello, world": ["Hello", ",", "\u0120world"],
+        "a 1234567 b": ["a", "\u0120", "123", "456", "7", "\u0120b"],
+        "x==(y)$3": ["x", "==(", "y", ")$", "3"],
+        "don't": ["don", "'", "t"],  # the apostrophe is punctuation, split off first
+        "a  b\n c": ["a", "\u0120", "\u0120b", "\u010a", "\u0120c"],
+        "12": ["12"],
+    }
+    for text, words in expected.items():
+        assert [word for word, _ in steps.pre_tokenize_str(text)] == words, text
+
+
+def _scored(prefix: bool) -> tuple[Tokenizer, dict[str, Any]]:
+    """A sentencepiece-like BPE tokenizer as Llama 2's tokenizer.json has it, and its GGUF metadata."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    learner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    state = json.loads(learner.to_str())["model"]
+    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in state["merges"]]
+    control = ["<unk>", "<s>", "</s>"]
+    byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
+    merged = ["".join(pair) for pair in merges]
+    # Letters beyond ASCII are left to the byte tokens; sentencepiece's learned pieces come before single letters.
+    letters = sorted(t for t in state["vocab"] if len(t) == 1 and (t.isascii() or t == "▁"))
+    merged = [t for t in merged if all(c in letters for c in t)]
+    pairs = [pair for pair in merges if all(c in letters for c in "".join(pair))]
+    tokens = [*control, *byte_tokens, *dict.fromkeys(merged), *letters]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)]
+    tokens.append("<|user|>")
+    scores.append(-1000.0)
+    original = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)}, merges=pairs, unk_token="<unk>", fuse_unk=True,
+            byte_fallback=True,
+        )
+    )  # fmt: skip
+    replace = normalizers.Replace(" ", "▁")
+    original.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    original.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    original.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in [*control, "<|user|>"]])
+    original.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.array(scores, dtype=np.float32),
+        "tokenizer.ggml.token_type": np.array([2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 260), 3], dtype=np.int32),
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+    return original, metadata
+
+
+def _best_first(text: str, metadata: dict[str, Any]) -> list[str]:
+    """Sentencepiece's own rule: of all neighbours whose union is a token, merge those of the highest score, leftmost
+    first."""
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"].tolist(), strict=True))
+    parts = list(text)
+    while True:
+        found = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
+        if not found:
+            return parts
+        _, at = min(found)
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scored_equals_the_original(prefix: bool) -> None:
+    original, metadata = _scored(prefix)
+    ours = gguf_tokenizer(metadata, name="m.gguf")
+    for text in [*CORPUS, "<|user|> hi<|user|>there"]:
+        expected = original.encode(text).ids
+        assert ours.encode(text) == expected, text
+        for skip in (False, True):
+            assert ours.decode(expected, skip) == original.decode(expected, skip_special_tokens=skip)
+    assert ours.codec.stream_kind is StreamKind.PIECES
+    assert (ours.bos_token_id, ours.eos_token_id) == (1, 2)
+
+
+def test_scores_decide_the_merges() -> None:
+    _, metadata = _scored(prefix=False)
+    ours = gguf_tokenizer(metadata, name="m.gguf")
+    for text in ("hello world return", "things trailing", "def f(x): return", "spaces and tabs", "case_case"):
+        plain = text.replace(" ", "▁")
+        pieces = _best_first(plain, metadata)
+        assert [ours.codec._tokenizer.id_to_token(i) for i in ours.encode(text)[1:]] == pieces
+
+
+def test_control_tokens_of_phi3_swallow_spaces() -> None:
+    _, metadata = _scored(prefix=False)
+    ours = gguf_tokenizer({**metadata, "general.architecture": "phi3"}, name="m.gguf")
+    assert ours.encode("<|user|> \n hi") == ours.encode("<|user|>hi")
+    assert ours.encode("<s> hi") != ours.encode("<s>hi")
+
+
+def _without(key: str) -> dict[str, Any]:
+    return {f"tokenizer.ggml.{key}": None}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no tokenizer": (_without("model"), "tokenizer.ggml.model is missing"),
+    "another model": ({"tokenizer.ggml.model": "t5"}, "'t5'; known are 'gpt2'"),
+    "no pre": (_without("pre"), "tokenizer.ggml.pre is missing"),
+    "unknown pre": ({"tokenizer.ggml.pre": "deepseek-v3"}, "deepseek-v3.*known are dbrx, .*qwen2"),
+    "no tokens": (_without("tokens"), "tokenizer.ggml.tokens is missing"),
+    "tokens are numbers": ({"tokenizer.ggml.tokens": np.arange(4)}, "tokens must be a list of strings"),
+    "no merges": (_without("merges"), "merges is missing, but there are tokens such as"),
+    "half a merge": ({"tokenizer.ggml.merges": ["ab"]}, "'ab' .number 0."),
+    "merge of nothing": ({"tokenizer.ggml.merges": ["q\u0120 \u0120q"]}, "cannot be built.*out of vocabulary"),
+    "types too short": ({"tokenizer.ggml.token_type": np.ones(3, dtype=np.int32)}, "token_type must have one number"),
+    "bos beyond": ({"tokenizer.ggml.bos_token_id": 99999}, "bos_token_id is 99999"),
+    "bos is text": ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id must be of type int"),
+    "bos wanted": (
+        {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing",
+    ),
+    "template": ({"tokenizer.chat_template": 3}, "chat_template must be a string"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_key(name: str) -> None:
+    change, message = REFUSED[name]
+    metadata = {**_metadata(_byte_level("gpt-2"), "gpt-2"), **change}
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        gguf_tokenizer({key: value for key, value in metadata.items() if value is not None}, name="m.gguf")
+    assert "m.gguf" in str(caught.value)
+
+
+def test_scored_needs_scores_and_no_squeezing() -> None:
+    _, metadata = _scored(prefix=True)
+    with pytest.raises(ModelFormatError, match="scores must have one number"):
+        gguf_tokenizer({**metadata, "tokenizer.ggml.scores": np.ones(3)}, name="m.gguf")
+    with pytest.raises(ModelFormatError, match="scores is missing"):
+        gguf_tokenizer({k: v for k, v in metadata.items() if not k.endswith("scores")}, name="m.gguf")
+    with pytest.raises(ModelFormatError, match="remove_extra_whitespaces"):
+        gguf_tokenizer({**metadata, "tokenizer.ggml.remove_extra_whitespaces": True}, name="m.gguf")
+    twice = [*metadata["tokenizer.ggml.tokens"][:-1], "<0x41>"]
+    with pytest.raises(ModelFormatError, match="'<0x41>' twice"):
+        gguf_tokenizer({**metadata, "tokenizer.ggml.tokens": twice}, name="m.gguf")
+
+
+def test_every_known_pre_tokenizer_builds() -> None:
+    original = _byte_level("gpt-2")
+    for pre in PRE_TOKENIZERS:
+        ours = gguf_tokenizer(_metadata(original, pre), name="m.gguf")
+        for text in CORPUS[:5]:
+            assert ours.decode(ours.encode(text, add_special_tokens=False), False) == text
