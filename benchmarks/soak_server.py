@@ -67,7 +67,7 @@ class Soak:
             if kind < 0.05:
                 await self._bad(http, body | rng.choice(_BAD))
             else:
-                await self._good(http, body, rng.uniform(0, 0.3) if kind < 0.25 else None)
+                await self._good(http, body, rng.uniform(0, 0.04) if kind < 0.25 else None)
 
     async def _bad(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
         response = await http.post(f"{self.url}/v1/completions", json=body)
