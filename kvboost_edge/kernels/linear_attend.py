@@ -21,6 +21,7 @@ from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.kv_attention import CodedJob, attend_coded_units
 from kvboost_edge.kernels.kv_layout import KVRecord
 from kvboost_edge.kernels.kv_write import quantize_block
+from kvboost_edge.kernels.linear_table import B_ROWS, F_LAYER, ProgramJob
 from kvboost_edge.kernels.rope import copy_floats
 from kvboost_edge.kernels.vectors import I64, KIND_F32, emit_load, load_acquire, load_f32, store_scalar
 
@@ -42,6 +43,7 @@ __all__ = [
     "R_STAGE",
     "R_VALUES",
     "attend_record",
+    "attention_row",
     "close_blocks",
     "closing_units",
     "continue_block",
@@ -106,6 +108,12 @@ def _load_i64(typing: Any, address: Any) -> Any:
         return emit_load(b, I64, arguments[0])
 
     return types.int64(types.int64), codegen
+
+
+@kernel
+def attention_row(job: ProgramJob, op: Any) -> Any:
+    """Address of the attention row of an operation's layer."""
+    return job.buffers[B_ROWS] + 8 * RECORD * op[F_LAYER]
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""The operations of a layer program, cut into units that any thread may run: a token, or a run of weight tiles."""
+"""The operations of a layer program, cut into units that any thread may run: some tokens, or a run of weight tiles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels import linear_table as lt
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear_attend import (
-    RECORD,
+    attention_row,
     close_blocks,
     closing_units,
     continue_block,
     continuing_units,
-    store_token,
 )
 from kvboost_edge.kernels.linear_blocks import float_block, int_block
-from kvboost_edge.kernels.linear_dot import OFFSET
 from kvboost_edge.kernels.linear_panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
@@ -27,18 +25,15 @@ from kvboost_edge.kernels.linear_panel import (
     WIDE_TOKENS,
     block_size,
     record_bytes,
-    token_place,
 )
 from kvboost_edge.kernels.linear_table import ProgramJob
 from kvboost_edge.kernels.linear_tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8, Target, Tile
-from kvboost_edge.kernels.norms import activate_group, activate_vectors, fma_f32, norm_row, quantize_groups
-from kvboost_edge.kernels.rope import copy_floats, rotate_head
-from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, load_f32, load_scalar, store_f32
+from kvboost_edge.kernels.linear_tokens import run_tokens, token_units
+from kvboost_edge.kernels.norms import activate_group
+from kvboost_edge.kernels.vectors import KIND_F32, LANES
 
-__all__ = ["attention_row", "run_unit", "units_of"]
+__all__ = ["run_unit", "units_of"]
 
-_OFFSET_INT8, _OFFSET_INT4 = OFFSET[KIND_INT8], OFFSET[KIND_INT4]
-_CHUNK = 32  # groups of 32 in a unit of an elementwise operation
 _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels at once
 _GATED_ROW = 2 * 4 * GROUP * _GATED_GROUPS  # bytes of a token: of the gate, then of the way up
@@ -46,23 +41,6 @@ _GATED_BYTES = 8 * _GATED_ROW  # of at most 8 tokens, or 4 times as many of a qu
 # Blocks of tokens at once, where a group's tiles are one call; what they read and write stays in the first cache.
 _GATED_BLOCKS = 4 if GROUP // LANES == TILES_AT_ONCE else 1
 _FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
-
-
-@intrinsic
-def _load_i64(typing: Any, address: Any) -> Any:
-    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.load(b.inttoptr(arguments[0], ir.PointerType()), align=8, typ=ir.IntType(64))
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def _load_byte(typing: Any, address: Any) -> Any:
-    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        value = b.load(b.inttoptr(arguments[0], ir.PointerType()), align=1, typ=ir.IntType(8))
-        return b.zext(value, ir.IntType(64))
-
-    return types.int64(types.int64), codegen
 
 
 @intrinsic
@@ -85,12 +63,6 @@ def _tiles_in_unit(op: Any, tokens: int) -> Any:
 
 
 @kernel
-def attention_row(job: ProgramJob, op: Any) -> Any:
-    """Address of the attention row of an operation's layer."""
-    return job.buffers[lt.B_ROWS] + 8 * RECORD * op[lt.F_LAYER]
-
-
-@kernel
 def units_of(job: ProgramJob, op: Any) -> Any:
     """Units an operation is cut into."""
     code, tokens = op[lt.F_OP], job.tokens
@@ -98,144 +70,11 @@ def units_of(job: ProgramJob, op: Any) -> Any:
         size = LANES if code == lt.OP_LINEAR else GROUP
         unit = size * _tiles_in_unit(op, tokens)
         return (op[lt.F_COUNT] + unit - 1) // unit
-    if code in (lt.OP_QUANT, lt.OP_ACT):
-        chunk = GROUP * _CHUNK
-        return tokens * ((op[lt.F_COUNT] + chunk - 1) // chunk)
     if code == lt.OP_CONTINUE:
         return continuing_units(attention_row(job, op)) if job.buffers[lt.B_ROWS] != 0 else 0
     if code == lt.OP_CLOSE:
         return closing_units(attention_row(job, op))
-    return tokens
-
-
-@kernel
-def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
-    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on."""
-    quad, byte = index // 4, index % 4
-    if kind == KIND_INT8:
-        return _load_byte(op[lt.F_WEIGHT] + group * (LANES * GROUP) + quad * (4 * LANES) + lane * 4 + byte)
-    both = _load_byte(op[lt.F_WEIGHT] + group * (LANES * GROUP // 2) + quad // 2 * (4 * LANES) + lane * 4 + byte)
-    return both >> 4 if quad % 2 == 1 else both & 15
-
-
-@kernel
-def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
-    """Row `token_id` of the table, which lies in the weight layout, times factor; the padding is 0."""
-    tile, lane, count, kind = token_id // LANES, token_id % LANES, op[lt.F_COUNT], op[lt.F_KIND]
-    for index in range(count, op[lt.F_DST_STEP]):
-        store_f32(out + 4 * index, np.float32(0.0))
-    if kind in (KIND_INT8, KIND_INT4, KIND_INT4M):
-        groups = (count + GROUP - 1) // GROUP
-        offset = _OFFSET_INT8 if kind == KIND_INT8 else (_OFFSET_INT4 if kind == KIND_INT4 else 0)
-        for group in range(groups):
-            at = 2 * ((tile * groups + group) * LANES + lane)
-            scale = load_scalar(op[lt.F_SCALE] + at, KIND_F16)
-            minimum = load_scalar(op[lt.F_MINIMA] + at, KIND_F16) if kind == KIND_INT4M else np.float32(0.0)
-            for index in range(min(GROUP, count - group * GROUP)):
-                code = np.float32(_code(op, kind, tile * groups + group, lane, index) - offset)
-                value = fma_f32(code, scale, -minimum)
-                store_f32(out + 4 * (group * GROUP + index), value * factor)
-    else:
-        size = 4 if kind == KIND_F32 else 2
-        for index in range(count):
-            at = op[lt.F_WEIGHT] + ((tile * count + index) * LANES + lane) * size
-            store_f32(out + 4 * index, load_scalar(at, kind) * factor)
-
-
-@kernel
-def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
-    """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
-    total, fine = (op[lt.F_COUNT] + GROUP - 1) // GROUP, op[lt.F_FINE]
-    block, size = token_place(token, job.tokens, fine)
-    record = job.buffers[op[lt.F_PANEL]] + (block * total + first * size) * record_bytes(fine)
-    quantize_groups(source, groups, record, size, token - block, op[lt.F_QUANT], fine)
-
-
-@kernel
-def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    count, step = op[lt.F_COUNT], op[lt.F_DST_STEP]
-    out = job.buffers[op[lt.F_DST]] + 4 * token * step
-    norm_row(job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP], op[lt.F_WEIGHT], count, eps, out)
-    for index in range(count, step):
-        store_f32(out + 4 * index, np.float32(0.0))
-    if op[lt.F_QUANT] > 0:
-        _quantize(job, op, out, token, 0, (count + GROUP - 1) // GROUP)
-
-
-@kernel
-def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """destination += factor * norm(source)."""
-    count = op[lt.F_COUNT]
-    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
-    norm_row(source, op[lt.F_WEIGHT], count, params[lt.P_EPS], source)
-    for index in range(count):
-        value = fma_f32(load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index))
-        store_f32(out + 4 * index, value)
-
-
-@kernel
-def _elementwise(job: ProgramJob, op: Any, unit: int) -> None:
-    """One chunk of 1024 elements of one token: the activation if the operation has one, then quantization."""
-    count, chunk = op[lt.F_COUNT], GROUP * _CHUNK
-    chunks = (count + chunk - 1) // chunk
-    token, first = unit // chunks, unit % chunks * _CHUNK
-    groups = min(_CHUNK, (count + GROUP - 1) // GROUP - first)
-    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + first * GROUP)
-    if op[lt.F_OP] == lt.OP_ACT:
-        out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
-        left = count - first * GROUP
-        activate_vectors(source, source + 4 * count, op[lt.F_ACT], left, 2 * groups, out)
-        source = out
-    if op[lt.F_QUANT] > 0:
-        _quantize(job, op, source, token, first, groups)
-
-
-@kernel
-def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) -> None:
-    """Norm of the heads in place: none (mode 0), each head (1), all heads as one row (2)."""
-    if mode == 1:
-        for head in range(num):
-            norm_row(source + 4 * head * dim, norm, dim, eps, source + 4 * head * dim)
-    elif mode == 2:
-        norm_row(source, norm, num * dim, eps, source)
-
-
-@kernel
-def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """Split a row of queries, keys and values; norm and rotate queries and keys; write the three buffers."""
-    heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
-    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    keys = source + 4 * heads * dim
-    values = keys + 4 * kv_heads * dim
-    _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
-    _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
-    position = _load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
-    cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
-    sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
-    for head in range(heads):
-        out = job.buffers[lt.B_QUERY] + 4 * (token * heads + head) * dim
-        rotate_head(source + 4 * head * dim, cos, sin, half, dim, out)
-    for head in range(kv_heads):
-        out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
-        rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
-    if job.buffers[lt.B_ROWS] != 0:
-        key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
-        store_token(attention_row(job, op), key, values, token)
-    else:
-        copy_floats(values, kv_heads * dim, job.buffers[lt.B_VALUE] + 4 * token * kv_heads * dim)
-
-
-@kernel
-def _cap(job: ProgramJob, op: Any, cap: float, token: int) -> None:
-    """In place: x -> cap * tanh(x / cap), through exp(-2 |x / cap|)."""
-    row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    one = np.float32(1.0)
-    for index in range(op[lt.F_COUNT]):
-        x = load_f32(row + 4 * index) / cap
-        decay = exp_f32(np.float32(-2.0) * abs(x))
-        tanh = (one - decay) / (one + decay)
-        store_f32(row + 4 * index, cap * (tanh if x >= 0 else -tanh))
+    return token_units(job, op)
 
 
 @kernel
@@ -367,20 +206,9 @@ def run_unit(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
         _linear(job, op, params[lt.P_FACTOR], unit)
     elif code == lt.OP_GATED:
         _gated(job, op, unit)
-    elif code == lt.OP_NORM:
-        _norm(job, op, params[lt.P_EPS], unit)
-    elif code in (lt.OP_QUANT, lt.OP_ACT):
-        _elementwise(job, op, unit)
-    elif code == lt.OP_ROPE:
-        _rope(job, op, params[lt.P_EPS], unit)
-    elif code == lt.OP_ADD_NORM:
-        _add_norm(job, op, params, unit)
-    elif code == lt.OP_EMBED:
-        token_id = _load_i64(job.buffers[lt.B_TOKENS] + 8 * unit)
-        _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * unit * op[lt.F_DST_STEP])
     elif code == lt.OP_CONTINUE:
         continue_block(attention_row(job, op), unit)
     elif code == lt.OP_CLOSE:
         close_blocks(attention_row(job, op), unit)
     else:
-        _cap(job, op, params[lt.P_CAP], unit)
+        run_tokens(job, op, params, unit)

@@ -1,8 +1,8 @@
 """A layer as a program: a table of operations that a team of threads runs in order, in one call.
 
-Every operation is cut into units (a token, or a run of weight tiles) that threads take from a counter; a thread that
-finds no unit left waits until all units of the operation are done, then goes on to the next. A thread that joins late
-passes through what is done. Reductions over inputs are never cut, so results do not depend on the threads.
+Every operation is cut into units (some tokens, or a run of weight tiles) that threads take from a counter; a thread
+that finds no unit left waits until all units of the operation are done, then goes on to the next. A thread that joins
+late passes through what is done. Reductions over inputs are never cut, so results do not depend on the threads.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear_attend import attend_record, is_attended
-from kvboost_edge.kernels.linear_ops import attention_row, run_unit, units_of
+from kvboost_edge.kernels.linear_attend import attend_record, attention_row, is_attended
+from kvboost_edge.kernels.linear_ops import run_unit, units_of
 from kvboost_edge.kernels.linear_table import COUNTERS_PER_OP, F_OP, OP_ATTEND, ProgramJob
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 

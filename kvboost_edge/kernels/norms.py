@@ -7,17 +7,25 @@ groups of 32 its padding is written as zeros and never read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear_dot import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8, OFFSET, V16I, int_constant
+from kvboost_edge.kernels.linear_dot import (
+    GROUP,
+    KIND_INT4,
+    KIND_INT4M,
+    KIND_INT8,
+    OFFSET,
+    V16I,
+    emit_splat_int,
+    int_constant,
+)
 from kvboost_edge.kernels.linear_panel import COARSE_BYTES, FINE_BASE, FINE_BYTES
 from kvboost_edge.kernels.vectors import (
-    F32,
     I64,
     LANES,
     V16,
@@ -25,6 +33,7 @@ from kvboost_edge.kernels.vectors import (
     emit_fma,
     emit_lanes_in,
     emit_load,
+    emit_reduce_rows,
     emit_shuffle,
     emit_splat,
     emit_store,
@@ -49,6 +58,9 @@ _VECTOR = 4 * LANES
 _TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
 _GELU_INNER, _GELU_CUBIC = 0.7978845608028654, 0.044715
 _MAX_EXPONENT = 88.0
+_ROUNDER = 12582912.0  # 1.5 * 2^23
+_ROUNDER_BITS = 0x4B400000
+_AT_ONCE = 4  # groups of a row
 
 Value = Any
 Builder = Any
@@ -64,12 +76,6 @@ def _unary(b: Builder, name: str, x: Value) -> Value:
     suffix = "v16f32" if isinstance(x.type, ir.VectorType) else "f32"
     kind = ir.FunctionType(x.type, [x.type])
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.{name}.{suffix}"), [x])
-
-
-def _maximum(b: Builder, x: Value, y: Value) -> Value:
-    """The larger one, lane by lane; NaN if one of them is."""
-    kind = ir.FunctionType(V16, [V16, V16])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.maximum.v16f32"), [x, y])
 
 
 def _fold(b: Builder, vector: Value, combine: Any) -> Value:
@@ -147,46 +153,111 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
         store_f32(out + 4 * index, load_f32(x + 4 * index) * factor * load_f32(weight + 4 * index))
 
 
-def _emit_rounded(b: Builder, vectors: Sequence[Value], top: Value, levels: float) -> tuple[list[Value], Value]:
-    """rint(x * (levels / top)) of each vector, as float32, and the scale top / levels; zeros where top is tiny."""
-    empty = b.fcmp_ordered("<", top, F32(_TINY))
-    scale = b.select(empty, F32(0.0), b.fdiv(top, F32(levels)))
-    inverse = emit_splat(b, b.select(empty, F32(0.0), b.fdiv(F32(levels), top)))
-    return [_unary(b, "rint", b.fmul(vector, inverse)) for vector in vectors], scale
+class _Panel(NamedTuple):
+    """Where the quantized numbers of one group of one token go, addresses."""
+
+    codes: Sequence[Value]
+    term: Value
+    scale: Value
 
 
 def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
-    """Two vectors of 16 int32 as 32 int8."""
+    """Two vectors of 16 int32, of which the low bytes count, as 32 int8."""
     for index, vector in enumerate(codes):
         place = b.inttoptr(b.add(out, int_constant(LANES * index)), ir.PointerType())
         b.store(b.trunc(vector, _V16B), place, align=1)
 
 
-def _emit_quantize(
-    b: Builder, vectors: Sequence[Value], out: Sequence[Value], term_at: Value, scale_at: Value, kind: Value
-) -> None:
-    """One group of 32 (two vectors): codes in one plane, or FINE_BASE * first + second in two; term and scale."""
-    absolute = [_unary(b, "fabs", vector) for vector in vectors]
-    # NaN wins, and makes the scale NaN: what is not a number must not come out as one.
-    top = _fold(b, _maximum(b, absolute[0], absolute[1]), lambda x, y: _maximum(b, x, y))
-    rounded, scale = _emit_rounded(b, vectors, top, 127.0 if len(out) == 1 else 127.0 * FINE_BASE)
+def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
+    """The larger of two that are not negative, as bits: a NaN's are the largest, and it shall win."""
+    return b.select(b.icmp_unsigned(">", x, y), x, y)
+
+
+def _reduce_lanes(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
+    """`emit_reduce_rows` of 1, 2 or 4 rows: the first half of the lanes, or all, repeat what is there twice."""
+    return emit_reduce_rows(b, list(rows) * (4 // len(rows)), combine)
+
+
+def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequence[_Panel], kind: Value) -> None:
+    """1, 2 or 4 groups of 32 (two vectors each): codes in one plane, or FINE_BASE * first + second in two; term, scale.
+
+    Several at once because what a group needs but once, the largest and two divisions, takes as long for four.
+    """
+    levels = 127.0 if len(panels[0].codes) == 1 else 127.0 * FINE_BASE
+    sign = ir.Constant(V16I, [0x7FFFFFFF] * LANES)
+    absolute = [[b.and_(b.bitcast(vector, V16I), sign) for vector in group] for group in groups]
+    tops = _reduce_lanes(b, [_nan_or_max(b, *pair) for pair in absolute], lambda x, y: _nan_or_max(b, x, y))
+    top = b.bitcast(tops, V16)
+    empty = b.fcmp_ordered("<", top, _splat(_TINY))
+    scales = b.select(empty, _splat(0.0), b.fdiv(top, _splat(levels)))
+    inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
+    totals = []
+    for index, (group, panel) in enumerate(zip(groups, panels, strict=True)):
+        inverse = emit_shuffle(b, inverses, inverses, [4 * index] * LANES)
+        # Adding _ROUNDER rounds to the nearest integer, ties to even, and leaves it in the low bits.
+        shifted = [b.fadd(b.fmul(vector, inverse), _splat(_ROUNDER)) for vector in group]
+        codes = [b.bitcast(vector, V16I) for vector in shifted]
+        if len(panel.codes) == 2:
+            codes = _emit_two_planes(b, shifted, panel)
+        else:
+            _emit_codes(b, codes, panel.codes[0])
+        totals.append(b.add(codes[0], codes[1]))
+    total = _reduce_lanes(b, totals, b.add)
+    if len(panels[0].codes) == 1:
+        total = b.sub(total, ir.Constant(V16I, [GROUP * _ROUNDER_BITS % 2**32 - 2**32] * LANES))
+    _emit_terms(b, total, scales, panels, kind)
+
+
+def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> list[Value]:
+    """Store codes that need 16 bits in two planes of bytes; the codes as integers."""
+    base = ir.Constant(V16I, [FINE_BASE] * LANES)
+    rounded = [b.fsub(vector, _splat(_ROUNDER)) for vector in shifted]
     codes = [b.fptosi(vector, V16I) for vector in rounded]
-    if len(out) == 1:
-        _emit_codes(b, codes, out[0])
-    else:
-        high = [b.fptosi(_unary(b, "rint", b.fmul(vector, _splat(1.0 / FINE_BASE))), V16I) for vector in rounded]
-        base = ir.Constant(V16I, [FINE_BASE] * LANES)
-        _emit_codes(b, high, out[0])
-        _emit_codes(b, [b.sub(code, b.mul(first, base)) for code, first in zip(codes, high, strict=True)], out[1])
-    reduce = ir.FunctionType(_I32, [V16I])
-    add = cgutils.get_or_insert_function(b.module, reduce, "llvm.vector.reduce.add.v16i32")
-    total = b.call(add, [b.add(codes[0], codes[1])])
+    high = [b.fptosi(_unary(b, "rint", b.fmul(vector, _splat(1.0 / FINE_BASE))), V16I) for vector in rounded]
+    _emit_codes(b, high, panel.codes[0])
+    _emit_codes(b, [b.sub(code, b.mul(first, base)) for code, first in zip(codes, high, strict=True)], panel.codes[1])
+    return codes
+
+
+def _emit_terms(b: Builder, total: Value, scales: Value, panels: Sequence[_Panel], kind: Value) -> None:
+    """Store what the kernel needs beside the codes; total: of each group's codes, scales alike, in lanes 4 * group."""
     offset = _I32(-OFFSET[KIND_INT4])
     offset = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset)
-    taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, F32), scale)), _I32)
-    term = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT4M)), taken, b.mul(total, offset))
-    b.store(term, b.inttoptr(term_at, ir.PointerType()), align=4)
-    emit_store(b, scale, scale_at)
+    taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, V16), scales)), V16I)
+    minima = b.icmp_signed("==", kind, int_constant(KIND_INT4M))
+    terms = b.select(minima, taken, b.mul(total, emit_splat_int(b, offset)))
+    for index, panel in enumerate(panels):
+        lane = _I32(4 * index)
+        b.store(b.extract_element(terms, lane), b.inttoptr(panel.term, ir.PointerType()), align=4)
+        emit_store(b, b.extract_element(scales, lane), panel.scale)
+
+
+class _PanelRow(NamedTuple):
+    """One token's part of a panel: see `quantize_groups`."""
+
+    record: Value
+    size: Value
+    place: Value
+    planes: int
+
+    def at(self, b: Builder, group: Value) -> _Panel:
+        """Addresses for a group."""
+        bytes_each = FINE_BYTES if self.planes == 2 else COARSE_BYTES
+        here = b.add(self.record, b.mul(group, b.mul(self.size, int_constant(bytes_each))))
+        rows = [self.place, b.add(self.place, self.size)][: self.planes]
+        codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]
+        behind = b.add(b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4)))
+        term = b.add(here, behind)
+        return _Panel(codes, term, b.add(term, b.mul(self.size, int_constant(4))))
+
+
+def _emit_row_groups(b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value) -> None:
+    """Quantize `count` groups of a token's float32 at address x, from group `first` on."""
+    start = b.add(x, b.mul(first, int_constant(2 * _VECTOR)))
+    places = [b.add(start, int_constant(_VECTOR * index)) for index in range(2 * count)]
+    vectors = [emit_load(b, V16, place) for place in places]
+    groups = [vectors[2 * index : 2 * index + 2] for index in range(count)]
+    _emit_quantize(b, groups, [row.at(b, b.add(first, int_constant(index))) for index in range(count)], kind)
 
 
 @intrinsic
@@ -199,19 +270,15 @@ def quantize_groups(typing: Any, x: Any, groups: Any, record: Any, size: Any, pl
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         x, groups, record, size, place, kind, fine = arguments
-        four = b.mul(place, int_constant(4))
+        whole = b.and_(groups, int_constant(-_AT_ONCE))
         with b.if_else(b.icmp_signed("!=", fine, int_constant(0))) as (two, one):
-            for branch, planes, bytes_each in ((two, 2, FINE_BYTES), (one, 1, COARSE_BYTES)):
-                with branch, cgutils.for_range(b, groups, intp=I64) as loop:
-                    here = b.add(record, b.mul(loop.index, b.mul(size, int_constant(bytes_each))))
-                    rows = [
-                        b.mul(b.add(place, size) if plane else place, int_constant(GROUP)) for plane in range(planes)
-                    ]
-                    term = b.add(b.add(here, b.mul(size, int_constant(GROUP * planes))), four)
-                    scale = b.add(term, b.mul(size, int_constant(4)))
-                    source = b.add(x, b.mul(loop.index, int_constant(2 * _VECTOR)))
-                    vectors = [emit_load(b, V16, source), emit_load(b, V16, b.add(source, int_constant(_VECTOR)))]
-                    _emit_quantize(b, vectors, [b.add(here, row) for row in rows], term, scale, kind)
+            for branch, planes in ((two, 2), (one, 1)):
+                with branch:
+                    row = _PanelRow(record, size, place, planes)
+                    with cgutils.for_range_slice(b, int_constant(0), whole, int_constant(_AT_ONCE), I64) as (index, _):
+                        _emit_row_groups(b, x, index, _AT_ONCE, row, kind)
+                    with cgutils.for_range_slice(b, whole, groups, int_constant(1), I64) as (index, _):
+                        _emit_row_groups(b, x, index, 1, row, kind)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), codegen
@@ -245,13 +312,14 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, recor
             for gate in (at, b.add(at, int_constant(_VECTOR))):
                 x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
                 emit_store(b, _emit_activate(b, x, up, is_silu), gate)
-        terms = b.add(record, b.mul(size, int_constant(GROUP)))
-        with cgutils.for_range(b, size, intp=I64) as loop:
-            at = b.add(rows, b.mul(loop.index, step))
-            vectors = [emit_load(b, V16, gate) for gate in (at, b.add(at, int_constant(_VECTOR)))]
-            codes = b.add(record, b.mul(loop.index, int_constant(GROUP)))
-            term = b.add(terms, b.mul(loop.index, int_constant(4)))
-            _emit_quantize(b, vectors, [codes], term, b.add(term, b.mul(size, int_constant(4))), kind)
+        even = b.and_(size, int_constant(-2))
+        for first, end, count in ((int_constant(0), even, 2), (even, size, 1)):
+            with cgutils.for_range_slice(b, first, end, int_constant(count), I64) as (token, _):
+                tokens = [b.add(token, int_constant(index)) for index in range(count)]
+                starts = [b.add(rows, b.mul(token, step)) for token in tokens]
+                groups = [[emit_load(b, V16, b.add(at, int_constant(o))) for o in (0, _VECTOR)] for at in starts]
+                panels = [_PanelRow(record, size, token, 1).at(b, int_constant(0)) for token in tokens]
+                _emit_quantize(b, groups, panels, kind)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
