@@ -29,7 +29,7 @@ from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.weight_report import weight_error
 from kvboost_edge.models.weight_source import SafetensorsSource
 
-FORMATS = ("f32", "bf16", "int8", "int4")
+FORMATS = ("f32", "bf16", "int8", "int4", "int4-asym")
 KL_QUESTIONS = 16
 
 Floats = np.ndarray

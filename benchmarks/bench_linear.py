@@ -210,8 +210,8 @@ def matrices() -> dict[str, tuple[int, int, int]]:
 def _bytes_of(name: str, weights: str, shape: tuple[int, int, int]) -> int:
     code, outputs, inputs = shape
     rows = 2 * outputs if code == lt.OP_GATED else outputs
-    kind = "int8" if name == "head" and weights == "int4" else weights
-    return int(rows * inputs * {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32}[kind])
+    kind = "int8" if name == "head" else weights
+    return int(rows * inputs * {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "int4-asym": 0.5 + 4 / 32}[kind])
 
 
 def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -302,7 +302,7 @@ def _row(name: str, parts: Sequence[float], best: float, tokens: int) -> dict[st
 
 def main() -> None:
     options_parser = parser(__doc__ or "")
-    options_parser.add_argument("--weights", default="int4", choices=("int8", "int4"))
+    options_parser.add_argument("--weights", default="int4", choices=("int8", "int4", "int4-asym"))
     options_parser.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
     options_parser.add_argument("--threads", type=int, default=default_num_threads())
     options_parser.add_argument("--decode", type=int, default=24, help="decode steps at each depth")

@@ -29,7 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "runner": ("auto", "native", "torch"),
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "weights": ("auto", "int8", "int4", "bf16", "f32"),
+    "weights": ("auto", "int8", "int4", "int4-asym", "bf16", "f32"),
 }
 _LATER: dict[str, dict[str, str]] = {
     "runner": {"onnx": "the ONNX runner is not built yet"},
@@ -66,7 +66,8 @@ class EngineConfig:
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
     models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
-    checkpoint and makes int8 of a float one if weights and pool take at most half of the memory, else int4.
+    checkpoint and makes int8 of a float one if weights and pool take at most half of the memory, else int4; "int4-asym"
+    (a scale and a minimum per group of 32) is had only by asking, or from files that are quantized so.
     """
 
     runner: str = "auto"

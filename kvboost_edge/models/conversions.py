@@ -10,7 +10,7 @@ import numpy as np
 
 from kvboost_edge.kernels.quant_weights import KINDS, pack_rows
 from kvboost_edge.models.quant_config import GROUP
-from kvboost_edge.models.quantize import VECTOR, PackEntry, holds_exactly, is_quantized
+from kvboost_edge.models.quantize import VECTOR, PackEntry, format_name, holds_exactly, is_quantized
 from kvboost_edge.models.weight_source import WeightSource
 
 __all__ = ["ConversionError", "conversion_error", "log_conversions"]
@@ -61,4 +61,4 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
         error = conversion_error(source, names[0], packed).relative
         if error > 0:
             _LOG.info("%s: %d tensors become %s with a relative error of %.2g (%s)",
-                      *(kind, len(names), packed, error, names[0]))  # fmt: skip
+                      *(kind, len(names), format_name(packed), error, names[0]))  # fmt: skip

@@ -18,7 +18,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.quant_weights import KINDS, LARGEST, PackedRows, pack_codes, pack_rows
 from kvboost_edge.kernels.reference_linear import unpack_codes, unpack_scales
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.quantize import VECTOR, PackEntry, holds_exactly
+from kvboost_edge.models.quantize import VECTOR, PackEntry, format_name, holds_exactly
 from kvboost_edge.models.weight_source import QuantRows, WeightSource
 
 __all__ = ["Piece", "pack_stream", "pieces_of", "read_rows"]
@@ -144,7 +144,8 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
         )
     top = high if high > largest else low
     raise ModelFormatError(
-        f"{where} holds the weight {top:.6g}; weights={kind!r} goes up to {largest:.6g}, give weights='f32'"
+        f"{where} holds the weight {top:.6g}; weights={format_name(kind)!r} goes up to {largest:.6g}, "
+        "give weights='f32'"
     )
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "WEIGHT_FORMATS",
     "PackEntry",
     "check_tensors",
+    "format_name",
     "holds_exactly",
     "is_quantized",
     "pack_plan",
@@ -23,7 +24,16 @@ __all__ = [
     "plan_label",
 ]
 
-WEIGHT_FORMATS = ("f32", "bf16", "int8", "int4")
+_INT4_ASYM = "int4-asym"
+# Weight format -> packed kind of the layers' matrices, and of the embedding and the head.
+_KINDS_OF = {
+    "f32": ("f32", "f32"),
+    "bf16": ("bf16", "bf16"),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+    _INT4_ASYM: ("int4m", "int8"),
+}
+WEIGHT_FORMATS = tuple(_KINDS_OF)
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
@@ -69,8 +79,9 @@ class PackEntry:
 def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None) -> list[PackEntry]:
     """Entries of a model in the order of use. A tied head is the entry "embed" itself.
 
-    weights: one of WEIGHT_FORMATS; with int4 the head and the embedding are int8. Or STORED, for a `source` that is
-    quantized: each matrix keeps the format of its tensors; one made of several takes the widest of theirs.
+    weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or STORED, for a
+    `source` that is quantized: each matrix keeps the format of its tensors; one made of several takes the widest of
+    theirs.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -79,13 +90,13 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
                 f"give one of {WEIGHT_FORMATS}"
             )
         return [_as_stored(entry, source) for entry in pack_plan(spec, "int8")]
-    if weights not in WEIGHT_FORMATS:
+    if weights not in _KINDS_OF:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
-    outer = "int8" if weights == "int4" else weights
+    inner, outer = _KINDS_OF[weights]
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
     for index in range(len(spec.layers)):
-        plan += _layer_plan(spec, weights, index)
+        plan += _layer_plan(spec, inner, index)
     plan.append(_vector(spec, "norm", "model.norm.weight", spec.hidden_size))
     if not spec.tied:
         plan.append(PackEntry("head", outer, (("lm_head.weight", spec.vocab_size),), spec.hidden_size))
@@ -111,7 +122,12 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
     """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
     if weights != STORED:
         return weights
-    return "+".join(sorted({entry.kind for entry in plan if entry.kind != VECTOR}))
+    return "+".join(sorted({format_name(entry.kind) for entry in plan if entry.kind != VECTOR}))
+
+
+def format_name(kind: str) -> str:
+    """What users call a packed kind: "int4-asym" for "int4m", else its own name."""
+    return _INT4_ASYM if kind == "int4m" else kind
 
 
 def _as_stored(entry: PackEntry, source: WeightSource) -> PackEntry:
@@ -127,7 +143,7 @@ def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
     return PackEntry(name, VECTOR, ((tensor, count),), offset=spec.family.norm_offset)
 
 
-def _layer_plan(spec: ModelSpec, weights: str, index: int) -> list[PackEntry]:
+def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     source, to = f"model.layers.{index}.", f"layer{index}."
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, wide = spec.hidden_size, spec.intermediate_size
@@ -147,7 +163,7 @@ def _layer_plan(spec: ModelSpec, weights: str, index: int) -> list[PackEntry]:
     ]
     plan = []
     for name, parts, inputs, has_bias in matrices:
-        plan.append(PackEntry(to + name, weights, _named(source, parts, "weight"), inputs))
+        plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
         if has_bias:
             plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
     for name, tensor in _norm_names(spec).items():

@@ -22,7 +22,7 @@ __all__ = ["MatrixError", "WeightReport", "measure_plan", "weight_error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixError:
-    """One packed matrix: `kind` is its format, `nbytes` what it takes packed.
+    """One packed matrix: `kind` is its packed kind, `nbytes` what it takes packed.
 
     error, energy: sums of (weight - packed weight)^2 and of weight^2
     largest        the greatest |weight - packed weight|

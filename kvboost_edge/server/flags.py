@@ -92,7 +92,7 @@ _ENGINE_FLAGS = (
     _Flag("dtype", str, "auto, float32, bfloat16, float16"),
     _Flag("backend", str, "auto, cpu, torch, reference; 'default' and 'cpu-paged' mean auto and cpu"),
     _Flag("runner", str, "auto, native, torch"),
-    _Flag("weights", str, "format of the native runner: auto, int8, int4, bf16, f32"),
+    _Flag("weights", str, "format of the native runner: auto, int8, int4, int4-asym, bf16, f32"),
     _Flag("max_cache_bytes", _bytes, "size of the pool in bytes, such as 4e9"),
     _Flag("block_size", int, "tokens of a block"),
     _Flag("num_blocks", int, "size of the pool in blocks"),

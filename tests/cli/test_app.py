@@ -204,6 +204,13 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
     assert model["backend_reason"]
 
 
+def test_the_weights_asked_for_are_named(tiny_model_dir, capsys):
+    assert run(["inspect", str(tiny_model_dir), "--json", "-o", "weights=int4-asym"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == "int4-asym"
+    assert run(["warmup", "-m", str(tiny_model_dir), "-o", "weights=int4-asym", "--kv-cache-bits", "16"]) == 0
+    assert "(int4-asym weights)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_doctor_reports_a_missing_model_instead_of_failing(capsys):
     assert run(["doctor", "/no/such/directory"]) == 0
     assert "problem" in capsys.readouterr().out
@@ -248,7 +255,7 @@ def test_warmup_packs_a_model_in_the_one_format_it_gets(tiny_model_dir, tmp_path
 def test_warmup_runs_every_form():
     from kvboost_edge.cli.warmup import _forms
 
-    weights = [{"weights": name} for name in ("int8", "int4", "bf16", "f32")]
+    weights = [{"weights": name} for name in ("int8", "int4", "int4-asym", "bf16", "f32")]
     widths = [{"kv_cache_bits": bits} for bits in ((8, 8), (8, 4), (4, 8), (4, 4))]
     assert _forms({}) == weights + widths
     assert _forms({"kv_cache_bits": 8}) == weights

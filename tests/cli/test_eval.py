@@ -92,14 +92,14 @@ def test_eval_prints_a_table_and_json(tiny_model_dir: Path, tmp_path: Path, caps
     file = tmp_path / "text.txt"
     file.write_text(TEXT[:150], encoding="utf-8")
     argv = ["eval", str(file), "-m", str(tiny_model_dir), "--window", "64", *SMALL]
-    against = ["--against", "kv_cache_bits=8,4", "--against", "weights=int4"]
+    against = ["--against", "kv_cache_bits=8,4", "--against", "weights=int4-asym"]
     assert run([*argv, *against]) == 0
     shown = capsys.readouterr().out
-    for text in ("int8 weights", "kv_cache_bits=8,4", "weights=int4", "150 tokens", "mean KL", "%"):
+    for text in ("int8 weights", "kv_cache_bits=8,4", "weights=int4-asym", "150 tokens", "mean KL", "%"):
         assert text in shown
     assert run([*argv, *against, "--json"]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
-    assert [score["against"] for score in scores] == ["kv_cache_bits=8,4", "weights=int4"]
+    assert [score["against"] for score in scores] == ["kv_cache_bits=8,4", "weights=int4-asym"]
     assert scores[0]["perplexity"] == scores[1]["perplexity"]
     assert 0 < scores[0]["difference"]["mean_kl"] <= scores[0]["difference"]["max_kl"]
     assert run([*argv, "--json"]) == 0
@@ -114,6 +114,7 @@ def test_eval_prints_a_table_and_json(tiny_model_dir: Path, tmp_path: Path, caps
         (b"", [], "1 tokens"),
         (b"some text", ["--window", "2"], "window=2"),
         (b"some text", ["--against", "weights=int3"], "int3"),
+        (b"some text", ["--against", "weights=int3"], "'int4-asym'"),
         (b"some text", ["--against", ""], "--against is empty"),
         (b"some text", ["--against", "no_such=1"], "no_such"),
     ],

@@ -21,9 +21,9 @@ from tiny_checkpoints import save_tiny_checkpoint
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8", "bf16", "f32"])
+@pytest.mark.parametrize("weights", ["int4", "int4-asym", "int8", "bf16", "f32"])
 def test_weights_are_weighed_as_they_are_packed(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large vocabulary beside few layers: with int4 the embedding and the head stay at 8 bit, and count so."""
+    """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit, and count so."""
     directory = save_tiny_checkpoint("llama", tmp_path, vocab_size=8000, **WIDE)
     plan = pack_plan(describe_model(ModelFiles(directory).config), weights)
     packed = load_packed(directory, plan, weights=weights, cache_dir=tmp_path / "cache")

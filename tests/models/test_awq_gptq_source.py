@@ -69,12 +69,15 @@ def test_engine_computes_as_the_dequantized_model(method: str, tmp_path: Path) -
     save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
     ids = list(range(40, 70))
     logits = []
-    for name, weights in (("packed", "auto"), ("packed", "f32"), ("float", "f32")):
+    for name, weights in (("packed", "auto"), ("packed", "int4-asym"), ("packed", "f32"), ("float", "f32")):
         with CPUPagedEngine.from_pretrained(
             tmp_path / name, weights=weights, runner="native", num_blocks=16, backend="cpu"
         ) as engine:
             logits.append(engine.logits(ids))
-    stored, unpacked, wanted = logits
+    stored, widened, unpacked, wanted = logits
+    if method == "awq":
+        np.testing.assert_array_equal(widened, stored)
+    assert np.linalg.norm(widened - wanted) <= 2e-2 * np.linalg.norm(wanted)
     np.testing.assert_array_equal(unpacked, wanted)
     assert np.linalg.norm(stored - wanted) <= 2e-2 * np.linalg.norm(wanted)
 

@@ -83,5 +83,8 @@ def test_formats_that_were_asked_for_are_named_too(
     assert _lines(path, STORED, caplog) == []
     (line,) = _lines(path, "int4", caplog)
     assert line.startswith("Q8_0: 14 tensors become int4 with a relative error of 0.")
+    (line,) = _lines(path, "int4-asym", caplog)
+    assert line.startswith("Q8_0: 14 tensors become int4-asym with a relative error of 0.")
+    assert _lines(write_gguf(model_dir, tmp_path / "n.gguf", kind="Q4_0"), "int4-asym", caplog) == []
     floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
     assert _lines(floats, "int8", caplog) == []  # of a float checkpoint the packing itself gives the error

@@ -19,12 +19,14 @@ import pytest
 
 from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.kernels import reference_linear as reference
+from kvboost_edge.kernels.quant_weights import PackedRows
+from kvboost_edge.kernels.reference_quant import fit_rows, unpack_rows
 from kvboost_edge.models import packed_file
 from kvboost_edge.models.config_file import read_config
 from kvboost_edge.models.families import describe_model
 from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.packed_file import PackedWeights, load_packed
-from kvboost_edge.models.quantize import check_tensors, pack_plan
+from kvboost_edge.models.quantize import WEIGHT_FORMATS, check_tensors, pack_plan
 from kvboost_edge.models.weight_source import SafetensorsSource
 from tiny_models import save_tiny_model
 
@@ -84,6 +86,51 @@ def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str
     assert np.linalg.norm(back - expected) <= limit * np.linalg.norm(expected)
     np.testing.assert_array_equal(packed.array("norm").view(np.float32)[:64], norm)
     packed.close()
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("int4", "int4"), ("int4-asym", "int4m")])
+def test_four_bit_weights_are_those_of_the_reference_fit(
+    model_dir: Path, tmp_path: Path, weights: str, kind: str
+) -> None:
+    """The matrices of the layers; embedding and head have 8 bits."""
+    packed = _load(model_dir, tmp_path, weights)
+
+    def stored(name: str, rows: int, kind: str) -> np.ndarray:
+        parts = [packed.array(f"{name}{part}").copy() for part in ("", ".scales")]
+        minima = packed.array(f"{name}.minima").copy() if kind == "int4m" else np.empty(0, np.uint8)
+        assert (packed.address(f"{name}.minima") != 0) == (kind == "int4m")
+        return unpack_rows(PackedRows(*parts, minima), rows, 64, kind)
+
+    with SafetensorsSource(model_dir) as source:
+        for name, tensors, own in (
+            ("layer1.gate_up", ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"), kind),
+            ("layer2.out", ("model.layers.2.self_attn.o_proj",), kind),
+            ("embed", ("model.embed_tokens",), "int8"),
+            ("head", ("lm_head",), "int8"),
+        ):
+            rows = np.concatenate([source.rows(f"{tensor}.weight") for tensor in tensors])
+            codes, scales, minima = (part.astype(np.float32) for part in fit_rows(rows, own))
+            expected = codes * scales[:, :, None] - minima[:, :, None]
+            np.testing.assert_array_equal(stored(name, len(rows), own), expected.reshape(rows.shape))
+    packed.close()
+
+
+def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path: Path) -> None:
+    fingerprint = model_fingerprint(model_dir, cache_dir=tmp_path)
+    spec = describe_model(read_config(model_dir))
+    headers = {name: packed_file._header(pack_plan(spec, name), fingerprint, name) for name in WEIGHT_FORMATS}
+    for number, weights in enumerate(WEIGHT_FORMATS, 1):
+        before = set((tmp_path / "packed").iterdir()) if number > 1 else set()
+        _load(model_dir, tmp_path, weights).close()
+        files = set((tmp_path / "packed").iterdir())
+        assert len(files) == number
+        (path,) = files - before
+        assert path.name.endswith(f"-{weights}.kvpack")
+        for other, header in headers.items():
+            found = packed_file._open_checked(path, header, tmp_path)
+            assert (found is not None) == (other == weights)
+            if found is not None:
+                found.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "header", "version", "empty"])

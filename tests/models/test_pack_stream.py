@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.quant_weights import PackedRows
+from kvboost_edge.kernels.quant_weights import KINDS, PackedRows
 from kvboost_edge.kernels.reference_quant import unpack_rows
 from kvboost_edge.models.families import ModelSpec, describe_model
 from kvboost_edge.models.pack_stream import Piece, pack_stream, pieces_of
@@ -22,6 +22,7 @@ from kvboost_edge.models.quantize import (
     is_quantized,
     pack_plan,
     plan_bytes,
+    plan_label,
 )  # fmt: skip
 from kvboost_edge.models.weight_source import QuantRows, WeightSource
 
@@ -108,7 +109,9 @@ def test_stored_weights_keep_their_values(stored: str, kind: str, rows: int, inp
     np.testing.assert_allclose(back, source.rows("w"), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("stored", "kind", "limit"), [("int4m", "int8", 0.01), ("int8", "int4", 0.09)])
+@pytest.mark.parametrize(
+    ("stored", "kind", "limit"), [("int4m", "int8", 0.01), ("int8", "int4", 0.09), ("int8", "int4m", 0.09)]
+)
 def test_what_does_not_fit_is_quantized_again(stored: str, kind: str, limit: float) -> None:
     source = Stored({}, {"w": _quant(stored, 48, 96)})
     wanted = source.rows("w")
@@ -132,7 +135,7 @@ def test_one_matrix_of_tensors_in_different_formats(split: tuple[int, int, int])
     assert 0 < np.linalg.norm(back[q + k :] - source.rows("v")) < 0.08 * np.linalg.norm(source.rows("v"))
 
 
-@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_pieces_and_threads_do_not_change_the_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Stored({"a": _float(75, 40, 1), "b": _float(60, 40, 2)})
     entry = PackEntry("m", kind, (("a", 75), ("b", 60)), 40)
@@ -152,7 +155,7 @@ def test_pieces_cover_an_entry_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(pieces_of([PackEntry("n", VECTOR, (("x", 5),))])) == [Piece(PackEntry("n", VECTOR, (("x", 5),)), 0, 5)]
 
 
-@pytest.mark.parametrize("kind", [*WEIGHT_FORMATS, "int4m", VECTOR])
+@pytest.mark.parametrize("kind", [*KINDS, VECTOR])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_are_found(kind: str, value: float) -> None:
     weights = _float(40, 32)
@@ -167,7 +170,8 @@ def test_nan_and_infinity_are_found(kind: str, value: float) -> None:
 def test_weights_above_the_range_of_a_format_are_refused(kind: str, value: float) -> None:
     weights = _float(16, 32)
     weights[3, 4] = value
-    with pytest.raises(ModelFormatError, match=r"some.file holds the weight .*give weights='f32'"):
+    name = "int4-asym" if kind == "int4m" else kind
+    with pytest.raises(ModelFormatError, match=rf"some.file holds the weight .*weights='{name}' .*give weights='f32'"):
         list(pack_stream([PackEntry("m", kind, (("w", 16),), 32)], Stored({"w": weights}), 1))
     np.testing.assert_array_equal(_pack(PackEntry("m", "f32", (("w", 16),), 32), Stored({"w": weights})), weights)
 
@@ -220,14 +224,37 @@ def test_auto_needs_a_quantized_checkpoint() -> None:
     for given in (source, None):
         with pytest.raises(ConfigError, match=r"weights='auto'.*int8"):
             pack_plan(spec, "auto", given)
-    with pytest.raises(ConfigError, match="int3"):
+    with pytest.raises(ConfigError, match=r"int3.*'int4', 'int4-asym'"):
         pack_plan(spec, "int3")
+    with pytest.raises(ConfigError, match=r"int4m.*'int4-asym'"):
+        pack_plan(spec, "int4m")
 
 
 def test_plans_of_float_formats() -> None:
     spec = describe_model(CONFIG)
     for weights in WEIGHT_FORMATS:
         kinds = {entry.name: entry.kind for entry in pack_plan(spec, weights) if entry.kind != VECTOR}
-        outer = "int8" if weights == "int4" else weights
+        outer = "int8" if weights.startswith("int4") else weights
         assert {kinds.pop("embed"), kinds.pop("head")} == {outer}
-        assert set(kinds.values()) == {weights}
+        assert set(kinds.values()) == {"int4m" if weights == "int4-asym" else weights}
+
+
+def test_labels_are_the_names_that_can_be_asked_for() -> None:
+    spec = describe_model(CONFIG)
+    for weights in WEIGHT_FORMATS:
+        assert plan_label(pack_plan(spec, weights), weights) == weights
+    source = _checkpoint(spec, {"down_proj": "int4m", "_proj": "int4", "lm_head": "int8"})
+    assert plan_label(pack_plan(spec, "auto", source), "auto") == "int4+int4-asym+int8"
+
+
+def test_a_quantized_checkpoint_as_int4_asym() -> None:
+    """int4 is widened without error, int4m is taken as it is, 8 bits are quantized again; the outer two are 8 bit."""
+    spec = describe_model(CONFIG)
+    source = _checkpoint(spec, {"down_proj": "int4m", "o_proj": "int8", "_proj": "int4"})
+    plan = {entry.name: entry for entry in pack_plan(spec, "int4-asym", source)}
+    assert {name for name, entry in plan.items() if entry.kind == "int8"} == {"embed", "head"}
+    for name, exact in (("layer0.qkv", True), ("layer0.gate_up", True), ("layer1.down", True), ("layer1.out", False)):
+        wanted = np.concatenate([source.rows(tensor) for tensor, _ in plan[name].parts])
+        error = np.linalg.norm(_pack(plan[name], source) - wanted) / np.linalg.norm(wanted)
+        assert (error < 1e-6) == exact, name
+        assert error < 0.09

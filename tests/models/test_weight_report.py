@@ -13,7 +13,13 @@ from kvboost_edge.models.weight_report import weight_error
 # Format, relative error at most and at least, bits per weight.
 @pytest.mark.parametrize(
     ("weights", "most", "least", "bits"),
-    [("f32", 0.0, 0.0, 32.0), ("bf16", 0.0018, 0.001, 16.0), ("int8", 0.0053, 0.004, 8.5), ("int4", 0.072, 0.06, 4.9)],
+    [
+        ("f32", 0.0, 0.0, 32.0),
+        ("bf16", 0.0018, 0.001, 16.0),
+        ("int8", 0.0053, 0.004, 8.5),
+        ("int4", 0.072, 0.06, 4.9),
+        ("int4-asym", 0.065, 0.055, 5.3),
+    ],
 )
 def test_report_of_the_bundled_model(weights: str, most: float, least: float, bits: float) -> None:
     seen: list[tuple[int, int]] = []
@@ -21,7 +27,8 @@ def test_report_of_the_bundled_model(weights: str, most: float, least: float, bi
     assert least <= report.relative <= most
     assert report.bits_per_weight == pytest.approx(bits, abs=0.05)
     assert len(report.matrices) == 1 + 4 * 6
-    assert {matrix.kind for matrix in report.matrices} == ({"int8", "int4"} if weights == "int4" else {weights})
+    four_bit = {"int4": {"int8", "int4"}, "int4-asym": {"int8", "int4m"}}
+    assert {matrix.kind for matrix in report.matrices} == four_bit.get(weights, {weights})
     assert report.worst.relative >= report.relative
     assert all(matrix.largest >= 0 and np.isfinite(matrix.relative) for matrix in report.matrices)
     assert seen[-1][0] == seen[-1][1] == sum(matrix.nbytes for matrix in report.matrices)

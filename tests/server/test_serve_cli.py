@@ -80,6 +80,7 @@ def test_flags_of_the_server(flag, text, value):
         ("backend", "reference", "backend", "reference"),
         ("runner", "native", "runner", "native"),
         ("weights", "int8", "weights", "int8"),
+        ("weights", "int4-asym", "weights", "int4-asym"),
         ("max-cache-bytes", "4e9", "max_cache_bytes", 4e9),
         ("max-cache-bytes", "4000000000", "max_cache_bytes", 4_000_000_000),
         ("block-size", "32", "block_size", 32),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvboost_edge.backends.cpu import CPUBackend
-from kvboost_edge.kernels import reference_linear as reference
 from kvboost_edge.kernels.quant_weights import KINDS, pack_rows
+from kvboost_edge.kernels.reference_quant import unpack_rows
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
 from tiny_models import build_tiny_model, save_tiny_model
@@ -19,25 +19,21 @@ from tiny_models import build_tiny_model, save_tiny_model
 
 def _as_quantized(weight: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float64]:
     """The values that the packed form of a matrix stands for."""
-    rows, inputs = weight.shape
-    codes, scales = pack_rows(weight, KINDS[kind])[:2]
-    wide = reference.unpack_scales(scales.view(np.float16), rows, inputs).repeat(32, axis=1)
-    values = reference.unpack_codes(codes, rows, inputs, int(kind[3:])).astype(np.float64) * wide
-    return values[:rows, :inputs]
+    return unpack_rows(pack_rows(weight, KINDS[kind]), *weight.shape, kind).astype(np.float64)
 
 
 LIMIT = 2e-2  # measured 1.1e-2 to 1.5e-2; these models are made sharp, so rounding shows more than in real ones
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize(("weights", "kind"), [("int8", "int8"), ("int4", "int4"), ("int4-asym", "int4m")])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_logits_are_near_float64_with_the_same_weights(family: str, weights: str, tmp_path: Path) -> None:
+def test_logits_are_near_float64_with_the_same_weights(family: str, weights: str, kind: str, tmp_path: Path) -> None:
     save_tiny_model(family, tmp_path)
     model = build_tiny_model(family).double()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             outer = name.startswith(("model.embed", "lm_head"))
-            values = _as_quantized(parameter.detach().float().numpy(), "int8" if outer else weights)
+            values = _as_quantized(parameter.detach().float().numpy(), "int8" if outer else kind)
             parameter.data = torch.from_numpy(values.copy())
     model.set_attn_implementation("eager")
     ids = np.random.default_rng(7).integers(0, 256, 60).tolist()

@@ -34,7 +34,7 @@ class Model:
         return PagedDriver(runner, CPUBackend(runner.info.kv_spec, 64, num_threads=threads))
 
 
-@pytest.fixture(scope="module", params=["int4", "int8", "bf16", "f32"])
+@pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     directory = tmp_path_factory.mktemp("bits")
     # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile too many.

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import _CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.families import describe_model
-from kvboost_edge.models.quantize import STORED, pack_plan, plan_bytes
+from kvboost_edge.models.quantize import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
 from kvboost_edge.runners.native.choice import Checkpoint, choose_runner, choose_weights, native_kv_spec
 
 LLAMA = {
@@ -101,6 +101,7 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
         (2 * INT8_BYTES + 200, 100, {}, "int8"),
         (2 * INT8_BYTES + 199, 100, {}, "int4"),
         (10, 0, {"weights": "f32"}, "f32"),
+        (10**9, 0, {"weights": "int4-asym"}, "int4-asym"),
         (10, 0, {"dtype": "float32"}, "f32"),
         (10, 0, {"dtype": "bfloat16"}, "bf16"),
         (10, 0, {"weights": "bf16", "dtype": "bfloat16"}, "bf16"),
@@ -115,7 +116,14 @@ def test_weights(available: int, pool: int, options: dict[str, Any], expected: s
 def test_a_quantized_checkpoint_keeps_its_formats_unless_others_are_asked_for() -> None:
     assert weights(stored=True)[0] == STORED
     assert weights(stored=True, weights="int8")[0] == "int8"
+    assert weights(stored=True, weights="int4-asym")[0] == "int4-asym"
     assert weights(stored=True, dtype="float32")[0] == "f32"
+
+
+def test_the_options_are_the_formats_there_are() -> None:
+    assert sorted(_CHOICES["weights"]) == sorted([*WEIGHT_FORMATS, STORED])
+    with pytest.raises(ConfigError, match=r"weights='int4m' is not one of .*'int4-asym'"):
+        EngineConfig.from_options(weights="int4m")
 
 
 def test_weights_and_dtype_may_not_contradict_each_other() -> None:

@@ -17,7 +17,7 @@ NATIVE = {"runner": "native", "num_blocks": 64, "backend": "cpu"}
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps for the rest of the day"
 
 
-@pytest.mark.parametrize("weights", ["auto", "int4"])
+@pytest.mark.parametrize("weights", ["auto", "int4", "int4-asym"])
 def test_cached_and_cold_are_equal_to_the_bit(tiny_model_dir: Path, weights: str) -> None:
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), weights=weights, **NATIVE) as engine:
         assert engine.runner_info.name == "native"
@@ -59,6 +59,14 @@ def test_caches_of_different_widths_share_nothing(tiny_model_dir: Path) -> None:
     roots = set()
     for bits in (16, 8, (8, 4)):
         with CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=bits, **NATIVE) as engine:
+            roots.add(engine._parts.root)
+    assert len(roots) == 3
+
+
+def test_weight_formats_share_nothing(tiny_model_dir: Path) -> None:
+    roots = set()
+    for weights in ("int8", "int4", "int4-asym"):
+        with CPUPagedEngine.from_pretrained(str(tiny_model_dir), weights=weights, **NATIVE) as engine:
             roots.add(engine._parts.root)
     assert len(roots) == 3
 

@@ -24,7 +24,10 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps"
 NEW = 12
 # (weights, kv_cache_bits) -> relative L2 of the logits. Quantized: 8-bit activations, on models made to be sensitive.
-LIMITS = {("f32", 16): 1e-5, ("bf16", 16): 2e-3, ("int8", 16): 2e-2, ("int4", 16): 2e-2, ("int8", 8): 3e-2}
+LIMITS = {
+    ("f32", 16): 1e-5, ("bf16", 16): 2e-3, ("int8", 16): 2e-2, ("int4", 16): 2e-2, ("int4-asym", 16): 2e-2,
+    ("int8", 8): 3e-2,
+}  # fmt: skip
 
 
 class Exact:
@@ -41,7 +44,8 @@ class Exact:
     def _stored(name: str, value: npt.NDArray[np.float32], weights: str) -> Floats:
         if value.ndim == 2:
             outer = name.startswith(("model.embed", "lm_head"))
-            kind = "int8" if outer and weights == "int4" else weights
+            four_bit = {"int4": "int4", "int4-asym": "int4m"}
+            kind = weights if weights not in four_bit else "int8" if outer else four_bit[weights]
             value = unpack_rows(pack_rows(value, KINDS[kind]), *value.shape, kind)
         return value.astype(np.float64)
 
