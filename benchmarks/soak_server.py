@@ -2,22 +2,30 @@
 
     python benchmarks/soak_server.py --minutes 10
 
-Clients ask at random pauses; a fifth of the requests is dropped by its client at a random moment, one in twenty is
-malformed. Every few seconds the server's memory, threads and open files are read. Printed: the slope of its memory over
-the second half, latencies of the first and the last third, and whether blocks, threads and files are back where they
-were when all is quiet.
+Clients ask at random pauses; a fifth of the requests is dropped by its client, some before the first token and most
+after a random one, one in twenty is malformed. Every few seconds the server's memory, threads and open files are read.
+Printed: memory at each minute and its slope over the second half, latencies of the first and the last third, and
+whether memory, blocks, threads and files are back where they were when all is quiet.
+
+It is warm when every block of the pool was used and a pass of the largest size was computed. Memory at each minute is
+what the process has, with garbage that waits for its collection and heap that the allocator keeps for later; the rows
+"in use" are what is left after both were given back, before and after the run: a leak would show there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import json
 import random
+import signal
 import statistics
 import string
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -35,6 +43,16 @@ _BAD: tuple[dict[str, Any], ...] = (
     {"top_p": 2},
 )
 _MODEL = "kvboost-edge/demo"
+_SERVE = "--serve"  # this file as the server
+_LONG_WORDS = 300  # a prompt longer than the largest pass
+
+
+@dataclass(frozen=True)
+class Leave:
+    """When a client goes away: after some seconds, or after some events of the stream."""
+
+    seconds: float | None = None
+    events: int | None = None
 
 
 class Soak:
@@ -67,7 +85,14 @@ class Soak:
             if kind < 0.05:
                 await self._bad(http, body | rng.choice(_BAD))
             else:
-                await self._good(http, body, rng.uniform(0, 0.04) if kind < 0.25 else None)
+                await self._good(http, body, self._leave(rng, body["max_tokens"]) if kind < 0.25 else None)
+
+    @staticmethod
+    def _leave(rng: random.Random, max_tokens: int) -> Leave:
+        """By the clock one time in four, while the prompt waits or is computed; else after a token of the first."""
+        if rng.random() < 0.25:
+            return Leave(seconds=rng.uniform(0, 0.02))
+        return Leave(events=rng.randrange(0, max_tokens // 2 + 1))
 
     async def _bad(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
         response = await http.post(f"{self.url}/v1/completions", json=body)
@@ -75,11 +100,11 @@ class Soak:
             raise RuntimeError(f"a malformed request got {response.status_code}: {response.text[:200]}")
         self.counts["bad"] += 1
 
-    async def _good(self, http: httpx.AsyncClient, body: dict[str, Any], drop_after: float | None) -> None:
+    async def _good(self, http: httpx.AsyncClient, body: dict[str, Any], leave: Leave | None) -> None:
         sent = time.perf_counter()
         try:
             async with (
-                asyncio.timeout(drop_after),
+                asyncio.timeout(leave.seconds if leave else None),
                 http.stream("POST", f"{self.url}/v1/completions", json=body) as reply,
             ):
                 if reply.status_code == 503:
@@ -87,9 +112,12 @@ class Soak:
                     return
                 if reply.status_code != 200:
                     raise RuntimeError(f"{reply.status_code}: {await reply.aread()!r}")
-                done = False
+                done, events = False, 0
                 async for line in reply.aiter_lines():
+                    if leave and leave.events == events:
+                        raise TimeoutError
                     done = done or line == "data: [DONE]"
+                    events += line.startswith("data: ")
                 if not done:
                     raise RuntimeError("a stream ended without [DONE]")
         except TimeoutError:
@@ -110,6 +138,14 @@ class Soak:
             )
             await asyncio.sleep(2)
 
+    async def largest_pass(self) -> None:
+        """Every client a long prompt of its own at once: the buffers of a pass grow to their final size."""
+        rng = random.Random("long")
+        prompts = [" ".join(rng.choices(self.words, k=_LONG_WORDS)) for _ in range(self.clients)]
+        async with httpx.AsyncClient(timeout=60) as http:
+            bodies = [{"model": _MODEL, "prompt": text, "max_tokens": 2, "stream": True} for text in prompts]
+            await asyncio.gather(*(self._good(http, body, None) for body in bodies))
+
     async def run(self, process: psutil.Process) -> None:
         async with httpx.AsyncClient(timeout=60) as http:
             await asyncio.gather(self.watch(process), *(self.client(i, http) for i in range(self.clients)))
@@ -121,18 +157,46 @@ def percentile(pairs: list[tuple[float, float]], low: float, high: float, share:
     return 1000 * float(np.percentile(chosen, share)) if chosen else float("nan")
 
 
+def warm_up(url: str, process: psutil.Process, seconds: float, clients: int) -> None:
+    """Requests until nothing grows by being used for the first time: the pool's pages, the buffers of a pass."""
+    evictions = 0
+    while not evictions:  # a block is taken from somebody only when all were used
+        soak = Soak(url, seconds, clients)
+        asyncio.run(soak.largest_pass())
+        asyncio.run(soak.run(process))
+        evictions = httpx.get(f"{url}/v1/stats", timeout=30).json()["pool"]["evictions"]
+
+
 def quiet(url: str, process: psutil.Process) -> dict[str, Any]:
     """The state some seconds after the last request."""
     time.sleep(3)
     stats = httpx.get(f"{url}/v1/blocks", timeout=30).json()
     time.sleep(1)  # that connection too is closed then
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1)
     return {
         "used_blocks": stats["counts"]["used"] + stats["counts"]["shared"],
         "running": stats["running"],
         "waiting": stats["waiting"],
         "threads": process.num_threads(),
         "files": process.num_fds(),
+        "in_use_mb": process.memory_info().rss / 1e6,
     }
+
+
+def serve(arguments: list[str]) -> int:
+    """The server; SIGUSR1 makes it give back garbage and, where that is known how, the allocator's free heap."""
+    from kvboost_edge.server.__main__ import main as serve_main
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def give_back(*_: object) -> None:
+        gc.collect()
+        if trim is not None:
+            trim(0)
+
+    signal.signal(signal.SIGUSR1, give_back)
+    return serve_main(arguments)
 
 
 def options_from() -> argparse.Namespace:
@@ -148,11 +212,10 @@ def main() -> None:
     seconds = 60 * (0.2 if options.quick else options.minutes)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "kvboost_edge.server", "--model", _MODEL, "--port", str(port)]
+    command = [sys.executable, __file__, _SERVE, "--model", _MODEL, "--port", str(port)]
     command += ["--max-cache-bytes", "16e6", "--log-level", "warning"]
     with served(command, port) as process:
-        warm = Soak(url, min(10.0, seconds / 4), options.clients)
-        asyncio.run(warm.run(process))
+        warm_up(url, process, min(10.0, seconds / 4), options.clients)
         before = quiet(url, process)
         soak = Soak(url, seconds, options.clients)
         asyncio.run(soak.run(process))
@@ -161,6 +224,8 @@ def main() -> None:
     slope = float(np.polyfit([at for at, _ in half], [rss for _, rss in half], 1)[0]) if len(half) > 1 else 0.0
     rows = [
         {"what": "RSS slope over the second half, KB a minute", "value": slope * 60 / 1000},
+        {"what": "RSS in use before, MB", "value": before["in_use_mb"]},
+        {"what": "RSS in use after, MB", "value": after["in_use_mb"]},
         {"what": "RSS median, MB", "value": statistics.median(rss for _, rss, _, _ in soak.samples) / 1e6},
         {"what": "p50 of the first third, ms", "value": percentile(soak.latencies, 0, seconds / 3, 50)},
         {"what": "p50 of the last third, ms", "value": percentile(soak.latencies, seconds * 2 / 3, seconds, 50)},
@@ -168,9 +233,16 @@ def main() -> None:
         {"what": "p99 of the last third, ms", "value": percentile(soak.latencies, seconds * 2 / 3, seconds, 99)},
         *({"what": name, "value": value} for name, value in soak.counts.items()),
     ]
+    minutes = [
+        statistics.median(rss for at, rss, _, _ in soak.samples if minute <= at / 60 < minute + 1) / 1e6
+        for minute in range(max(1, int(seconds // 60)))
+    ]
+    print("RSS minute by minute, MB:", *(f"{rss:.1f}" for rss in minutes))
     print(json.dumps({"before": before, "after": after}))
-    harness.report("soak_server", rows, options=options, seconds=seconds, before=before, after=after)
+    harness.report("soak_server", rows, options=options, seconds=seconds, rss_mb=minutes, before=before, after=after)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [_SERVE]:
+        sys.exit(serve(sys.argv[2:]))
     main()
