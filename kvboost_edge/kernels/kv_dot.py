@@ -12,16 +12,16 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvboost_edge.kernels.linear_dot import V16I, dot_form
+from kvboost_edge.kernels.linear_dot import V16I, dot_form, emit_byte_halves, emit_pair_sums
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["coded_dot_form", "emit_dot"]
 
-_I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_I8, _I32 = ir.IntType(8), ir.IntType(32)
 _V64B = ir.VectorType(_I8, 64)
 _V4I, _V16B = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
 _V8I, _V32B = ir.VectorType(_I32, 8), ir.VectorType(_I8, 32)
-_V32S, _V32I = ir.VectorType(_I16, 32), ir.VectorType(_I32, 32)
+_V32I = ir.VectorType(_I32, 32)
 
 Value = Any
 Builder = Any
@@ -78,12 +78,15 @@ def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Va
 
 
 def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers; each pair is a widening multiply-add."""
-    eight, low_mask = ir.Constant(_V32S, [8] * 32), ir.Constant(_V32S, [255] * 32)
-    u, s = b.bitcast(unsigned, _V32S), b.bitcast(signed, _V32S)
-    pairs = ((b.and_(u, low_mask), b.ashr(b.shl(s, eight), eight)), (b.lshr(u, eight), b.ashr(s, eight)))
+    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers: widening multiply-adds of pairs."""
+    halves = zip(emit_byte_halves(b, unsigned, signed=False), emit_byte_halves(b, signed, signed=True), strict=True)
+    if b.module.triple.startswith(("aarch64", "arm64")):
+        # A product fits 16 bits, 255 * -128 = -32,640, and ARM adds neighbours into 32: 45 instructions instead of 78.
+        for x, y in halves:
+            sums = b.add(sums, emit_pair_sums(b, b.mul(x, y)))
+        return sums
     undefined = ir.Constant(_V32I, ir.Undefined)
-    for x, y in pairs:
+    for x, y in halves:
         products = b.mul(b.sext(x, _V32I), b.sext(y, _V32I))
         even = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(0, 32, 2))))
         odd = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(1, 32, 2))))

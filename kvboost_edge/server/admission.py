@@ -154,6 +154,9 @@ class Ticket:
             self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
+        # A task that was cancelled keeps the error, and its traceback leads to this ticket. Holding the task as well
+        # would make a circle of all that belongs to the request, which only the garbage collector could free.
+        self._watch = None
         if self._reason is None or self._task is None:
             return
         if not isinstance(error, asyncio.CancelledError):

@@ -7,9 +7,6 @@ asks. Every server has a registry of its own.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -37,7 +35,6 @@ _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _HTTP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 # Our finish reasons by vLLM's names.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
-_SPEED_WINDOW_SECONDS = 60.0
 
 
 class Metrics:
@@ -46,7 +43,7 @@ class Metrics:
     def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
-        self._speeds = _Speeds()
+        self._speeds = Speeds()
         self._http = Counter("kvboost:http_requests", "HTTP answers.", ["route", "status"], registry=self.registry)
         self._http_seconds = Histogram(
             "kvboost:http_request_seconds", "Time of an HTTP request.", ["route"], buckets=_HTTP, registry=self.registry
@@ -145,42 +142,10 @@ class _RequestMetrics:
         self._output_size.observe(result.generated_tokens)
 
 
-class _Speeds:
-    """llama.cpp's totals and its average speeds, here over the last minute. Totals count computed prompt tokens only,
-    as llama.cpp's do."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.prompt_seconds = 0.0
-        self.output_tokens = 0
-        self.output_seconds = 0.0
-        self._lock = threading.Lock()
-        self._recent: deque[tuple[float, int, float, int, float]] = deque(maxlen=10_000)
-
-    def observe(self, result: GenerationResult) -> None:
-        computed = result.prompt_tokens - result.cached_tokens
-        entry = (time.monotonic(), computed, result.prefill_ms / 1e3, result.generated_tokens, result.decode_ms / 1e3)
-        with self._lock:
-            self.prompt_tokens += entry[1]
-            self.prompt_seconds += entry[2]
-            self.output_tokens += entry[3]
-            self.output_seconds += entry[4]
-            self._recent.append(entry)
-
-    def recent(self) -> tuple[float, float]:
-        """Prompt and output tokens a second of the requests that ended in the last minute; 0 when there was none."""
-        oldest = time.monotonic() - _SPEED_WINDOW_SECONDS
-        with self._lock:
-            while self._recent and self._recent[0][0] < oldest:
-                self._recent.popleft()
-            sums = [sum(column) for column in list(zip(*self._recent, strict=True))[1:]] or [0, 0, 0, 0]
-        return (sums[0] / sums[1] if sums[1] else 0.0), (sums[2] / sums[3] if sums[3] else 0.0)
-
-
 class _EngineCollector(Collector):
     """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures."""
 
-    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission, speeds: _Speeds) -> None:
+    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission, speeds: Speeds) -> None:
         self._engine = engine
         self._model_name = model_name
         self._admission = admission

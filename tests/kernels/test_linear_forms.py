@@ -9,7 +9,7 @@ import sys
 import pytest
 from llvmlite import binding, ir
 
-from kvboost_edge.kernels.linear_dot import I64, KIND_INT4, KIND_INT8, dot_form
+from kvboost_edge.kernels.linear_dot import I64, KIND_INT8, dot_form
 from kvboost_edge.kernels.linear_tiles import IntTiles, Target, Tile
 from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED
 from kvboost_edge.kernels.vectors import F32
@@ -124,8 +124,15 @@ def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
 
 
-def test_arm_without_dot_products_compiles_plain_vectors() -> None:
-    assembly = _assembly(KIND_INT4, "plain", "cortex-a72")
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", [KINDS[name] for name in QUANTIZED])
+def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -> None:
+    """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few instructions, so that compiling
+    them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes."""
+    assembly, planes = _assembly(kind, "plain", "cortex-a72", fine=fine), 2 if fine else 1
+    products = 8 * 8 * 4 * planes
     assert "sdot" not in assembly
-    assert "mlal" in assembly or "mull" in assembly
-    assert "sdot" not in _assembly(KIND_INT8, "plain", "cortex-a72")
+    multiplied = sum(line.split()[0] in ("mul", "mla") for line in assembly.splitlines() if ".8h" in line)
+    added = sum(line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line)
+    assert multiplied == products
+    assert added == 4 * 4 * planes * (8 if kind == KIND_INT8 else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvboost_edge.server.admission import Ticket
 from kvboost_edge.server.grouping import PrefixGroups
 from live_servers import HeldForward, LiveServer, raw_answer, serving, wait_until
 
@@ -305,3 +307,23 @@ async def test_a_cancelled_waiter_lets_nobody_through() -> None:
     for found in await asyncio.gather(*waiters[1:]):
         groups.leave(found)
     assert not groups._groups
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_server, stream):
+    """Its ticket holds all that belongs to it; a circle through the task that watches for the client would keep it."""
+
+    def tickets() -> int:
+        return sum(type(item) is Ticket for item in gc.get_objects())
+
+    gc.collect()
+    before = tickets()
+    gc.disable()
+    try:
+        with live_server.client() as client:
+            for _ in range(5):
+                assert client.post("/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}).is_success
+            # The connection holds its last request as long as it is open.
+            wait_until(lambda: tickets() <= before + 1, "the tickets to be freed")
+    finally:
+        gc.enable()

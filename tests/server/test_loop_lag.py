@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvboost_edge.server.serve import freeze_heap
 from live_servers import LiveServer, serving, wait_until
 
 TICK = 0.002
@@ -67,8 +68,7 @@ def loop_of(server: LiveServer) -> asyncio.AbstractEventLoop:
 def server(demo_engine: Any) -> Any:
     """It freezes the garbage collector's oldest generation, as the server process does."""
     with serving(demo_engine, max_queue_tokens=10_000_000) as server:
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
         yield server
         gc.unfreeze()
 

@@ -1,0 +1,73 @@
+"""Tokens a second over the last minute. Kept is one sum for each second: however many requests end, and whether or not
+anybody asks, that is no more memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.results import GenerationResult
+
+__all__ = ["Speeds"]
+
+_WINDOW_SECONDS = 60
+
+
+@dataclasses.dataclass(slots=True)
+class _Sums:
+    """Of the requests that ended within one second of the clock."""
+
+    second: int
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    output_tokens: int = 0
+    output_seconds: float = 0.0
+
+
+class Speeds:
+    """llama.cpp's totals and its average speeds, here over the last minute. Totals count computed prompt tokens only,
+    as llama.cpp's do."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.prompt_seconds = 0.0
+        self.output_tokens = 0
+        self.output_seconds = 0.0
+        self._lock = threading.Lock()
+        self._recent: deque[_Sums] = deque()  # by second, the oldest first
+
+    def observe(self, result: GenerationResult) -> None:
+        """Count one finished sequence."""
+        with self._lock:
+            second = self._forget_old()
+            if not self._recent or self._recent[-1].second != second:
+                self._recent.append(_Sums(second))
+            for sums in (self, self._recent[-1]):
+                sums.prompt_tokens += result.prompt_tokens - result.cached_tokens
+                sums.prompt_seconds += result.prefill_ms / 1e3
+                sums.output_tokens += result.generated_tokens
+                sums.output_seconds += result.decode_ms / 1e3
+
+    def recent(self) -> tuple[float, float]:
+        """Prompt and output tokens a second of the requests that ended in the last minute; 0 when there was none."""
+        with self._lock:
+            self._forget_old()
+            prompt_tokens = sum(sums.prompt_tokens for sums in self._recent)
+            prompt_seconds = sum(sums.prompt_seconds for sums in self._recent)
+            output_tokens = sum(sums.output_tokens for sums in self._recent)
+            output_seconds = sum(sums.output_seconds for sums in self._recent)
+        return (
+            prompt_tokens / prompt_seconds if prompt_seconds else 0.0,
+            output_tokens / output_seconds if output_seconds else 0.0,
+        )
+
+    def _forget_old(self) -> int:
+        """Drop the seconds before the last minute; returns the second it is now."""
+        second = int(time.monotonic())
+        while self._recent and self._recent[0].second <= second - _WINDOW_SECONDS:
+            self._recent.popleft()
+        return second

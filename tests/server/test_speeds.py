@@ -1,0 +1,67 @@
+"""Speeds over the last minute: what counts, what is forgotten, and how much is kept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvboost_edge.server import speeds as speeds_module
+from kvboost_edge.server.speeds import Speeds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(speeds_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def result(prompt=30, cached=10, prefill_ms=100.0, generated=8, decode_ms=200.0):
+    return SimpleNamespace(
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        prefill_ms=prefill_ms,
+        generated_tokens=generated,
+        decode_ms=decode_ms,
+    )
+
+
+def test_nothing_is_kept_for_each_request(clock):
+    """A server that nobody asks for its metrics counts a hundred requests a second for ten minutes."""
+    speeds = Speeds()
+    for _ in range(60_000):
+        speeds.observe(result())
+        clock.now += 0.01
+    assert len(speeds._recent) <= 60
+    assert speeds.output_tokens == 60_000 * 8
+
+
+def test_recent_speeds_and_totals_leave_cached_tokens_out(clock):
+    speeds = Speeds()
+    assert speeds.recent() == (0.0, 0.0)
+    speeds.observe(result())
+    clock.now += 30
+    speeds.observe(result(prompt=50, cached=10, prefill_ms=100.0, generated=2, decode_ms=50.0))
+    assert speeds.recent() == (pytest.approx(60 / 0.2), pytest.approx(10 / 0.25))
+    assert (speeds.prompt_tokens, speeds.output_tokens) == (60, 10)
+    assert (speeds.prompt_seconds, speeds.output_seconds) == (pytest.approx(0.2), pytest.approx(0.25))
+
+
+def test_what_ended_a_minute_ago_counts_in_the_totals_only(clock):
+    speeds = Speeds()
+    speeds.observe(result(generated=100))
+    clock.now += 59
+    assert speeds.recent()[1] == pytest.approx(100 / 0.2)
+    speeds.observe(result(generated=4))
+    clock.now += 1
+    assert speeds.recent()[1] == pytest.approx(4 / 0.2)
+    clock.now += 60
+    assert speeds.recent() == (0.0, 0.0)
+    assert speeds.output_tokens == 104
+
+
+def test_a_request_without_output_divides_by_nothing(clock):
+    speeds = Speeds()
+    speeds.observe(result(generated=0, decode_ms=0.0, prefill_ms=0.0))
+    assert speeds.recent() == (0.0, 0.0)
