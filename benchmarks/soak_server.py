@@ -7,9 +7,10 @@ after a random one, one in twenty is malformed. Every few seconds the server's m
 Printed: memory at each minute and its slope over the second half, latencies of the first and the last third, and
 whether memory, blocks, threads and files are back where they were when all is quiet.
 
-It is warm when every block of the pool was used and a pass of the largest size was computed. Memory at each minute is
-what the process has, with garbage that waits for its collection and heap that the allocator keeps for later; the rows
-"in use" are what is left after both were given back, before and after the run: a leak would show there.
+It is warm when every block of the pool was used, a pass of the largest size was computed and the garbage collector
+has made full rounds. Memory at each minute is what the process has, with garbage that waits for its collection and heap
+that the allocator keeps for later; the rows "in use" are what is left after both were given back, before and after the
+run: a leak would show there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _BAD: tuple[dict[str, Any], ...] = (
 )
 _MODEL = "kvboost-edge/demo"
 _SERVE = "--serve"  # this file as the server
+_WARM_SECONDS = 90.0  # so many requests that garbage has reached its most: a full collection comes every 2,000
 _LONG_WORDS = 300  # a prompt longer than the largest pass
 
 
@@ -215,7 +217,7 @@ def main() -> None:
     command = [sys.executable, __file__, _SERVE, "--model", _MODEL, "--port", str(port)]
     command += ["--max-cache-bytes", "16e6", "--log-level", "warning"]
     with served(command, port) as process:
-        warm_up(url, process, min(10.0, seconds / 4), options.clients)
+        warm_up(url, process, min(_WARM_SECONDS, seconds / 4), options.clients)
         before = quiet(url, process)
         soak = Soak(url, seconds, options.clients)
         asyncio.run(soak.run(process))
