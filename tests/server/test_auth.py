@@ -15,7 +15,7 @@ from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.middleware import ADMIN_PATHS
 from kvboost_edge.server.settings import ServerSettings, collect_api_keys, tenant_of_key
-from live_servers import ADMIN_KEY, KEYS, raw_answer
+from live_servers import ADMIN_KEY, KEYS, raw_answer, wait_until
 
 OPEN = {"/health", "/ready", "/version", "/"}
 # Each becomes an open path, or another route, once somebody decodes, normalises or folds it.
@@ -185,6 +185,8 @@ def test_neither_keys_nor_prompts_are_logged(keyed_server):
                 answer = client.post("/v1/completions?q=MY-SECRET-QUERY", json={"model": "kvboost-edge/demo", **body})
             assert answer.status_code == 400
             client.get("/v1/models/MY-SECRET-PATH")
+        # A line is written after the answer has gone.
+        wait_until(lambda: stream.getvalue().count('"event": "request"') >= 3, "the lines of three requests")
     finally:
         for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
