@@ -29,6 +29,7 @@ from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels import linear_table as lt
+from kvboost_edge.kernels.amx_choice import amx_choice
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear_dot import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.linear_program import run_program
@@ -188,7 +189,8 @@ class LinearOps:
             self._ops, self._params = (np.ascontiguousarray(a[list(indices)]) for a in self._program[:2])
         count = len(indices)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
-        job = lt.ProgramJob(self._ops, self._params, self._buffers, counters, 0, count, self._tokens)
+        matrix = int(amx_choice().used)
+        job = lt.ProgramJob(self._ops, self._params, self._buffers, counters, 0, count, self._tokens, matrix)
         self._team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads)
 
     def close(self) -> None:

@@ -71,9 +71,13 @@ def _processor() -> dict[str, Any]:
 
 def _kernel_path() -> str:
     """The form of integer dot product that kernels are compiled with; NUMBA_CPU_FEATURES may mask instructions."""
-    from kvboost_edge.kernels.linear_dot import dot_form
+    from kvboost_edge.kernels.amx_choice import amx_choice
+    from kvboost_edge.kernels.linear_dot import dot_form, has_tile_registers
 
-    return dot_form()
+    if not has_tile_registers():
+        return dot_form()
+    choice = amx_choice()
+    return f"{'amx and ' if choice.used else ''}{dot_form()} (AMX: {choice.reason})"
 
 
 def _memory() -> dict[str, Any]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear_panel import FINE_TOKENS, SMALL_TOKENS, TILES_AT_ONCE, WIDE_FINE_TOKENS, WIDE_TOKENS
+from kvboost_edge.kernels.linear_amx import amx_tile
+from kvboost_edge.kernels.linear_dot import has_tile_registers
+from kvboost_edge.kernels.linear_panel import (
+    FINE_TOKENS,
+    MATRIX_FINE_TOKENS,
+    MATRIX_TOKENS,
+    SMALL_TOKENS,
+    TILES_AT_ONCE,
+    WIDE_FINE_TOKENS,
+    WIDE_TOKENS,
+)
 from kvboost_edge.kernels.linear_tiles import (
     FLOAT_TOKENS,
     KIND_INT4,
@@ -37,6 +47,10 @@ _INT4_WIDE, _INT4_FWIDE, _INT4_1, _INT4_2, _INT4_4, _INT4_8, _INT4_F1, _INT4_F2,
 _INT4M_WIDE, _INT4M_FWIDE, _INT4M_1, _INT4M_2, _INT4M_4, _INT4M_8, _INT4M_F1, _INT4M_F2, _INT4M_F4 = _kernels(
     KIND_INT4M
 )
+_HAS_AMX = has_tile_registers()
+_INT8_AMX, _INT8_FAMX = amx_tile[KIND_INT8, False], amx_tile[KIND_INT8, True]
+_INT4_AMX, _INT4_FAMX = amx_tile[KIND_INT4, False], amx_tile[KIND_INT4, True]
+_INT4M_AMX, _INT4M_FAMX = amx_tile[KIND_INT4M, False], amx_tile[KIND_INT4M, True]
 _F32_1, _F32_2, _F32_4, _F32_8 = [float_tile[KIND_F32, tokens] for tokens in FLOAT_TOKENS]
 _BF16_1, _BF16_2, _BF16_4, _BF16_8 = [float_tile[KIND_BF16, tokens] for tokens in FLOAT_TOKENS]
 
@@ -44,7 +58,9 @@ _BF16_1, _BF16_2, _BF16_4, _BF16_8 = [float_tile[KIND_BF16, tokens] for tokens i
 @kernel
 def _int8(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
     if fine != 0:
-        if n == _FINE_PAIR:
+        if _HAS_AMX and n == MATRIX_FINE_TOKENS:
+            _INT8_FAMX(tile, panel, target)
+        elif n == _FINE_PAIR:
             _INT8_FWIDE(tile, panel, target)
         elif n == 4:
             _INT8_F4(tile, panel, target)
@@ -52,6 +68,8 @@ def _int8(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
             _INT8_F2(tile, panel, target)
         else:
             _INT8_F1(tile, panel, target)
+    elif _HAS_AMX and n == MATRIX_TOKENS:
+        _INT8_AMX(tile, panel, target)
     elif n == _PAIR:
         _INT8_WIDE(tile, panel, target)
     elif n == 8:
@@ -67,7 +85,9 @@ def _int8(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
 @kernel
 def _int4(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
     if fine != 0:
-        if n == _FINE_PAIR:
+        if _HAS_AMX and n == MATRIX_FINE_TOKENS:
+            _INT4_FAMX(tile, panel, target)
+        elif n == _FINE_PAIR:
             _INT4_FWIDE(tile, panel, target)
         elif n == 4:
             _INT4_F4(tile, panel, target)
@@ -75,6 +95,8 @@ def _int4(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
             _INT4_F2(tile, panel, target)
         else:
             _INT4_F1(tile, panel, target)
+    elif _HAS_AMX and n == MATRIX_TOKENS:
+        _INT4_AMX(tile, panel, target)
     elif n == _PAIR:
         _INT4_WIDE(tile, panel, target)
     elif n == 8:
@@ -90,7 +112,9 @@ def _int4(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
 @kernel
 def _int4m(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
     if fine != 0:
-        if n == _FINE_PAIR:
+        if _HAS_AMX and n == MATRIX_FINE_TOKENS:
+            _INT4M_FAMX(tile, panel, target)
+        elif n == _FINE_PAIR:
             _INT4M_FWIDE(tile, panel, target)
         elif n == 4:
             _INT4M_F4(tile, panel, target)
@@ -98,6 +122,8 @@ def _int4m(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
             _INT4M_F2(tile, panel, target)
         else:
             _INT4M_F1(tile, panel, target)
+    elif _HAS_AMX and n == MATRIX_TOKENS:
+        _INT4M_AMX(tile, panel, target)
     elif n == _PAIR:
         _INT4M_WIDE(tile, panel, target)
     elif n == 8:

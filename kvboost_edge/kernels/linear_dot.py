@@ -32,6 +32,7 @@ __all__ = [
     "emit_load_bytes",
     "emit_pair_sums",
     "emit_splat_int",
+    "has_tile_registers",
     "int_constant",
 ]
 
@@ -75,6 +76,12 @@ def dot_form() -> str:
     if platform.machine().lower() in ("aarch64", "arm64") and _has_sdot():
         return "neon"
     return "plain"
+
+
+@functools.cache
+def has_tile_registers() -> bool:
+    """Whether kernels of this process are compiled with Intel's AMX, beside 512-bit VNNI."""
+    return dot_form() == "vnni512" and {"amx-tile", "amx-int8"} <= _features()
 
 
 _PROBE = """

@@ -21,10 +21,9 @@ from kvboost_edge.kernels.linear_blocks import float_block, int_block
 from kvboost_edge.kernels.linear_panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
-    WIDE_FINE_TOKENS,
-    WIDE_TOKENS,
     block_size,
     record_bytes,
+    takes_pair,
 )
 from kvboost_edge.kernels.linear_table import ProgramJob
 from kvboost_edge.kernels.linear_tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8, Target, Tile
@@ -38,6 +37,7 @@ _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels at once
 _GATED_ROW = 2 * 4 * GROUP * _GATED_GROUPS  # bytes of a token: of the gate, then of the way up
 _GATED_BYTES = 8 * _GATED_ROW  # of at most 8 tokens, or 4 times as many of a quarter of the channels
+_GATED_TOKENS = 4 * 8
 # Blocks of tokens at once, where a group's tiles are one call; what they read and write stays in the first cache.
 _GATED_BLOCKS = 4 if GROUP // LANES == TILES_AT_ONCE else 1
 _FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
@@ -99,7 +99,7 @@ def _int_tiles(
     minima = op[lt.F_MINIMA] + tile * scales_each
     panel = job.buffers[op[lt.F_PANEL_IN]] + token * groups * record_bytes(fine)
     step = n * groups * record_bytes(fine) if blocks > 1 else 0
-    if TILES_AT_ONCE == 1 or n != (WIDE_FINE_TOKENS if fine != 0 else WIDE_TOKENS):
+    if not takes_pair(n, fine):
         runs = blocks if blocks > 1 else count
         where = Tile(weights, scales, minima, bytes_each, scales_each, groups, runs, step)
         int_block(kind, n, fine, where, panel, target)
@@ -128,7 +128,7 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     step = 4 * op[lt.F_DST_STEP]
     is_int = kind in (KIND_INT8, KIND_INT4, KIND_INT4M)
     most = 1
-    if is_int and block_size(job.tokens, job.tokens, fine) == job.tokens:
+    if is_int and block_size(job.tokens, job.tokens, fine, job.matrix) == job.tokens:
         most = size
     elif is_int and job.tokens > SMALL_TOKENS[-1]:
         most = TILES_AT_ONCE
@@ -141,7 +141,7 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
             out = job.buffers[op[lt.F_DST]] + token * step + 4 * LANES * tile
             target = Target(out, step, 4 * LANES, bias, op[lt.F_ADD], factor)
             if is_int:
-                n = block_size(job.tokens - token, job.tokens, fine)
+                n = block_size(job.tokens - token, job.tokens, fine, job.matrix)
                 blocks = _blocks(job.tokens, token, n, job.tokens)
                 _int_tiles(job, op, tile, count, token, n, blocks, target)
                 n *= blocks
@@ -174,7 +174,7 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
     scratch = _gated_scratch()
     # Where all tokens are one block the weights of several groups stream in one run; otherwise several blocks of tokens
     # use those of one group.
-    one_block = block_size(job.tokens, job.tokens, 0) == job.tokens
+    one_block = job.tokens <= SMALL_TOKENS[-1] and block_size(job.tokens, job.tokens, 0, job.matrix) == job.tokens
     most, row = (_GATED_GROUPS, _GATED_ROW) if one_block else (1, 2 * 4 * GROUP)
     end = min(groups, unit * size + size)
     group = unit * size
@@ -182,8 +182,8 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
         count = min(most, end - group)
         token = 0
         while token < job.tokens:
-            n = block_size(job.tokens - token, job.tokens, 0)
-            blocks = _blocks(job.tokens, token, n, _GATED_BLOCKS)
+            n = block_size(job.tokens - token, job.tokens, 0, job.matrix)
+            blocks = _blocks(job.tokens, token, n, min(_GATED_BLOCKS, _GATED_TOKENS // n))
             for part in range(2):
                 tile = tiles * (group + part * groups)
                 bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0

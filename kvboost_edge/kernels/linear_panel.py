@@ -16,19 +16,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear_dot import GROUP, dot_form
+from kvboost_edge.kernels.linear_dot import GROUP, dot_form, has_tile_registers
 
 __all__ = [
     "COARSE_BYTES",
     "FINE_BASE",
     "FINE_BYTES",
     "FINE_TOKENS",
+    "MATRIX_FINE_TOKENS",
+    "MATRIX_TOKENS",
     "SMALL_TOKENS",
     "TILES_AT_ONCE",
     "WIDE_FINE_TOKENS",
     "WIDE_TOKENS",
     "block_size",
     "record_bytes",
+    "takes_pair",
     "token_place",
 ]
 
@@ -61,6 +64,8 @@ _SHAPES = {
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
 }
 SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE = _SHAPES[dot_form()]
+# Blocks for tile registers, see linear_amx.py; where there are none, no block is as large as this.
+MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 
 
 @kernel
@@ -70,12 +75,15 @@ def record_bytes(fine: int) -> int:
 
 
 @kernel
-def block_size(left: int, total: int, fine: int) -> int:
-    """Tokens in the next block, where `left` of `total` tokens are not yet in one."""
+def block_size(left: int, total: int, fine: int, matrix: int) -> int:
+    """Tokens in the next block, where `left` of `total` tokens are not yet in one; matrix: whether (not 0) blocks may
+    be as large as tile registers take."""
     if total <= SMALL_TOKENS[-1]:
         largest = FINE_TOKENS[-1] if fine != 0 else SMALL_TOKENS[-1]
     else:
-        largest = WIDE_FINE_TOKENS if fine != 0 else WIDE_TOKENS
+        largest = MATRIX_FINE_TOKENS if fine != 0 else MATRIX_TOKENS
+        if matrix == 0 or left < largest:
+            largest = WIDE_FINE_TOKENS if fine != 0 else WIDE_TOKENS
     if left >= largest:
         return largest
     if left >= 4:
@@ -84,14 +92,21 @@ def block_size(left: int, total: int, fine: int) -> int:
 
 
 @kernel
-def token_place(token: int, total: int, fine: int) -> Any:
+def takes_pair(size: int, fine: int) -> bool:
+    """Whether a block of so many tokens goes against two tiles at once."""
+    wide, most = (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
+    return TILES_AT_ONCE == 2 and size in (wide, most)
+
+
+@kernel
+def token_place(token: int, total: int, fine: int, matrix: int) -> Any:
     """(first token of the block a token is in, tokens of that block)."""
     first = 0
     if total > SMALL_TOKENS[-1]:
-        largest = block_size(total, total, fine)
+        largest = block_size(total, total, fine, matrix)
         first = min(token // largest, total // largest) * largest
-    size = block_size(total - first, total, fine)
+    size = block_size(total - first, total, fine, matrix)
     while token >= first + size:
         first += size
-        size = block_size(total - first, total, fine)
+        size = block_size(total - first, total, fine, matrix)
     return first, size

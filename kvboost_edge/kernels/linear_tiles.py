@@ -54,17 +54,21 @@ from kvboost_edge.kernels.vectors import (
 __all__ = [
     "FLOAT_TOKENS",
     "GROUP",
+    "INT_KINDS",
     "KIND_INT4",
     "KIND_INT4M",
     "KIND_INT8",
     "IntTiles",
     "Target",
     "Tile",
+    "emit_load_pair",
+    "fields_of",
     "float_tile",
     "int_tile",
 ]
 
 FLOAT_TOKENS = (1, 2, 4, 8)
+INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4M)
 _QUADS = GROUP // 4
 _LINE = 64
 # Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse.
@@ -131,7 +135,7 @@ def _zeroed(b: Builder, count: int) -> list[Value]:
     return slots
 
 
-def _load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
+def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
     """Quads 2 * pair and 2 * pair + 1 of a group as unsigned bytes, <16 x i32> each."""
     if kind == KIND_INT8:
         first = b.add(at, int_constant(2 * _LINE * pair))
@@ -244,7 +248,7 @@ class IntTiles:
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
         states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]
         for pair in range(_QUADS // 2):
-            loaded = [_load_pair(b, self.kind, place, pair) for place in places]
+            loaded = [emit_load_pair(b, self.kind, place, pair) for place in places]
             for half in range(2):
                 quads = [dot.prepare(two[half]) for two in loaded]
                 for plane in range(self.planes):
@@ -278,16 +282,23 @@ class IntTiles:
         halves: Sequence[Value],
         lows: Sequence[Value],
     ) -> None:
-        """The float epilogue, the only one there is; `reference_linear.linear_int` says the same in NumPy."""
         for token in range(self.tokens):
-            scale = _splat_f32_at(b, b.add(self._term(b, here, token), int_constant(4 * self.tokens)))
+            term = self._term(b, here, token)
             for tile, slots in enumerate(sums):
-                scaled = b.fmul(b.sitofp(dots[tile][token], V16), scale)
-                result = emit_fma(b, scaled, halves[tile], b.load(slots[token]))
-                if lows:
-                    taken = _splat_f32_at(b, self._term(b, here, token))
-                    result = emit_fma(b, taken, lows[tile], result)
-                b.store(result, slots[token])
+                low = lows[tile] if lows else None
+                b.store(
+                    self._epilogue(b, dots[tile][token], term, (halves[tile], low), b.load(slots[token])), slots[token]
+                )
+
+    def _epilogue(self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value) -> Value:
+        """The float epilogue, the only one there is; `reference_linear.linear_int` says the same in NumPy.
+
+        term: address of the token's term, scales: of 16 rows, and their minima, or None.
+        """
+        half, low = scales
+        scale = _splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
+        result = emit_fma(b, b.fmul(b.sitofp(dots, V16), scale), half, sums)
+        return result if low is None else emit_fma(b, _splat_f32_at(b, term), low, result)
 
 
 def _emit_float_tile(
@@ -306,7 +317,7 @@ def _emit_float_tile(
     _emit_target(b, [sums], target)
 
 
-def _fields(b: Builder, kind: Any, value: Value) -> Any:
+def fields_of(b: Builder, kind: Any, value: Value) -> Any:
     return kind(*cgutils.unpack_tuple(b, value))
 
 
@@ -317,7 +328,7 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             emitter = IntTiles(kind, tiles, tokens, fine)
-            emitter.emit(b, _fields(b, Tile, arguments[0]), arguments[1], _fields(b, Target, arguments[2]))
+            emitter.emit(b, fields_of(b, Tile, arguments[0]), arguments[1], fields_of(b, Target, arguments[2]))
             return context.get_dummy_value()
 
         return types.void(tile, types.int64, target), codegen
@@ -331,7 +342,7 @@ def _float_tile(kind: int, tokens: int) -> Any:
         """tile: `Tile` of floats [inputs, 16]; inputs: address of float32 [tokens, inputs], `step` bytes a token."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            where, target = _fields(b, Tile, arguments[0]), _fields(b, Target, arguments[3])
+            where, target = fields_of(b, Tile, arguments[0]), fields_of(b, Target, arguments[3])
             _emit_float_tile(b, kind, tokens, where, arguments[1], arguments[2], target)
             return context.get_dummy_value()
 
@@ -342,8 +353,6 @@ def _float_tile(kind: int, tokens: int) -> Any:
 
 _SHAPES = {(1, tokens, False) for tokens in SMALL_TOKENS} | {(1, tokens, True) for tokens in FINE_TOKENS}
 _SHAPES |= {(TILES_AT_ONCE, WIDE_TOKENS, False), (TILES_AT_ONCE, WIDE_FINE_TOKENS, True)}
-int_tile = {
-    (kind, *shape): _int_tile(kind, *shape) for kind in (KIND_INT8, KIND_INT4, KIND_INT4M) for shape in sorted(_SHAPES)
-}
+int_tile = {(kind, *shape): _int_tile(kind, *shape) for kind in INT_KINDS for shape in sorted(_SHAPES)}
 """(kind, tiles, tokens, fine) -> microkernel."""
 float_tile = {(kind, tokens): _float_tile(kind, tokens) for kind in (KIND_F32, KIND_BF16) for tokens in FLOAT_TOKENS}

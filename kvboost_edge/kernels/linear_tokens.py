@@ -104,7 +104,7 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
 def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
     """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
     total, fine = (op[lt.F_COUNT] + GROUP - 1) // GROUP, op[lt.F_FINE]
-    block, size = token_place(token, job.tokens, fine)
+    block, size = token_place(token, job.tokens, fine, job.matrix)
     record = job.buffers[op[lt.F_PANEL]] + (block * total + first * size) * record_bytes(fine)
     quantize_groups(source, groups, record, size, token - block, op[lt.F_QUANT], fine)
 

@@ -2,128 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from kvboost_edge.kernels import linear_table as lt
 from kvboost_edge.kernels import reference_linear as reference
-from kvboost_edge.kernels.linear_panel import FINE_BYTES, block_size
-from kvboost_edge.kernels.linear_program import run_program
+from kvboost_edge.kernels.linear_panel import FINE_BYTES
 from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED, PackedRows, pack_rows, packed_sizes
 from kvboost_edge.kernels.reference_quant import unpack_rows
 from kvboost_edge.kernels.rope import RopeTable
-from kvboost_edge.kernels.team import KernelTeam
+from linear_driver import PLAIN, Extra, Program, block_sizes, matrix_fields, run_linear
 
 Floats = npt.NDArray[np.float32]
 SHAPES = [(1, 16, 32), (2, 50, 100), (3, 33, 64), (5, 16, 31), (15, 130, 96), (16, 7, 1500)]
-
-
-class Program:
-    """One or more operations over buffers of this test."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.buffers = np.zeros(lt.B_TABLES + 2, np.int64)
-        self.arrays: list[npt.NDArray[np.generic]] = []
-        self.ops: list[npt.NDArray[np.int64]] = []
-        self.params: list[Floats] = []
-
-    def buffer(self, number: int, array: npt.NDArray[np.generic]) -> None:
-        self.arrays.append(array)
-        self.buffers[number] = array.ctypes.data
-
-    def add(self, code: int, fields: dict[int, int], params: dict[int, float] | None = None) -> None:
-        row = np.zeros(lt.NUM_FIELDS, np.int64)
-        row[lt.F_OP] = code
-        floats = np.zeros(lt.NUM_PARAMS, np.float32)
-        floats[lt.P_FACTOR] = 1.0
-        for field, value in fields.items():
-            row[field] = value
-        for field, number in (params or {}).items():
-            floats[field] = number
-        self.ops.append(row)
-        self.params.append(floats)
-
-    def run(self, threads: int = 1) -> None:
-        count = len(self.ops)
-        counters = np.zeros(lt.COUNTERS_PER_OP * (count + 1), np.int64)
-        job = lt.ProgramJob(np.array(self.ops), np.array(self.params), self.buffers, counters, 0, count, self.tokens)
-        team = KernelTeam(threads)
-        team.run(run_program, job, counters, lt.COUNTERS_PER_OP * count, threads)
-        team.close()
-
-
-class Extra(NamedTuple):
-    """What a matrix does beside multiplying, and how it is run."""
-
-    bias: Floats | None = None
-    add: Floats | None = None
-    factor: float = 1.0
-    threads: int = 1
-    fine: bool = False
-
-
-PLAIN = Extra()
-
-
-def _blocks(tokens: int, fine: bool) -> list[int]:
-    sizes: list[int] = []
-    while sum(sizes) < tokens:
-        sizes.append(block_size(tokens - sum(sizes), tokens, int(fine)))
-    return sizes
-
-
-def _matrix(program: Program, packed: PackedRows) -> dict[int, int]:
-    """Fields of an operation with a packed matrix."""
-    program.arrays += packed[:3]
-    addresses = [array.ctypes.data for array in packed[:3]]
-    return {lt.F_WEIGHT: addresses[0], lt.F_SCALE: addresses[1], lt.F_MINIMA: addresses[2]}
 
 
 def _linear(kind: str, x: Floats, w: Floats, extra: Extra = PLAIN) -> tuple[Floats, PackedRows]:
     """x [tokens, inputs] through quantization and a matrix; also the packed weights."""
     packed = pack_rows(w, KINDS[kind])
     assert [array.size for array in packed[:3]] == list(packed_sizes(*w.shape, KINDS[kind]))
-    out, panel = _run_linear(kind, x, packed, len(w), extra)
+    out, panel = run_linear(kind, x, packed, len(w), extra)
     if kind in QUANTIZED:
-        expected = reference.pack_panel(x, kind, _blocks(len(x), extra.fine), fine=extra.fine)
+        expected = reference.pack_panel(x, kind, block_sizes(len(x), extra), fine=extra.fine)
         np.testing.assert_array_equal(panel[: expected.size], expected)
     return out, packed
-
-
-def _run_linear(
-    kind: str, x: Floats, packed: PackedRows, rows: int, extra: Extra
-) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """The result, and the panel of quantized tokens."""
-    tokens, inputs = x.shape
-    groups, padded = -(-inputs // 32), -(-rows // 16) * 16
-    program = Program(tokens)
-    wide = np.zeros((tokens, groups * 32), np.float32)
-    wide[:, :inputs] = x
-    out = np.full((tokens, padded), np.nan, np.float32)
-    if extra.add is not None:
-        out[:, :rows] = extra.add
-    biases = np.zeros(padded, np.float32)
-    if extra.bias is not None:
-        biases[:rows] = extra.bias
-    panel = np.zeros(tokens * groups * FINE_BYTES, np.uint8)
-    program.buffer(lt.B_ATTENDED, wide)
-    program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_WIDE, out)
-    source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: groups * 32}
-    fine = int(extra.fine)
-    quantized = {lt.F_QUANT: KINDS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
-    if kind in QUANTIZED:
-        program.add(lt.OP_QUANT, {**source, **quantized, lt.F_COUNT: inputs})
-    weights = {**_matrix(program, packed), lt.F_KIND: KINDS[kind], lt.F_UNIT: 3, lt.F_PANEL_IN: lt.B_PANEL}
-    target = {lt.F_DST: lt.B_WIDE, lt.F_DST_STEP: padded, lt.F_COUNT: rows, lt.F_INPUTS: inputs, lt.F_FINE_IN: fine}
-    rest = {lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data, lt.F_ADD: int(extra.add is not None)}
-    program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})
-    program.run(extra.threads)
-    return out[:, :rows], panel
 
 
 def _oracle(kind: str, x: Floats, packed: PackedRows, rows: int, fine: bool = False) -> Floats:
@@ -216,7 +119,7 @@ def test_what_is_not_finite_does_not_become_a_number(kind: str, fine: bool, bad:
     clean = _linear(kind, x, w, Extra(fine=fine))[0]
     x[4, 50] = bad
     packed = pack_rows(w, KINDS[kind])
-    out = _run_linear(kind, x, packed, len(w), Extra(fine=fine))[0]
+    out = run_linear(kind, x, packed, len(w), Extra(fine=fine))[0]
     assert not np.isfinite(out[4]).any()
     np.testing.assert_array_equal(np.delete(out, 4, axis=0), np.delete(clean, 4, axis=0))
 
@@ -260,7 +163,7 @@ def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], token
     act = {lt.F_COUNT: inner, lt.F_QUANT: KINDS[kinds[1]]}
     steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2 * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
     program.add(lt.OP_ACT, {**act, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {**_matrix(program, packed), lt.F_KIND: KINDS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
+    matrix = {**matrix_fields(program, packed), lt.F_KIND: KINDS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
     target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
     program.add(lt.OP_GATED, {**act, **matrix, **target})
     program.run(2)
@@ -277,7 +180,7 @@ def test_embedding_rows_are_the_stored_weights(kind: str) -> None:
     program.buffer(lt.B_TOKENS, ids)
     program.buffer(lt.B_HIDDEN, out)
     fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: 128, lt.F_COUNT: 100, lt.F_KIND: KINDS[kind]}
-    program.add(lt.OP_EMBED, {**fields, **_matrix(program, packed)}, {lt.P_FACTOR: 2.0})
+    program.add(lt.OP_EMBED, {**fields, **matrix_fields(program, packed)}, {lt.P_FACTOR: 2.0})
     program.run()
     np.testing.assert_allclose(out[:, :100], 2 * unpack_rows(packed, 50, 100, kind)[ids], rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(out[:, 100:], 0)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels import linear_table as lt
+from kvboost_edge.kernels.amx_choice import amx_choice
 from kvboost_edge.kernels.linear_program import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.architectures import pin_notice
@@ -57,6 +58,7 @@ class NativeRunner:
         self._buffers = Buffers(spec)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
+        self._matrix = int(amx_choice().used)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
         self._params = [AttentionParams(spec.softmax_scale, layer.window, spec.softcap) for layer in spec.layers]
@@ -203,7 +205,8 @@ class NativeRunner:
         first, end = part
         if counters is None:
             counters = np.zeros(self._num_counters(first, end), dtype=np.int64)
-        job = lt.ProgramJob(self._program.ops, self._program.params, addresses, counters, first, end, num_tokens)
+        program = self._program
+        job = lt.ProgramJob(program.ops, program.params, addresses, counters, first, end, num_tokens, self._matrix)
         self._team.run(run_program, job, counters, lt.COUNTERS_PER_OP * (end - first), self._team.num_threads)
 
     def close(self) -> None:

@@ -1,0 +1,90 @@
+"""The kernels for Intel's AMX: compiled for it in a process of its own, and run there on emulated tile registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llvmlite import binding, ir
+
+from kvboost_edge.kernels import linear_amx
+from kvboost_edge.kernels.linear_dot import I64, dot_form
+from kvboost_edge.kernels.linear_tiles import INT_KINDS, Target, Tile
+from kvboost_edge.kernels.vectors import F32
+
+pytestmark = pytest.mark.skipif(
+    dot_form() != "vnni512" or platform.system() != "Linux",
+    reason="the kernels for AMX are used beside those for AVX512-VNNI, and emulated on Linux",
+)
+PROGRAM = Path(__file__).with_name("amx_checks.py")
+
+
+def _check(name: str) -> dict[str, Any]:
+    features = {**binding.get_host_cpu_features(), "amx-tile": True, "amx-int8": True}
+    flags = ",".join(("+" if present else "-") + flag for flag, present in features.items())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": flags}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), name],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("check", ["matrices", "models"])
+def test_same_bits_as_without_amx(check: str) -> None:
+    """The program compares; here it is seen that tiles were multiplied, and left in their first state."""
+    ran = _check(check)["instructions"]
+    assert ran["tdpbssd"] > 1000
+    assert ran["tileloadd"] == ran["tilestored"] == ran["tilezero"] == ran["tdpbssd"]
+    assert ran["ldtilecfg"] == ran["tilerelease"] > 0
+
+
+def test_amx_is_used_only_where_a_trial_speaks_for_it() -> None:
+    """Emulated tiles are far slower than AVX512-VNNI."""
+    found = _check("choice")
+    assert not any(found[name]["used"] for name in ("slow", "refused", "wrong"))
+    assert re.fullmatch(
+        r"slower here: 0\.\d\d TOPS a thread, AVX512-VNNI \d\.\d\d, the same bits", found["slow"]["reason"]
+    )
+    assert found["refused"]["reason"] == "no tiles"
+    assert found["wrong"]["reason"] == "it gives other results than AVX512-VNNI here"
+
+
+def _assembly(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The microkernel as compiled for a processor with AMX."""
+    monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
+    monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
+    module = ir.Module()
+    module.triple = "x86_64-unknown-linux-gnu"
+    arguments = [I64] * (len(Tile._fields) + 1 + len(Target._fields) - 1) + [F32]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "tile")
+    builder = ir.IRBuilder(function.append_basic_block())
+    count = len(Tile._fields)
+    tile, panel, target = Tile(*function.args[:count]), function.args[count], Target(*function.args[count + 1 :])
+    linear_amx.AmxTiles(kind, fine).emit(builder, tile, panel, target)
+    builder.ret_void()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(module.triple).create_target_machine(
+        cpu="sapphirerapids", features="-prefer-256-bit", opt=3
+    )
+    return str(machine.emit_assembly(binding.parse_assembly(str(module))))
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", INT_KINDS)
+def test_a_group_takes_four_multiplications(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first group, and of those in the loop; the epilogue goes over four tokens of each tile at a time."""
+    assembly = _assembly(kind, fine, monkeypatch)
+    for instruction in ("tdpbssd", "tilezero", "tilestored", "tileloadd"):
+        assert assembly.count(instruction) == 2 * 4
+    assert assembly.count("vcvtdq2ps") == 2 * 2 * 4

@@ -1,0 +1,114 @@
+"""Operations of a layer program over arrays of a test: matrices with what comes before and after them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels import linear_table as lt
+from kvboost_edge.kernels.linear_panel import FINE_BYTES, block_size
+from kvboost_edge.kernels.linear_program import run_program
+from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED, PackedRows
+from kvboost_edge.kernels.team import KernelTeam
+
+__all__ = ["PLAIN", "Extra", "Program", "block_sizes", "matrix_fields", "run_linear"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class Program:
+    """One or more operations over buffers of this test."""
+
+    def __init__(self, tokens: int, matrix: int = 0) -> None:
+        self.tokens, self.matrix = tokens, matrix
+        self.buffers = np.zeros(lt.B_TABLES + 2, np.int64)
+        self.arrays: list[npt.NDArray[np.generic]] = []
+        self.ops: list[npt.NDArray[np.int64]] = []
+        self.params: list[Floats] = []
+
+    def buffer(self, number: int, array: npt.NDArray[np.generic]) -> None:
+        self.arrays.append(array)
+        self.buffers[number] = array.ctypes.data
+
+    def add(self, code: int, fields: dict[int, int], params: dict[int, float] | None = None) -> None:
+        row = np.zeros(lt.NUM_FIELDS, np.int64)
+        row[lt.F_OP] = code
+        floats = np.zeros(lt.NUM_PARAMS, np.float32)
+        floats[lt.P_FACTOR] = 1.0
+        for field, value in fields.items():
+            row[field] = value
+        for field, number in (params or {}).items():
+            floats[field] = number
+        self.ops.append(row)
+        self.params.append(floats)
+
+    def run(self, threads: int = 1) -> None:
+        count = len(self.ops)
+        counters = np.zeros(lt.COUNTERS_PER_OP * (count + 1), np.int64)
+        table = np.array(self.ops), np.array(self.params)
+        job = lt.ProgramJob(*table, self.buffers, counters, 0, count, self.tokens, self.matrix)
+        team = KernelTeam(threads)
+        team.run(run_program, job, counters, lt.COUNTERS_PER_OP * count, threads)
+        team.close()
+
+
+class Extra(NamedTuple):
+    """What a matrix does beside multiplying, and how it is run."""
+
+    bias: Floats | None = None
+    add: Floats | None = None
+    factor: float = 1.0
+    threads: int = 1
+    fine: bool = False
+    matrix: int = 0
+
+
+PLAIN = Extra()
+
+
+def block_sizes(tokens: int, extra: Extra) -> list[int]:
+    sizes: list[int] = []
+    while sum(sizes) < tokens:
+        sizes.append(block_size(tokens - sum(sizes), tokens, int(extra.fine), extra.matrix))
+    return sizes
+
+
+def matrix_fields(program: Program, packed: PackedRows) -> dict[int, int]:
+    """Fields of an operation with a packed matrix."""
+    program.arrays += packed[:3]
+    addresses = [array.ctypes.data for array in packed[:3]]
+    return {lt.F_WEIGHT: addresses[0], lt.F_SCALE: addresses[1], lt.F_MINIMA: addresses[2]}
+
+
+def run_linear(
+    kind: str, x: Floats, packed: PackedRows, rows: int, extra: Extra
+) -> tuple[Floats, npt.NDArray[np.uint8]]:
+    """The result, and the panel of quantized tokens."""
+    tokens, inputs = x.shape
+    groups, padded = -(-inputs // 32), -(-rows // 16) * 16
+    program = Program(tokens, extra.matrix)
+    wide = np.zeros((tokens, groups * 32), np.float32)
+    wide[:, :inputs] = x
+    out = np.full((tokens, padded), np.nan, np.float32)
+    if extra.add is not None:
+        out[:, :rows] = extra.add
+    biases = np.zeros(padded, np.float32)
+    if extra.bias is not None:
+        biases[:rows] = extra.bias
+    panel = np.zeros(tokens * groups * FINE_BYTES, np.uint8)
+    program.buffer(lt.B_ATTENDED, wide)
+    program.buffer(lt.B_PANEL, panel)
+    program.buffer(lt.B_WIDE, out)
+    source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: groups * 32}
+    fine = int(extra.fine)
+    quantized = {lt.F_QUANT: KINDS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
+    if kind in QUANTIZED:
+        program.add(lt.OP_QUANT, {**source, **quantized, lt.F_COUNT: inputs})
+    weights = {**matrix_fields(program, packed), lt.F_KIND: KINDS[kind], lt.F_UNIT: 3, lt.F_PANEL_IN: lt.B_PANEL}
+    target = {lt.F_DST: lt.B_WIDE, lt.F_DST_STEP: padded, lt.F_COUNT: rows, lt.F_INPUTS: inputs, lt.F_FINE_IN: fine}
+    rest = {lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data, lt.F_ADD: int(extra.add is not None)}
+    program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})
+    program.run(extra.threads)
+    return out[:, :rows], panel
