@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 __all__ = ["cache_path", "intrinsic", "kernel"]
 
@@ -25,8 +25,30 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
+    """Files of machine code named after what they hold.
+
+    Numba numbers them, and writes the index that names a file before the file: a process that looks in between, or any
+    after one that was killed there, would run what an older version or another process left under that number.
+    """
+
+    def save(self, key: tuple[Any, ...], data: Any) -> None:
+        name = f"{self._index_name.removesuffix('.nbi')}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+        self._save_data(name, data)
+        kept = {known: file for known, file in self._load_index().items() if known[-1] == key[-1]} | {key: name}
+        self._save_index(kept)
+        for path in Path(self._cache_path).glob(self._data_name_pattern.format(number=0).replace(".0.", ".*.")):
+            if path.name not in kept.values():
+                path.unlink(missing_ok=True)
+
+
 class _PackageCache(FunctionCache):  # type: ignore[misc]
     """Numba's file cache keys on the file of the function alone; this one keys on all kernel sources."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        self._cache_file = _NamedDataFile(self._cache_path, self._impl.filename_base, locator.get_source_stamp())
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), _source_digest())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from numba.core.caching import IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
 import kvboost_edge.kernels
@@ -42,3 +45,56 @@ def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch
     assert attend._cache._index_key(signature, codegen) == before
     monkeypatch.setattr(jit, "_source_digest", lambda: "edited")
     assert attend._cache._index_key(signature, codegen) != before
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[[], IndexDataCacheFile]:
+    """Cache files of one function, as several processes open them."""
+    return lambda: jit._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
+
+
+def key(signature: str, digest: str = "sources") -> tuple[str, str]:
+    return signature, digest
+
+
+def test_a_process_killed_while_saving_leaves_nothing_that_runs(
+    files: Callable[[], IndexDataCacheFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With numbers for names, the entry written first would name what an older version left under its number."""
+    files().save(key("f(int)", "old"), "code of the old sources")
+    for method in ("_save_data", "_save_index"):
+        killed = files()
+        monkeypatch.setattr(killed, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            killed.save(key("f(int)"), "code")
+        assert files().load(key("f(int)")) is None
+    files().save(key("f(int)"), "code")
+    assert files().load(key("f(int)")) == "code"
+
+
+def test_two_processes_saving_at_once_never_load_one_anothers_code(
+    files: Callable[[], IndexDataCacheFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = files()
+    monkeypatch.setattr(late, "_load_index", dict)  # it has looked before the other one saved
+    files().save(key("f(int)"), "code of one")
+    late.save(key("f(float)"), "code of the other")
+    assert files().load(key("f(float)")) == "code of the other"
+    assert files().load(key("f(int)")) in ("code of one", None)
+
+
+def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(
+    files: Callable[[], IndexDataCacheFile], tmp_path: Path
+) -> None:
+    for signature in ("f(int)", "f(float)"):
+        files().save(key(signature, "old"), "old " + signature)
+    for signature in ("f(int)", "f(float)", "f(int)"):
+        files().save(key(signature), signature)
+    assert [files().load(key(signature)) for signature in ("f(int)", "f(float)")] == ["f(int)", "f(float)"]
+    assert files().load(key("f(int)", "old")) is None
+    assert len(list(tmp_path.glob("*.nbc"))) == 2
+
+
+def test_kernels_are_cached_that_way() -> None:
+    (attend,) = [value for name, value in dispatchers().items() if name.endswith(".attend")]
+    assert isinstance(attend._cache._cache_file, jit._NamedDataFile)

@@ -63,11 +63,17 @@ class Live:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(4, 10), block_size=st.sampled_from([1, 2, 4]), bits=st.sampled_from([1, 8, 256]))
-    def start(self, num_blocks: int, block_size: int, bits: int) -> None:
-        self.size = block_size
+    @initialize(
+        num_blocks=st.integers(4, 10),
+        block_size=st.sampled_from([1, 2, 4]),
+        bits=st.sampled_from([1, 8, 256]),
+        whole=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, bits: int, whole: bool) -> None:
+        self.size, self.whole = block_size, whole
         self.weak = bits < 256
-        self.manager = KVCacheManager(num_blocks, block_size, hash_fn=_cut_hash(bits) if self.weak else chain_hash)
+        hash_fn = _cut_hash(bits) if self.weak else chain_hash
+        self.manager = KVCacheManager(num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole)
         self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
         self.live: list[Live] = []
         self.cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]] = {}  # (parent node, tokens) -> block, node
@@ -86,9 +92,13 @@ class PoolMachine(RuleBasedStateMachine):
     def prefix(self, seq_tokens: list[int], root: bytes, num_blocks: int) -> Prefix:
         return root, tuple(seq_tokens[: num_blocks * self.size])
 
+    def servable_blocks(self, tokens: list[int]) -> int:
+        """Full blocks a prompt may share; of storage that cannot write into them, not that of the last token."""
+        return (len(tokens) - int(self.whole)) // self.size
+
     def match(self, tokens: list[int], root: bytes) -> tuple[list[int], Any]:
         block_ids, node = [], root
-        for index in range(len(tokens) // self.size):
+        for index in range(self.servable_blocks(tokens)):
             known = self.cached.get((node, self.full_block(tokens, index)))
             if known is None:
                 break
@@ -149,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.manager.peek(tokens, root) == cached
         if not self.weak:
             following = self.prefix(tokens, root, len(block_ids) + 1)
-            waiting = len(block_ids) < len(tokens) // self.size and following in self.claims
+            waiting = len(block_ids) < self.servable_blocks(tokens) and following in self.claims
             assert (self.manager.awaited_hash(tokens, root) is not None) == waiting
         table = self.manager.open_table(tokens, root, use_cache=use_cache)
         seq = Live(table, list(tokens), root, node=root)
@@ -158,6 +168,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (table.block_ids, table.num_cached_tokens) == ([], 0)
             return
         assert (table.block_ids, table.num_cached_tokens) == (block_ids, cached)
+        assert not self.whole or cached % self.size == 0
         seq.computed = seq.extended = cached
         seq.chained, seq.node = len(block_ids), node
         seq.uncounted = (cached, len(tokens) - cached)

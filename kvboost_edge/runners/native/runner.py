@@ -164,7 +164,8 @@ class NativeRunner:
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run((0, parts[-1][1]), addresses, num_tokens, memory.counters)
             return logits[:, : self._spec.vocab_size]
-        self._run((0, parts[-1][0]), addresses, num_tokens, memory.counters)
+        # The operation before the last part is attention: a piece of a prompt whose logits nobody wants needs none.
+        self._run((0, parts[-1][0] - int(len(rows) == 0)), addresses, num_tokens, memory.counters)
         return self._logits(rows, addresses, memory.attended)
 
     def _attend(self, backend: Backend, layer: int, query: Floats, prepared: Any) -> Floats:
