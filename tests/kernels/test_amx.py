@@ -1,4 +1,4 @@
-"""The kernels for Intel's AMX: compiled for it in a process of its own, and run there on emulated tile registers."""
+"""The kernels for Intel's AMX, in a process compiled for it: on emulated tile registers where there are no others."""
 
 from __future__ import annotations
 
@@ -42,21 +42,24 @@ def _check(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("check", ["matrices", "models"])
 def test_same_bits_as_without_amx(check: str) -> None:
     """The program compares; here it is seen that tiles were multiplied, and left in their first state."""
-    ran = _check(check)["instructions"]
-    assert ran["tdpbssd"] > 1000
+    found = _check(check)
+    ran = found["instructions"]
+    assert (ran["tdpbssd"] > 1000) == found["emulated"]
     assert ran["tileloadd"] == ran["tilestored"] == ran["tilezero"] == ran["tdpbssd"]
-    assert ran["ldtilecfg"] == ran["tilerelease"] > 0
+    assert ran["ldtilecfg"] == ran["tilerelease"]
 
 
 def test_amx_is_used_only_where_a_trial_speaks_for_it() -> None:
-    """Emulated tiles are far slower than AVX512-VNNI."""
+    """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds them to be."""
     found = _check("choice")
-    assert not any(found[name]["used"] for name in ("slow", "refused", "wrong"))
-    assert re.fullmatch(
-        r"slower here: 0\.\d\d TOPS a thread, AVX512-VNNI \d\.\d\d, the same bits", found["slow"]["reason"]
+    rates = re.fullmatch(
+        r"(slower here: )?\d+\.\d\d TOPS a thread, AVX512-VNNI \d+\.\d\d, the same bits", found["timed"]["reason"]
     )
-    assert found["refused"]["reason"] == "no tiles"
-    assert found["wrong"]["reason"] == "it gives other results than AVX512-VNNI here"
+    assert rates is not None
+    assert found["timed"]["used"] == (rates[1] is None)
+    assert not (found["emulated"] and found["timed"]["used"])
+    assert found["refused"] == {"used": False, "reason": "no tiles"}
+    assert found["wrong"] == {"used": False, "reason": "it gives other results than AVX512-VNNI here"}
 
 
 def _assembly(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> str:
