@@ -161,8 +161,12 @@ def _memory(context: int, at: int, rex: int, length: int) -> tuple[int, int, int
 
 @_inline
 def _configure(thread: int, address: int) -> None:
-    if _byte(address) != 1 or _byte(address + 1) != 0:
+    if _byte(address) != 1:
         _abort()
+    for offset in range(1, _PALETTE_BYTES):
+        is_width, is_rows = 16 <= offset < 32, 48 <= offset < 56
+        if not is_width and not is_rows and _byte(address + offset) != 0:
+            _abort()
     for number in range(_REGISTERS):
         width = _byte(address + 16 + 2 * number) + 256 * _byte(address + 17 + 2 * number)
         rows = _byte(address + 48 + number)
@@ -210,10 +214,12 @@ def _move(thread: int, number: int, address: int, stride: int, to_memory: bool) 
 @_inline
 def _multiply(thread: int, out: int, left: int, right: int) -> None:
     """Signed bytes: out[row][column] += sum over k and i of left[row][4 k + i] * right[k][4 column + i]."""
+    if out in (left, right) or left == right:
+        _abort()
     rows, width = _shape(thread, out)
     left_rows, left_width = _shape(thread, left)
     right_rows, right_width = _shape(thread, right)
-    if rows != left_rows or width != right_width or left_width != 4 * right_rows or out in (left, right):
+    if rows != left_rows or width != right_width or left_width != 4 * right_rows:
         _abort()
     for row in range(rows):
         for column in range(width // 4):
@@ -232,16 +238,18 @@ def _step(context: int) -> None:
     """Do what the instruction at the thread's place says, and go on behind it."""
     at, thread = _load64(context + 8 * _RIP), _thread()
     first, second = _byte(at + 1), _byte(at + 2)
-    if _byte(at) != 0xC4 or first & 31 != 2 or second & 0x84 != 0:  # three-byte VEX, map 0F 38, W 0, L 0
+    if _byte(at) != 0xC4 or first & 0x9F != 0x82 or second & 0x84 != 0:  # three-byte VEX, map 0F 38, R, W and L 0
         _abort()
     rex = (~first >> 5 & 7) & 3  # X and B, for an index and a base
     code, prefix, operands = _byte(at + 3), second & 3, at + 4
+    if code != 0x5E and second & 0x78 != 0x78:  # a third operand where there is none
+        _abort()
     number, is_memory = _byte(operands) >> 3 & 7, _byte(operands) >> 6 != 3
     length, what = 5, -1
     if is_memory:
         address, stride, size = _memory(context, operands, rex, 4)
         length = 4 + size
-        if code == 0x49 and prefix == 0:
+        if code == 0x49 and prefix == 0 and number == 0:
             what = CONFIGURE
             _configure(thread, address)
         elif code == 0x4B and prefix in (2, 3):

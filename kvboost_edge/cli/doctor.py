@@ -62,6 +62,7 @@ def _processor() -> dict[str, Any]:
         "architecture": cpu.arch,
         "instruction_set": cpu.isa,
         "kernel_path": _kernel_path(),
+        "amx": _amx(),
         "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
         "default_threads": default_num_threads(),
@@ -71,13 +72,16 @@ def _processor() -> dict[str, Any]:
 
 def _kernel_path() -> str:
     """The form of integer dot product that kernels are compiled with; NUMBA_CPU_FEATURES may mask instructions."""
-    from kvboost_edge.kernels.amx_choice import amx_choice
-    from kvboost_edge.kernels.linear_dot import dot_form, has_tile_registers
+    from kvboost_edge.kernels.linear_dot import dot_form
 
-    if not has_tile_registers():
-        return dot_form()
+    return dot_form()
+
+
+def _amx() -> str:
+    from kvboost_edge.kernels.amx_choice import amx_choice
+
     choice = amx_choice()
-    return f"{'amx and ' if choice.used else ''}{dot_form()} (AMX: {choice.reason})"
+    return f"{'used' if choice.used else 'not used'}: {choice.reason}"
 
 
 def _memory() -> dict[str, Any]:

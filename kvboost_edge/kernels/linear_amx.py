@@ -29,6 +29,7 @@ from kvboost_edge.kernels.vectors import (
     emit_fma,
     emit_load,
     emit_load_as_f32,
+    emit_scratch,
     emit_splat,
     emit_store,
 )
@@ -92,12 +93,10 @@ class AmxTiles(IntTiles):
     def __init__(self, kind: int, fine: bool) -> None:
         super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
         self._record = self.tokens * (FINE_BYTES if fine else COARSE_BYTES)
-        self._scratch: Value = None
+        self._scratch: Value = None  # of the function that `emit` writes
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        place = cgutils.alloca_once(b, ir.ArrayType(_I8, _SCRATCH))
-        place.align = _LINE
-        self._scratch = b.ptrtoint(place, I64)
+        self._scratch = emit_scratch(b, _SCRATCH)
         config = b.inttoptr(self._at(b, _CONFIG_AT), _POINTER)
         b.store(_configuration(), config, align=_LINE)
         _call(b, "ldtilecfg", config)

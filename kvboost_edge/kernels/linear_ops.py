@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
 from kvboost_edge.kernels import linear_table as lt
 from kvboost_edge.kernels.jit import intrinsic, kernel
@@ -29,15 +28,14 @@ from kvboost_edge.kernels.linear_table import ProgramJob
 from kvboost_edge.kernels.linear_tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8, Target, Tile
 from kvboost_edge.kernels.linear_tokens import run_tokens, token_units
 from kvboost_edge.kernels.norms import activate_group
-from kvboost_edge.kernels.vectors import KIND_F32, LANES
+from kvboost_edge.kernels.vectors import KIND_F32, LANES, emit_scratch
 
 __all__ = ["run_unit", "units_of"]
 
 _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels at once
-_GATED_ROW = 2 * 4 * GROUP * _GATED_GROUPS  # bytes of a token: of the gate, then of the way up
-_GATED_BYTES = 8 * _GATED_ROW  # of at most 8 tokens, or 4 times as many of a quarter of the channels
-_GATED_TOKENS = 4 * 8
+_GATED_GROUP_ROW = 2 * 4 * GROUP  # bytes of a token in a group: of the gate, then of the way up
+_GATED_TOKENS = 32  # of one group at once; of several, as many fewer
 # Blocks of tokens at once, where a group's tiles are one call; what they read and write stays in the first cache.
 _GATED_BLOCKS = 4 if GROUP // LANES == TILES_AT_ONCE else 1
 _FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
@@ -48,9 +46,7 @@ def _gated_scratch(typing: Any) -> Any:
     """Address of 64-byte aligned memory for OP_GATED, on the stack of the calling kernel."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        place = cgutils.alloca_once(b, ir.ArrayType(ir.IntType(8), _GATED_BYTES))
-        place.align = 64
-        return b.ptrtoint(place, ir.IntType(64))
+        return emit_scratch(b, _GATED_TOKENS * _GATED_GROUP_ROW)
 
     return types.int64(), codegen
 
@@ -175,7 +171,8 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
     # Where all tokens are one block the weights of several groups stream in one run; otherwise several blocks of tokens
     # use those of one group.
     one_block = job.tokens <= SMALL_TOKENS[-1] and block_size(job.tokens, job.tokens, 0, job.matrix) == job.tokens
-    most, row = (_GATED_GROUPS, _GATED_ROW) if one_block else (1, 2 * 4 * GROUP)
+    most = _GATED_GROUPS if one_block else 1
+    row = most * _GATED_GROUP_ROW
     end = min(groups, unit * size + size)
     group = unit * size
     while group < end:

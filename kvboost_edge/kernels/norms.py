@@ -189,7 +189,8 @@ def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequen
     tops = _reduce_lanes(b, [_nan_or_max(b, *pair) for pair in absolute], lambda x, y: _nan_or_max(b, x, y))
     top = b.bitcast(tops, V16)
     empty = b.fcmp_ordered("<", top, _splat(_TINY))
-    scales = b.select(empty, _splat(0.0), b.fdiv(top, _splat(levels)))
+    # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they make of those.
+    scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
     inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
     totals = []
     for index, (group, panel) in enumerate(zip(groups, panels, strict=True)):

@@ -47,7 +47,8 @@ def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int1
     empty = top < np.float32(1e-30)
     safe = np.where(empty, np.float32(1.0), top)
     inverse = np.where(empty, np.float32(0.0), levels / safe)
-    scales = np.where(empty, np.float32(0.0), top / levels).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # an infinite top has no scale: inf - inf is NaN
+        scales = np.where(empty, np.float32(0.0), top / levels + (top - top)).astype(np.float32)
     codes = np.rint(padded * inverse[:, :, None]).astype(np.int16)
     return codes.reshape(tokens, -1), scales, codes.sum(axis=2, dtype=np.int32)
 

@@ -32,12 +32,14 @@ EMULATED = not binding.get_host_cpu_features().get("amx-int8", False)
 
 
 def matrices() -> dict[str, Any]:
-    """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest: the bits of AVX512-VNNI."""
+    """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens that are not finite:
+    the bits of AVX512-VNNI."""
     rng = np.random.default_rng(0)
     for kind in QUANTIZED:
         for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):
             x = rng.standard_normal((tokens, inputs)).astype(np.float32)
             x[:, :32] = rng.choice([-1, 1], (tokens, 32))
+            x[3, 5], x[9, 6], x[12, 1], x[20] = np.inf, -np.inf, np.nan, -0.0
             packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
             bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))
             for fine in (False, True):
@@ -71,19 +73,34 @@ def models() -> dict[str, Any]:
 
 
 def choice() -> dict[str, Any]:
-    """What is decided where tiles are given and timed, refused, and wrong."""
-    ask, decide = amx_choice._ask_for_tiles, amx_choice.amx_choice
+    """What is decided where tiles are refused, timed, said to be fast, and wrong by one bit."""
+    decide = amx_choice.amx_choice
     found = {}
-    for name, refusal in (("timed", lambda: ""), ("refused", lambda: "no tiles")):
-        amx_choice._ask_for_tiles = refusal
-        found[name] = decide()
+
+    def decided(name: str) -> None:
         decide.cache_clear()
+        before = amx_emulator.counts()["tdpbssd"]
+        one = decide()
+        found[name] = {"used": one.used, "reason": one.reason, "tiles": amx_emulator.counts()["tdpbssd"] - before}
+
+    amx_choice._ask_for_tiles = lambda: "no tiles"
+    decided("refused")
     amx_choice._ask_for_tiles = lambda: ""
-    # Tokens that the two forms do not share: whatever is compared must then differ.
-    amx_choice._Trial.run = lambda self, function, size: np.array([size])
-    found["wrong"] = decide()
-    amx_choice._ask_for_tiles = ask
-    return {name: {"used": one.used, "reason": one.reason} for name, one in found.items()}
+    decided("timed")
+    seconds, result = amx_choice._seconds, amx_choice._Trial.result
+    amx_choice._seconds = lambda trial: 1e-5 if trial._function is amx_choice._amx_trial else 2e-5
+    decided("fast")
+    amx_choice._seconds = seconds
+
+    def wrong_result(trial: Any) -> Any:
+        out = result(trial)
+        if trial._function is amx_choice._amx_trial:
+            out.view(np.uint32)[7, 3] ^= 1
+        return out
+
+    amx_choice._Trial.result = wrong_result
+    decided("wrong")
+    return found
 
 
 def main() -> None:
