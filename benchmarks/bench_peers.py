@@ -188,22 +188,28 @@ class Bench:
         return self.figures
 
 
-def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = harness.parser(__doc__ or "")
+def parser_for_models(description: str | None) -> argparse.ArgumentParser:
+    """The options of benchmarks on a random model, which is written where it is not found."""
+    parser = harness.parser(description or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--quant", choices=("Q4_0", "Q8_0"), default="Q4_0")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept")
+    return parser
+
+
+def options_from() -> argparse.Namespace:
+    parser = parser_for_models(__doc__)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
     parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
-    parser.add_argument("--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept")
     parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
     parser.add_argument("--only", nargs="+", help="labels, or how they begin, of the engines to run")
     parser.add_argument("--cpu-features", help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine")
     parser.add_argument("--charts", type=Path, help="draw PNG charts into this folder")
     parser.add_argument("--bundled", action="store_true", help="time the bundled model instead, ours only")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def main() -> None:

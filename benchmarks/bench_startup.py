@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_peers import Worker, options_from
+from bench_peers import Worker, parser_for_models
 from peers.random_model import SHAPES, write_gguf
 
 _HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def held(model: Path, bits: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    options: argparse.Namespace = options_from()
+    options: argparse.Namespace = parser_for_models(__doc__).parse_args()
     shape = "tiny" if options.quick else options.shape
     model = options.models / f"{shape}-{options.quant}.gguf"
     if not model.exists():
