@@ -172,7 +172,9 @@ class PoolMachine(RuleBasedStateMachine):
         seq.computed = seq.extended = cached
         seq.chained, seq.node = len(block_ids), node
         seq.uncounted = (cached, len(tokens) - cached)
-        for count in range(len(block_ids) + 1, len(tokens) // self.size + 1):
+        # What is there already, and was left out because it may not be written into, nobody need wait for.
+        first = len(block_ids) + int((node, self.full_block(tokens, len(block_ids))) in self.cached)
+        for count in range(first + 1, len(tokens) // self.size + 1):
             self.claims.setdefault(self.prefix(tokens, root, count), seq)
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.sampled_from([True, True, False]))
