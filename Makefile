@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 STAMP := $(VENV)/.setup-stamp
+DEMO_STAMP := $(VENV)/.demo-stamp
 PYTEST := $(BIN)/python -m pytest
 # The rooms whose results could depend on the number of threads: run a second time with one.
 THREADED := tests/kernels tests/backends tests/runners tests/engine
@@ -17,19 +18,24 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '  make %-20s %s\n' "$$name" "$$text"; done
 
-setup: $(STAMP)  ## build .venv beside the project
+setup: $(STAMP)  ## build .venv beside the project, with all that tests and tools need
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): $(DEMO_STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,server,dev]'
+	@touch $@
+
+# What the native path needs, and nothing more: no torch.
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v < (3, 15); \
 		sys.exit(None if ok else "kvboost_edge needs Python 3.11 to 3.14, this one is %d.%d; try: make PYTHON=python3.12" % v)'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 		echo "This python3 cannot create virtual environments (venv or ensurepip is missing)." >&2; \
 		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/pip || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,server,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-demo: setup  ## one shared document, several questions, with the bundled model (no network)
+demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled model (no network, no torch)
 	$(BIN)/kvboost-edge demo
 
 test: test-threads test-one-thread  ## the whole suite with all threads, then the numeric rooms with one

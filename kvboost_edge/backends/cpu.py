@@ -14,6 +14,7 @@ from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels, QuantP
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels import kv_write, storage
+from kvboost_edge.kernels.kv_dot import coded_dot_form
 from kvboost_edge.kernels.kv_launch import paged_attention_coded
 from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, plan_work
@@ -76,6 +77,11 @@ class CPUBackend(NumpyBlocks):
     def num_threads(self) -> int:
         """Threads that attention uses."""
         return self._workspace.num_threads
+
+    @property
+    def attention_path(self) -> str:
+        """The form of the attention kernels that runs: that of the integer dot product, or "float"."""
+        return coded_dot_form() if self.spec.is_quantized else "float"
 
     @property
     def workspace(self) -> AttentionWorkspace:

@@ -62,6 +62,7 @@ def _processor() -> dict[str, Any]:
         "architecture": cpu.arch,
         "instruction_set": cpu.isa,
         "kernel_path": _kernel_path(),
+        "attention_path": _attention_path(),
         "amx": _amx(),
         "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
@@ -71,10 +72,16 @@ def _processor() -> dict[str, Any]:
 
 
 def _kernel_path() -> str:
-    """The form of integer dot product that kernels are compiled with; NUMBA_CPU_FEATURES may mask instructions."""
-    from kvboost_edge.kernels.linear_dot import dot_form
+    """The form of the linear kernels that runs; NUMBA_CPU_FEATURES may mask instructions."""
+    from kvboost_edge.kernels.amx_choice import linear_path
 
-    return dot_form()
+    return linear_path()
+
+
+def _attention_path() -> str:
+    from kvboost_edge.kernels.kv_dot import coded_dot_form
+
+    return f"{coded_dot_form()} on quantized blocks, float on others"
 
 
 def _amx() -> str:

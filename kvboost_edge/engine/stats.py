@@ -50,7 +50,8 @@ def cache_stats(parts: EngineParts) -> dict[str, float]:
 
 def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once."""
+    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once. isa is what the processor has,
+    kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do)."""
     manager = parts.manager
     used = manager.used_block_count
     hot = manager.published_block_count
@@ -80,6 +81,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "device": parts.backend.device,
         "runner": parts.runner.info.name,
         "isa": _isa(),
+        "kernel_path": parts.runner.info.kernel_path,
+        "attention_path": getattr(parts.backend, "attention_path", "none"),
         "threading_layer": _THREADING_LAYERS.get(parts.backend.name, "none"),
         "num_threads": getattr(parts.backend, "num_threads", config.num_threads or default_num_threads()),
     }

@@ -64,11 +64,11 @@ def _check(engine: CPUPagedEngine, prompt: Prompt, params: SamplingParams, toler
     problem = None
     if warm.cached_tokens == 0:
         problem = f"nothing was reused: the prompt has {len(ids)} tokens, a block holds {engine.config.block_size}"
-    elif not relative <= tolerance:
+    elif not (relative <= tolerance if tolerance else np.array_equal(cold_logits, warm_logits)):
         problem = f"the logits differ by {relative:.3g} relative, more than {tolerance:.3g}"
     elif params.samples and not kl <= tolerance:
         problem = f"the distributions differ by KL {kl:.3g}, more than {tolerance:.3g}"
-    elif not params.samples and not text_equal:
+    elif not text_equal and (tolerance == 0 or not params.samples):
         problem = "the cached run gave other tokens"
     return PromptCheck(
         prompt=cold.prompt,

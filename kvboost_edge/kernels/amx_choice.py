@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear_amx import amx_tile
-from kvboost_edge.kernels.linear_dot import GROUP, KIND_INT4, KIND_INT8, OFFSET, has_tile_registers
+from kvboost_edge.kernels.linear_dot import GROUP, KIND_INT4, KIND_INT8, OFFSET, dot_form, has_tile_registers
 from kvboost_edge.kernels.linear_panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
 from kvboost_edge.kernels.linear_tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["AmxChoice", "amx_choice"]
+__all__ = ["AmxChoice", "amx_choice", "linear_path"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,6 +55,11 @@ def amx_choice() -> AmxChoice:
     choice = AmxChoice(False, refusal) if refusal else _try()
     _LOG.info("AMX %s: %s", "is used" if choice.used else "is not used", choice.reason)
     return choice
+
+
+def linear_path() -> str:
+    """The form of the linear kernels that runs: as `dot_form`, or "amx+vnni512"."""
+    return f"amx+{dot_form()}" if amx_choice().used else dot_form()
 
 
 def _ask_for_tiles() -> str:

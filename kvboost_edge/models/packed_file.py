@@ -279,7 +279,7 @@ def _write(file: IO[bytes], header: bytes, job: _Job) -> None:
         raise ModelFormatError(f"{job.target} does not read back as it was written: the disk or the memory is faulty")
     _check_unchanged(job)
     seconds = time.monotonic() - start
-    rate = f"weight error {(error / energy) ** 0.5:.2%}" if energy else "every weight kept as stored"
+    rate = f"weight error {(error / energy) ** 0.5:.2%}" if energy else "otherwise kept as stored"
     _LOG.info("packed %.1f MB as %s in %.1f s, %s", total / 1e6, job.weights, seconds, rate)
 
 

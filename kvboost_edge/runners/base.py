@@ -44,6 +44,7 @@ class RunnerInfo:
     max_context: int  # longest sequence in tokens
     weight_bytes: int
     kv_spec: KVSpec
+    kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
 
 
 class Runner(Protocol):

@@ -195,7 +195,8 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
     assert run(["doctor", str(tiny_model_dir), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["Processor"]["threading_layer"].startswith("kernel-team")
-    assert report["Processor"]["kernel_path"] in ("vnni512", "vnni256", "avx2", "neon", "plain")
+    assert report["Processor"]["kernel_path"] in ("amx+vnni512", "vnni512", "vnni256", "avx2", "neon", "plain")
+    assert report["Processor"]["attention_path"].endswith(" on quantized blocks, float on others")
     assert report["Processor"]["amx"].startswith(("used: ", "not used: "))
     assert report["Memory"]["available_bytes"] > 0
     assert float(report["Memory"]["read_bandwidth"].split(" GB/s")[0]) > 0.1

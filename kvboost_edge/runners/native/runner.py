@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels import linear_table as lt
-from kvboost_edge.kernels.amx_choice import amx_choice
+from kvboost_edge.kernels.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear_program import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.architectures import pin_notice
@@ -70,6 +70,7 @@ class NativeRunner:
             max_context=spec.max_context,
             weight_bytes=packed.nbytes,
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
+            kernel_path=linear_path(),
         )
 
     @classmethod

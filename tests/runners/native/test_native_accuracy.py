@@ -22,15 +22,31 @@ def _as_quantized(weight: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.
     return unpack_rows(pack_rows(weight, KINDS[kind]), *weight.shape, kind).astype(np.float64)
 
 
-LIMIT = 2e-2  # measured 1.1e-2 to 1.5e-2; these models are made sharp, so rounding shows more than in real ones
+LIMIT = 2e-2  # measured 2e-3 to 1.75e-2; these models are made sharp, so rounding shows more than in real ones
+# Families with a norm behind attention and MLP, which makes the rounding of small results as large as any: measured
+# 2.0e-2, 2.7e-2 and 4.4e-2. With inputs of 16 bits in every matrix they have 7e-4 to 2e-3, see benchmarks/LOG.md.
+LIMITS = {"gemma2": 2.5e-2, "olmo2": 3e-2, "gemma3": 5e-2}
+FAMILIES = [
+    "llama",
+    "llama-llama3rope",
+    "llama-yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi3",
+    "granite",
+    "smollm3",
+]
 
 
 @pytest.mark.parametrize(("weights", "kind"), [("int8", "int8"), ("int4", "int4"), ("int4-asym", "int4m")])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", [*FAMILIES, *LIMITS])
 def test_logits_are_near_float64_with_the_same_weights(family: str, weights: str, kind: str, tmp_path: Path) -> None:
     save_tiny_model(family, tmp_path)
     model = build_tiny_model(family).double()
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())  # of tied ones the first name only
+    for name, parameter in parameters.items():
         if parameter.dim() == 2:
             outer = name.startswith(("model.embed", "lm_head"))
             values = _as_quantized(parameter.detach().float().numpy(), "int8" if outer else kind)
@@ -43,4 +59,4 @@ def test_logits_are_near_float64_with_the_same_weights(family: str, weights: str
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 8, num_threads=1))
     logits = driver.prefill(driver.open(ids))
     runner.close()
-    assert np.linalg.norm(logits - exact) <= LIMIT * np.linalg.norm(exact)
+    assert np.linalg.norm(logits - exact) <= LIMITS.get(family, LIMIT) * np.linalg.norm(exact)
