@@ -94,7 +94,11 @@ test_all() {
     second=$!
     wait "$first" || status=$?
     wait "$second" || status=$?
-    { cat "$result.a76"; echo; cat "$result.a72"; } >"$result"
+    {
+        echo "commit $(git -C "$tree" rev-parse --short HEAD); left out, for time under emulation:"
+        sed -n 's/^--\(ignore\|deselect\)=/    /p' "$here/tests.txt"
+        echo && cat "$result.a76" && echo && cat "$result.a72"
+    } >"$result"
     rm "$result.a76" "$result.a72"
     cat "$result"
     return "$status"
