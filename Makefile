@@ -12,7 +12,7 @@ THREADED := tests/kernels tests/backends tests/runners tests/engine
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-long lint mutants bench bench-kernels bench-block-pool \
-	bench-prefix-reuse bench-bundled bench-peers clean test-arm64
+	bench-prefix-reuse bench-linear bench-startup bench-bundled bench-peers clean test-arm64
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -66,7 +66,7 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 mutants: setup  ## plant about 20 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
-bench: bench-kernels bench-block-pool bench-prefix-reuse bench-bundled  ## all benchmarks without peers, several minutes
+bench: bench-kernels bench-block-pool bench-prefix-reuse bench-linear bench-startup bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
 	$(BIN)/python benchmarks/bench_kernels.py
@@ -77,12 +77,18 @@ bench-block-pool: setup  ## prefix lookup, allocate and free
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py
 
+bench-linear: setup  ## decode against a plain read of the weights, integer rate, where a pass spends its time
+	$(BIN)/python benchmarks/bench_linear.py
+
+bench-startup: setup  ## from starting the process to the first byte, and memory beside weights and pool
+	$(BIN)/python benchmarks/bench_startup.py
+
 bench-bundled: setup  ## the bundled model on this machine, in a minute
 	$(BIN)/python benchmarks/bench_peers.py --bundled
 
 bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/bench_peers.py
+	$(BIN)/python benchmarks/bench_peers.py --out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
 
 # gcc 12 drops stores before ldtilecfg where the processor has AMX: these two flags keep them, at full speed.
 $(PEERS)/.setup-stamp:

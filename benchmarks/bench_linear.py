@@ -2,10 +2,12 @@
 
     python benchmarks/bench_linear.py [--weights int4] [--threads 2] [--quick] [--model DIR] [--out FILE]
 
-Four tables. Decode of each matrix, over all layers so that it comes from memory, in GB/s and as a share of a plain read
-of the same bytes by as many threads, timed in turn. The rate of one matrix on one thread for several numbers of tokens.
-A decode step at several depths and a prefill, split into linear layers, attention (with writing keys and values) and
-the rest. Ends in one JSON line. The random model is packed once and kept in the cache directory.
+Four tables. A decode step at depth 16, and each matrix of it over all layers so that it comes from memory, in GB/s and
+as a share of a plain read of the same bytes by as many threads (of its median and of its best): timed in turn, by one
+team of threads that has been started, with the read by one thread beside it. Attention and norms count in the step's
+time, not in its bytes. The rate of one matrix on one thread for several numbers of tokens. A decode step at several
+depths and a prefill, split into linear layers, attention (with writing keys and values) and the rest. Ends in one JSON
+line. The random model is packed once and kept in the cache directory.
 """
 
 from __future__ import annotations
@@ -13,15 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
 from safetensors.numpy import save_file
 
 from harness import alternate, parser, report
@@ -30,13 +29,12 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels import linear_table as lt
 from kvboost_edge.kernels.amx_choice import amx_choice
-from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear_dot import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.linear_program import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.file_memo import cache_directory
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.native.runner import NativeRunner
+from plain_read import plain_read, token_weights
 
 CONFIG = {
     "model_type": "qwen2",
@@ -52,11 +50,11 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 BLOCK = 16
-DEPTHS = (16, 512, 2048, 8192)
+STEP_DEPTH = 16
+DEPTHS = (STEP_DEPTH, 512, 2048, 8192)
 PROMPTS = (512, 2112)
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
 PASS = 512  # tokens of a pass, as the engine cuts a prompt
-READ_CHUNK = 8 * 64
 
 
 def write_random_model(directory: Path, layers: int) -> None:
@@ -82,44 +80,6 @@ def write_random_model(directory: Path, layers: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
-
-
-@intrinsic
-def _sum_lines(typing: Any, address: Any, chunks: Any) -> Any:
-    """Reads chunks of 8 cache lines, each line into a sum of its own."""
-
-    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        address, chunks = arguments
-        sums = [cgutils.alloca_once(b, V16I) for _ in range(8)]
-        for slot in sums:
-            b.store(ir.Constant(V16I, [0] * 16), slot)
-        with cgutils.for_range(b, chunks, intp=ir.IntType(64)) as loop:
-            at = b.add(address, b.mul(loop.index, int_constant(READ_CHUNK)))
-            for line, slot in enumerate(sums):
-                b.store(b.add(b.load(slot), emit_load_bytes(b, b.add(at, int_constant(64 * line)))), slot)
-        total = b.load(sums[0])
-        for slot in sums[1:]:
-            total = b.xor(total, b.load(slot))
-        return b.sext(b.extract_element(total, ir.Constant(ir.IntType(32), 0)), ir.IntType(64))
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@kernel
-def _read(address: int, chunks: int) -> int:
-    return _sum_lines(address, chunks)
-
-
-def plain_read(address: int, nbytes: int, num_threads: int) -> None:
-    """Read bytes once, one slice per thread."""
-    chunks = nbytes // READ_CHUNK // num_threads
-    parts = [(address + index * chunks * READ_CHUNK, chunks) for index in range(num_threads)]
-    threads = [threading.Thread(target=_read, args=part) for part in parts[1:]]
-    for thread in threads:
-        thread.start()
-    _read(*parts[0])
-    for thread in threads:
-        thread.join()
 
 
 class TimedRunner(NativeRunner):
@@ -166,10 +126,10 @@ def batch(start: int, stop: int, *, logits: bool = True) -> ForwardBatch:
 class LinearOps:
     """Single operations of a runner's program, on rows that are quantized already."""
 
-    def __init__(self, runner: NativeRunner, tokens: int, num_threads: int) -> None:
+    def __init__(self, runner: NativeRunner, tokens: int, team: KernelTeam) -> None:
         self._program = (runner._program.ops, runner._program.params)
         self._last: Sequence[int] = ()
-        self._team = KernelTeam(num_threads)
+        self._team = team
         self._buffers = runner._buffers.addresses(tokens, 1)
         self._logits = np.empty((tokens, runner._buffers.sizes.logits) if tokens <= 8 else 1, np.float32)
         self._buffers[lt.B_LOGITS] = self._logits.ctypes.data
@@ -193,9 +153,6 @@ class LinearOps:
         job = lt.ProgramJob(self._ops, self._params, self._buffers, counters, 0, count, self._tokens, matrix)
         self._team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads)
 
-    def close(self) -> None:
-        self._team.close()
-
 
 def matrices() -> dict[str, tuple[int, int, int]]:
     """name -> operation, outputs and inputs."""
@@ -217,33 +174,59 @@ def _bytes_of(name: str, weights: str, shape: tuple[int, int, int]) -> int:
 
 
 def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """GB/s of each matrix for one token, and the share of a plain read of the packed file."""
-    ops = LinearOps(runner, 1, options.threads)
-    address, nbytes = runner._packed.address("embed"), int(0.9 * runner.info.weight_bytes)
+    """GB/s of plain reads, of a decode step and of each matrix for one token, and their shares of the plain read.
+
+    One team does it all: the helpers of a second one, still looking out for work, would take the cores of the first.
+    """
+    backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
+    team, alone = backend.team, KernelTeam(1)
+    ops = LinearOps(runner, 1, team)
     found = {name: ops.find(*shape) for name, shape in matrices().items()}
-    contenders: dict[str, Callable[[], object]] = {"read": lambda: plain_read(address, nbytes, options.threads)}
+    runner.bind(backend)
+    runner.forward(batch(0, STEP_DEPTH))
+    step = batch(STEP_DEPTH, STEP_DEPTH + 1)
+    address, nbytes = token_weights(runner._packed)
+    contenders: dict[str, Callable[[], object]] = {
+        "plain read": lambda: plain_read(address, nbytes, team),
+        f"decode at {STEP_DEPTH}": lambda: runner.forward(step),
+    }
+    if options.threads > 1:
+        contenders["plain read, 1 thread"] = lambda: plain_read(address, nbytes, alone)
     for name, indices in found.items():
         contenders[name] = lambda indices=indices: ops.run(indices)
     seconds = alternate(contenders, rounds=options.rounds)
-    ops.close()
-    read = nbytes / statistics.median(seconds["read"]) / 1e9
-    rows: list[dict[str, Any]] = [{"matrix": "plain read", "us": None, "gb_s": read, "share": 1.0}]
-    for name, shape in matrices().items():
-        each = statistics.median(seconds[name]) / len(found[name])
-        rate = _bytes_of(name, options.weights, shape) / each / 1e9
-        rows.append({"matrix": name, "us": each * 1e6, "gb_s": rate, "share": rate / read})
+    backend.close()
+    shapes = matrices()
+    read = [nbytes / one / 1e9 for one in seconds["plain read"]]
+    rows = []
+    for name, times in seconds.items():
+        count = len(found.get(name, [0]))
+        of_one = _bytes_of(name, options.weights, shapes[name]) if name in shapes else nbytes
+        rows.append(_share_row(name, [one / count for one in times], of_one, read))
     return rows
+
+
+def _share_row(name: str, seconds: Sequence[float], nbytes: int, read: Sequence[float]) -> dict[str, Any]:
+    """Median and best, and the median as a share of the plain read's; `read`: its GB/s in each round."""
+    middle, best = (nbytes / one / 1e9 for one in (statistics.median(seconds), min(seconds)))
+    return {
+        "matrix": name,
+        "us": 1e6 * statistics.median(seconds),
+        "gb_s": middle,
+        "best_gb_s": best,
+        "share": middle / statistics.median(read),
+        "share_of_best": middle / max(read),
+    }
 
 
 def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict[str, Any]]:
     """TOPS of the gate and up matrix of one layer on one thread, its activation and quantization included."""
-    rows = []
+    rows, team = [], KernelTeam(1)
     for tokens in TOKENS:
-        ops = LinearOps(runner, tokens, 1)
+        ops = LinearOps(runner, tokens, team)
         shape = matrices()["gate_up"]
         index = ops.find(*shape)[:1]
         seconds = alternate({"gate_up": lambda ops=ops, index=index: ops.run(index)}, rounds=options.rounds)["gate_up"]
-        ops.close()
         work = 2 * 2 * shape[1] * shape[2] * tokens
         rows.append({"tokens": tokens, "ms": min(seconds) * 1e3, "tops": work / min(seconds) / 1e12})
     return rows
@@ -327,12 +310,14 @@ def main() -> None:
     passes = measure_passes(runner, options)
     decode = measure_decode(runner, options)
     rate = measure_rate(runner, options)
+    token_mb = token_weights(runner._packed)[1] / 1e6
     runner.close()
     extra = {
         "weights": options.weights,
         "kv_cache_bits": options.kv_cache_bits,
         "threads": options.threads,
         "load_s": round(loaded, 2),
+        "token_mb": round(token_mb, 1),
     }
     report("bench_linear: one token", decode, options=options)
     report("bench_linear: rate of one thread", rate, options=options)

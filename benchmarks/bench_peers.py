@@ -1,8 +1,10 @@
 """This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in alternating rounds.
 
 A random model of Qwen2's shape is written once as GGUF. Each engine lives in a process of its own; in each round all of
-them answer the same request in turn, and the figures are medians over the rounds. One clock around the whole call for
-everyone. Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+them answer the same request in turn, and the figures are medians over the rounds (least to most in brackets). One clock
+around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a second, keys and values not
+counted, and a plain read of the same bytes by as many threads in the same process right after; the share is taken in
+each round. Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
     python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
@@ -18,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from peers.random_model import SHAPES, Shape, write_gguf
 _HERE = Path(__file__).parent
 _PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+_OURS = "kvboost_edge"
+_MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
 
 
 class Worker:
@@ -132,16 +137,26 @@ class Bench:
                 if number:
                     self.note(f"warm_ttft_{_PREFIX}_{_SUFFIX}_s", worker.label, seconds)
 
-    def decode(self, depth: int, count: int) -> None:
-        """Tokens per second after `depth` tokens: the time of count + 1 tokens less that of one."""
+    def decode(self, depth: int, count: int, *, with_read: bool) -> None:
+        """Tokens per second after `depth` tokens: the time of count + 1 tokens less that of one.
+
+        with_read: what that is in GB/s of weights, beside a plain read.
+        """
         prompt = self.tokens(max(depth, _OWN))
         self.all("hold", tokens=prompt)
         for number in range(self.rounds + 1):
             for worker in self.workers:
                 one = worker.ask("decode", tokens=prompt, count=1)["seconds"]
                 more = worker.ask("decode", tokens=prompt, count=count + 1)["seconds"]
-                if number:
-                    self.note(f"decode_{depth}_tok_s", worker.label, count / (more - one))
+                if not number:
+                    continue
+                self.note(f"decode_{depth}_tok_s", worker.label, count / (more - one))
+                if with_read and worker.label.startswith(_OURS):
+                    found = worker.ask("read")
+                    step = count / (more - one) * found["nbytes"] / 1e9
+                    self.note(f"decode_{depth}_gb_s", worker.label, step)
+                    self.note("plain_read_gb_s", worker.label, found["gb_s"])
+                    self.note(f"decode_{depth}_share_of_read", worker.label, step / found["gb_s"])
 
     def share(self, count: int) -> None:
         """Aggregate decode of sequences that share a held prefix and have a few tokens of their own."""
@@ -169,23 +184,42 @@ class Bench:
                 self.note("logits_error", worker.label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each measure: medians, and the best of ours against the best of the others."""
+        """A row for each measure: medians, the best of ours against the best of the others, least and most."""
         rows = []
         for measure, by_label in self.figures.items():
             medians = {label: statistics.median(values) for label, values in by_label.items()}
-            more_is_better = measure.endswith("tok_s")
-            best = max if more_is_better else min
-            ours = [value for label, value in medians.items() if label.startswith("kvboost_edge")]
-            others = [value for label, value in medians.items() if not label.startswith("kvboost_edge")]
+            best = max if measure.endswith(_MORE_IS_BETTER) else min
+            ours = [value for label, value in medians.items() if label.startswith(_OURS)]
+            others = [value for label, value in medians.items() if not label.startswith(_OURS)]
             row: dict[str, Any] = {"measure": measure}
             row |= {worker.label: medians.get(worker.label) for worker in self.workers}
             row["ours / best peer"] = best(ours) / best(others) if ours and others else None
+            row["spread"] = {label: [min(got), max(got)] for label, got in by_label.items() if len(got) > 1}
             rows.append(row)
         return rows
 
     def spread(self) -> dict[str, dict[str, list[float]]]:
         """All rounds of every measure, for the JSON line."""
         return self.figures
+
+
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as the table has it: "1.62 (1.58-1.70)"."""
+    cells = {}
+    for name, value in row.items():
+        if isinstance(value, float) and name in row["spread"]:
+            least, most = row["spread"][name]
+            cells[name] = f"{_short(value)} ({_short(least)}-{_short(most)})"
+        elif name != "spread":
+            cells[name] = _short(value) if isinstance(value, float) else value
+    return cells
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")
 
 
 def parser_for_models(description: str | None) -> argparse.ArgumentParser:
@@ -218,7 +252,8 @@ def main() -> None:
         options.shape, options.rounds, options.depths, options.capacity = "tiny", 1, [0, 512], 8192
     if options.bundled:
         options.only = ["kvboost_edge"]
-        model, shape = Path("kvboost-edge/demo"), Shape(0, 0, 0, 1, 0, vocab=2048)
+        model = Path("kvboost-edge/demo")
+        options.shape = options.quant = None
         options.depths, options.capacity = [0, 512], 4096
     else:
         shape = SHAPES[options.shape]
@@ -230,14 +265,17 @@ def main() -> None:
     workers = start(options, model)
     if not workers:
         raise SystemExit("no engine could be started")
-    bench = Bench(workers, shape.vocab, options.rounds)
+    # The bundled model runs in our engine only, which says how many tokens it knows.
+    vocab = workers[0].about["about"]["vocab_size"] if options.bundled else shape.vocab
+    bench = Bench(workers, vocab, options.rounds)
     lengths = (512,) if options.bundled else (_PREFIX + _SUFFIX,)
     for length in lengths:
         bench.cold(length)
     if not options.bundled:
         bench.warm()
     for depth in options.depths:
-        bench.decode(depth, 64 if depth < _PREFIX else 32)
+        # The bundled model's weights lie in caches: no read of memory to compare with.
+        bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=depth == 0 and not options.bundled)
     if not options.bundled:
         bench.share(32)
     bench.memory()
@@ -246,11 +284,12 @@ def main() -> None:
     for worker in workers:
         worker.close()
     rows = bench.rows()
+    what = "bundled" if options.bundled else f"{options.shape} {options.quant}"
     if options.charts:
-        draw_charts(rows, options.charts, f"{options.shape} {options.quant}, {options.threads} threads")
+        draw_charts(rows, options.charts, f"{what}, {options.threads} threads")
     about = {worker.label: worker.about for worker in workers}
-    name = f"bench_peers {'bundled' if options.bundled else f'{options.shape} {options.quant}'}"
-    harness.report(name, rows, options=options, rounds=bench.spread(), engines=about)
+    table = [shown(row) for row in rows]
+    harness.report(f"bench_peers {what}", rows, options=options, shown=table, rounds=bench.spread(), engines=about)
 
 
 if __name__ == "__main__":

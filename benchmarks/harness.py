@@ -22,9 +22,11 @@ from typing import Any
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import total_bytes
 
-__all__ = ["alternate", "machine_card", "parser", "report"]
+__all__ = ["alternate", "given", "machine_card", "parser", "report"]
 
 _PACKAGES = ("numpy", "numba", "torch", "transformers")
+# Taken when the benchmark starts: at its end this is the load it made itself.
+_LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -58,7 +60,7 @@ def machine_card() -> dict[str, Any]:
         "isa": cpu.isa,
         "threads": default_num_threads(),
         "memory_gb": round(total_bytes() / 1e9, 1),
-        "load_at_start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load_at_start": _LOAD_AT_START,
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -66,13 +68,35 @@ def machine_card() -> dict[str, Any]:
     }
 
 
-def report(name: str, rows: Sequence[Mapping[str, Any]], *, options: argparse.Namespace, **extra: Any) -> None:
-    """Print the machine card, a table of `rows` (same keys in each) and the JSON line; write it to --out as well."""
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options a run had, without paths: they are this machine's, and no figure depends on them."""
+    return {name: value for name, value in vars(options).items() if not _is_path(value)}
+
+
+def _is_path(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_is_path(one) for one in value)
+    return isinstance(value, Path) or (isinstance(value, str) and ("/" in value or "\\" in value))
+
+
+def report(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    options: argparse.Namespace,
+    shown: Sequence[Mapping[str, Any]] | None = None,
+    **extra: Any,
+) -> None:
+    """Print the machine card, a table of `rows` (same keys in each) and the JSON line; write it to --out as well.
+
+    shown: what the table has instead of `rows`, which stay numbers in the JSON.
+    """
     card = machine_card()
     print(f"\n{name}{' (quick: figures mean little)' if options.quick else ''}")
     print(f"{card['date']} · {card['cpu']} · {card['isa']} · {card['threads']} threads · {card['memory_gb']} GB")
-    print("\n".join(_table(rows)))
-    line = json.dumps({"benchmark": name, "quick": options.quick, "machine": card, "rows": list(rows), **extra})
+    print("\n".join(_table(rows if shown is None else shown)))
+    head = {"benchmark": name, "quick": options.quick, "machine": card, "options": given(options)}
+    line = json.dumps({**head, "rows": list(rows), **extra})
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(line + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def draw_charts(rows: Sequence[Mapping[str, Any]], folder: Path, title: str) -> 
     ttft = [name for name in by_name if "ttft" in name]
     bars(ttft, ["cold" if name.startswith("cold") else "2,048 cached" for name in ttft], "s", "ttft.png")
     bars(["peak_rss_mb"], ["peak memory"], "MB", "memory.png")
-    depths = sorted(int(name.split("_")[1]) for name in by_name if name.startswith("decode_"))
+    depths = sorted(int(name.split("_")[1]) for name in by_name if re.fullmatch(r"decode_\d+_tok_s", name))
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for label in labels:
         values = [by_name[f"decode_{depth}_tok_s"].get(label) for depth in depths]

@@ -1,4 +1,4 @@
-"""This project's engine for worker.py."""
+"""This project's engine for worker.py, which puts the benchmarks' own modules within reach."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge import CPUPagedEngine
+from plain_read import idle_read_gb_s, token_weights
 
 
 class Engine:
@@ -17,8 +18,19 @@ class Engine:
             options.model, num_blocks=options.capacity // 16, num_threads=options.threads, kv_cache_bits=options.kv
         )
         stats = self.engine.paged_stats()
-        keys = ("runner", "backend", "isa", "num_threads", "pool_bytes", "weight_bytes")
+        keys = (
+            "runner",
+            "backend",
+            "isa",
+            "kernel_path",
+            "attention_path",
+            "num_threads",
+            "pool_bytes",
+            "weight_bytes",
+        )
         self.about = {key: stats[key] for key in keys}
+        self.about |= {"vocab_size": self.engine.runner_info.vocab_size}
+        self.num_threads = options.threads
 
     def _generate(self, tokens: list[int], count: int) -> Any:
         return self.engine.generate(tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True)
@@ -42,6 +54,11 @@ class Engine:
         prompts = [prefix + suffix for suffix in suffixes]
         self.engine.generate_batch(prompts, max_new_tokens=count, temperature=0.0, ignore_eos=True)
         return {}
+
+    def read(self) -> dict[str, Any]:
+        """A plain read of what a token reads of the weights, by as many threads as the engine has."""
+        address, nbytes = token_weights(self.engine._parts.runner._packed)
+        return {"nbytes": nbytes, "gb_s": idle_read_gb_s(address, nbytes, self.num_threads)}
 
     def logits(self, tokens: list[int]) -> list[float]:
         """Of the last token."""

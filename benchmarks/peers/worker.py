@@ -4,7 +4,8 @@
 
 Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n tokens were computed before, by "hold"),
 {"do": "hold", "tokens": [...]}, {"do": "decode", "tokens": [...], "count": n} (all but the last tokens are held),
-{"do": "share", "prefix": [...], "suffixes": [[...], ...], "count": n}, {"do": "memory"}. One clock around the whole
+{"do": "share", "prefix": [...], "suffixes": [[...], ...], "count": n}, {"do": "memory"},
+{"do": "logits", "tokens": [...]}, {"do": "read"} (ours only: a plain read of the weights). One clock around the whole
 call for every engine. Runs in any environment: the engine is imported here and nothing of the project but it.
 """
 
@@ -44,6 +45,8 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if what == "hold":
         engine.hold(request["tokens"])
         return {}
+    if what == "read":
+        return dict(engine.read())
     started = time.perf_counter()
     if what == "ttft":
         result = engine.first_token(request["tokens"], request["cached"])
@@ -69,6 +72,7 @@ def main() -> None:
     # Engines print to standard output: the answers get a file of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    sys.path.append(str(Path(__file__).parents[1]))  # last: names of ours hide none of an engine's environment
     module, name = _ENGINES[options.engine]
     started = time.perf_counter()
     engine = getattr(importlib.import_module(module), name)(options)

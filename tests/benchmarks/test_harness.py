@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import harness
 
@@ -32,3 +33,22 @@ def test_machine_card_names_what_figures_depend_on():
     assert card["threads"] >= 1
     assert card["packages"]["numpy"]
     assert {"cpu", "isa", "memory_gb", "date", "commit", "load_at_start"} <= set(card)
+
+
+def test_load_is_that_of_the_start(monkeypatch):
+    before = harness.machine_card()["load_at_start"]
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 99.0, 99.0))
+    assert harness.machine_card()["load_at_start"] == before != 99.0
+
+
+def test_json_has_the_options_without_paths(capsys):
+    parser = harness.parser("x")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--files", nargs="+")
+    parser.add_argument("--features")
+    given = ["--quick", "--model", "m", "--files", "a", "/b", "--features", "+avx2,+fma"]
+    harness.report("bench_x", [{"ms": 1.5}], options=parser.parse_args(given), shown=[{"ms": "1.5 (1-2)"}])
+    lines = capsys.readouterr().out.splitlines()
+    last = json.loads(lines[-1])
+    assert last["options"] == {"quick": True, "out": None, "features": "+avx2,+fma"}
+    assert (last["rows"], lines[-2]) == ([{"ms": 1.5}], "1.5 (1-2)")

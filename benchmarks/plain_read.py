@@ -1,0 +1,101 @@
+"""A plain read of memory by a team of threads: the measure of a decode step, which reads every weight once.
+
+The threads take chunks from a counter, as those of the linear kernels take their units, and have been started before
+the clock is. No NamedTuple goes into the kernel: its type would tie the code cached on disk to the process's modules.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear_dot import V16I, emit_load_bytes, int_constant
+from kvboost_edge.kernels.team import KernelTeam
+from kvboost_edge.kernels.vectors import address_of, fetch_add
+from kvboost_edge.models.packed_file import PackedWeights
+
+__all__ = ["idle_read_gb_s", "plain_read", "token_weights"]
+
+_LINES = 8  # cache lines read at a time, each into a sum of its own
+_STEP = 64 * _LINES
+_CHUNK = 1 << 20  # some 50 us of one thread: small beside a read, large beside the counter
+_CHUNKS_PER_THREAD = 4  # at least, so that every thread has its part of a small model
+# Places of a job's int64: what is read, and, on cache lines of their own, the chunks taken and done and their sum.
+_ADDRESS, _NBYTES, _CHUNK_BYTES, _TAKEN, _DONE, _SUM, _SIZE = 0, 1, 2, 8, 16, 24, 32
+
+
+@intrinsic
+def _sum_lines(typing: Any, address: Any, steps: Any) -> Any:
+    """The sum of `steps` times 8 cache lines as 32-bit numbers, modulo 2^32."""
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        address, steps = arguments
+        sums = [cgutils.alloca_once(b, V16I) for _ in range(_LINES)]
+        for slot in sums:
+            b.store(ir.Constant(V16I, [0] * 16), slot)
+        with cgutils.for_range(b, steps, intp=ir.IntType(64)) as loop:
+            at = b.add(address, b.mul(loop.index, int_constant(_STEP)))
+            for line, slot in enumerate(sums):
+                b.store(b.add(b.load(slot), emit_load_bytes(b, b.add(at, int_constant(64 * line)))), slot)
+        total = b.load(sums[0])
+        for slot in sums[1:]:
+            total = b.add(total, b.load(slot))
+        reduce = ir.FunctionType(ir.IntType(32), [V16I])
+        name = "llvm.vector.reduce.add.v16i32"
+        return b.zext(b.call(cgutils.get_or_insert_function(b.module, reduce, name), [total]), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@kernel
+def _read_chunks(job: npt.NDArray[np.int64]) -> None:
+    """Read chunks until none is left; every thread of the team calls this on the same job."""
+    counters, nbytes, size = address_of(job), job[_NBYTES], job[_CHUNK_BYTES]
+    while True:
+        start = fetch_add(counters + 8 * _TAKEN, 1) * size
+        if start >= nbytes:
+            return
+        fetch_add(counters + 8 * _SUM, _sum_lines(job[_ADDRESS] + start, min(size, nbytes - start) // _STEP))
+        fetch_add(counters + 8 * _DONE, 1)
+
+
+def plain_read(address: int, nbytes: int, team: KernelTeam) -> int:
+    """Read bytes once (whole steps of 512); their sum as 32-bit numbers, so that the read cannot be left out."""
+    nbytes = nbytes // _STEP * _STEP
+    each = -(-nbytes // (_CHUNKS_PER_THREAD * team.num_threads) // _STEP) * _STEP
+    size = max(_STEP, min(_CHUNK, each))
+    job = np.zeros(_SIZE, np.int64)
+    job[_ADDRESS], job[_NBYTES], job[_CHUNK_BYTES] = address, nbytes, size
+    team.run(_read_chunks, job, job, _DONE, -(-nbytes // size))
+    return int(job[_SUM]) % (1 << 32)
+
+
+def idle_read_gb_s(address: int, nbytes: int, num_threads: int, *, times: int = 8) -> float:
+    """GB/s of reading these bytes `times` times over, by threads that one uncounted read has started."""
+    team = KernelTeam(num_threads)
+    plain_read(address, nbytes, team)
+    started = time.perf_counter()
+    for _ in range(times):
+        plain_read(address, nbytes, team)
+    seconds = time.perf_counter() - started
+    team.close()
+    return times * nbytes / seconds / 1e9
+
+
+def token_weights(packed: PackedWeights) -> tuple[int, int]:
+    """Address and bytes of what one decoded token reads of the weights: every matrix once.
+
+    A tied embedding is read as the head; one that is not is the first thing in the file and left out, as a token reads
+    a single row of it.
+    """
+    sections = packed._sections
+    untied = ("embed", "embed.scales", "embed.minima") if "head" in sections else ()
+    read = [section for name, section in sections.items() if name not in untied]
+    first, end = min(start for start, _ in read), max(start + size for start, size in read)
+    return packed._base + first, end - first
