@@ -180,10 +180,10 @@ def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[di
     """
     backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
     team, alone = backend.team, KernelTeam(1)
-    ops = LinearOps(runner, 1, team)
-    found = {name: ops.find(*shape) for name, shape in matrices().items()}
     runner.bind(backend)
     runner.forward(batch(0, STEP_DEPTH))
+    ops = LinearOps(runner, 1, team)  # after the largest pass: the runner's buffers move when they grow
+    found = {name: ops.find(*shape) for name, shape in matrices().items()}
     step = batch(STEP_DEPTH, STEP_DEPTH + 1)
     address, nbytes = token_weights(runner._packed)
     contenders: dict[str, Callable[[], object]] = {

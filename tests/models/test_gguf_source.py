@@ -330,6 +330,49 @@ def test_nan_is_found(kind: str, where: int, tmp_path: Path) -> None:
         check_weights(path, read_config(path))
 
 
+# Where the numbers of a block are, by the definitions in ggml-common.h.
+NUMBERS = {
+    "F32": (0,), "F16": (0,), "BF16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+# Little endian; of each kind of number two NaN, the second with the fewest bits set, and both infinities.
+NOT_FINITE = {
+    "F32": ("ffffffff", "0100807f", "0000807f", "000080ff"),
+    "BF16": ("ffff", "817f", "807f", "80ff"),
+    "half": ("ffff", "017c", "007c", "00fc"),
+}
+
+
+def test_every_kind_is_searched() -> None:
+    assert set(NUMBERS) == set(BLOCKS)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> None:
+    """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
+    with GgufSource(path) as source:
+        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
+    assert tensor.type == kind
+    config, nbytes, sound = read_config(path), BLOCKS[kind].nbytes, path.read_bytes()
+    last = (tensor.stop - tensor.start) // nbytes - 1
+    for block in (0, 300, last):
+        for at in NUMBERS[kind]:
+            for number in map(bytes.fromhex, NOT_FINITE.get(kind, NOT_FINITE["half"])):
+                place = tensor.start + block * nbytes + at
+                path.write_bytes(sound[:place] + number + sound[place + len(number) :])
+                with pytest.raises(ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "):
+                    check_weights(path, config)
+    data = bytearray(sound)
+    if BLOCKS[kind].kind is not None:
+        first = data[tensor.start : tensor.start + nbytes]
+        for index in set(range(nbytes)) - {at + half for at in NUMBERS[kind] for half in (0, 1)}:
+            first[index] = 255
+        data[tensor.start : tensor.start + nbytes] = first
+    path.write_bytes(data)
+    check_weights(path, config)
+
+
 def test_shapes_against_the_metadata(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

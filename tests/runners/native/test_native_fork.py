@@ -1,0 +1,122 @@
+"""A sequence forked inside a block: copy-on-write leaves both sides with the logits of a cold run, `==` on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from engine.native_bench import Bits
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver, Sequence_
+from tiny_checkpoints import save_tiny_checkpoint
+
+BLOCK = 16
+LENGTH = 580  # past the end of attention's first span of 512 tokens
+TEXT, OTHER = (np.random.default_rng(seed).integers(0, 256, LENGTH).tolist() for seed in (0, 1))
+CUTS = [1, 33, 37, 47, 530]  # one token into a block, inside it, one token before its end, behind the first span
+WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4))
+Logits = npt.NDArray[np.float32]
+
+
+class Model:
+    """A runner with two threads for forks, one with one thread for cold runs; a runner has one backend at a time."""
+
+    def __init__(self, directory: Path, bits: Bits) -> None:
+        self._runners, self._backends = [], []
+        for threads in (1, 2):
+            runner = NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
+            self._runners.append(runner)
+            self._backends.append(CPUBackend(runner.info.kv_spec, 128, num_threads=threads))
+
+    def driver(self, threads: int = 2) -> PagedDriver:
+        """Over a pool that holds NaN wherever nothing was written."""
+        return PagedDriver(self._runners[threads - 1], self._backends[threads - 1])
+
+    def cold(self, tokens: list[int], start: int) -> Logits:
+        driver = self.driver(threads=1)
+        return driver.prefill(driver.open(tokens))[start:]
+
+    def close(self) -> None:
+        for part in (*self._runners, *self._backends):
+            part.close()
+
+
+@pytest.fixture(scope="module", params=WIDTHS, ids=str)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    directory = save_tiny_checkpoint("qwen2", tmp_path_factory.mktemp("fork"), max_position_embeddings=2048)
+    model = Model(directory, request.param)
+    yield model
+    model.close()
+
+
+def fork_at(driver: PagedDriver, cut: int) -> tuple[Sequence_, Sequence_]:
+    """Two sequences over the same first `cut` tokens; the parent will go on with OTHER, the child with TEXT."""
+    parent = driver.open(TEXT[:cut])
+    driver.prefill(parent)
+    child = driver.fork(parent)
+    parent.token_ids += OTHER[cut:]
+    child.token_ids += TEXT[cut:]
+    return parent, child
+
+
+def same(actual: Logits, expected: Logits) -> bool:
+    return bool(np.isfinite(expected).all()) and np.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("ahead", [1, 3, 40])
+def test_the_parent_goes_elsewhere_first(model: Model, cut: int, ahead: int) -> None:
+    driver = model.driver()
+    parent, child = fork_at(driver, cut)
+    elsewhere = [*TEXT[:cut], *OTHER[cut:]]
+    first = driver.step([(parent, ahead)])[0]
+    shared = cut // BLOCK
+    assert child.table.block_ids[:shared] == parent.table.block_ids[:shared]
+    assert child.table.block_ids[shared] != parent.table.block_ids[shared]
+    assert same(driver.prefill(child), model.cold(TEXT, cut))
+    assert same(np.concatenate([first, driver.prefill(parent)]), model.cold(elsewhere, cut))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_child_goes_first_and_alone(model: Model, cut: int) -> None:
+    driver = model.driver()
+    parent, child = fork_at(driver, cut)
+    first = driver.step([(child, 2)])[0]
+    driver.close(parent)
+    assert same(np.concatenate([first, driver.prefill(child, 7)]), model.cold(TEXT, cut))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_both_in_one_pass(model: Model, cut: int) -> None:
+    driver = model.driver()
+    parent, child = fork_at(driver, cut)
+    grandchild = driver.fork(child)
+    expected = [model.cold([*TEXT[:cut], *OTHER[cut:]], cut), *[model.cold(TEXT, cut)] * 2]
+    for count in (5, LENGTH - cut - 5):
+        parts = driver.step([(parent, count), (child, count), (grandchild, count)])
+        for index, part in enumerate(parts):
+            assert same(part, expected[index][:count])
+            expected[index] = expected[index][count:]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_forks_while_decoding(model: Model, cut: int) -> None:
+    """A fork every five tokens, each of which goes on alone: what is in open blocks is copied again and again."""
+    driver = model.driver()
+    sequence = driver.open(TEXT[: cut + 25])
+    driver.step([(sequence, cut)])
+    forks = []
+    for _ in range(5):
+        child = driver.fork(sequence)
+        start = child.table.num_computed_tokens
+        child.token_ids = [*TEXT[:start], *OTHER[start : start + 30]]
+        forks.append((child, start))
+        for _ in range(5):
+            driver.step([(sequence, 1)])
+    for child, start in forks:
+        assert same(driver.prefill(child, 9), model.cold(child.token_ids, start))
