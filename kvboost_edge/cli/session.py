@@ -35,8 +35,10 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
     started = time.perf_counter()
     with found_model(model, options, notes) as path, _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
+        from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
+    on_first_compilation(lambda: notes.print("[dim]compiling kernels for this processor, once: up to a minute …[/dim]"))
     with engine:
         stats = engine.paged_stats()
         notes.print(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-__all__ = ["cache_path", "intrinsic", "kernel"]
+__all__ = ["cache_path", "intrinsic", "kernel", "on_first_compilation"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -55,11 +55,23 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """As Numba's; an index that names types of another version of this package is emptied, not an error."""
+        found = None
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except (AttributeError, ImportError, TypeError):
             self.flush()
-            return None
+        if found is None and _listeners:
+            _listeners.pop()()
+        return found
+
+
+_listeners: list[Callable[[], None]] = []
+
+
+def on_first_compilation(tell: Callable[[], None] | None) -> None:
+    """Call `tell` once, from the thread that runs a kernel, when the next one is found that was never compiled here:
+    some 40 seconds pass then without a word. It replaces what was given before; None: nothing is called."""
+    _listeners[:] = [] if tell is None else [tell]
 
 
 def kernel(function: _Function) -> _Function:

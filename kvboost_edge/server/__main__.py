@@ -44,12 +44,14 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             f"the server needs the package {error.name!r}; install the extra: pip install 'kvboost-edge[server]'"
         ) from error
     from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.kernels.jit import on_first_compilation
 
     configure_logging(options.settings)
     # Before the model is loaded: an address that is taken is told at once.
     with contextlib.closing(bind(options.settings)) as listener:
         started = time.perf_counter()
         log_facts(logging.INFO, "loading", model=options.model)
+        on_first_compilation(lambda: log_facts(logging.INFO, "compiling kernels, once"))
         with CPUPagedEngine.from_pretrained(options.model, **options.engine) as engine:
             _prepare(engine, options)
             stats = engine.paged_stats()

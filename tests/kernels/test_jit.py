@@ -98,3 +98,22 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(
 def test_kernels_are_cached_that_way() -> None:
     (attend,) = [value for name, value in dispatchers().items() if name.endswith(".attend")]
     assert isinstance(attend._cache._cache_file, jit._NamedDataFile)
+
+
+def test_the_first_kernel_that_is_not_found_compiled_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    told: list[str] = []
+    try:
+        jit.on_first_compilation(lambda: told.append("compiling"))
+        one, other = (jit.kernel(lambda x, y=y: x + y) for y in (1, 2))
+        assert (one(1), other(1)) == (2, 3)
+        assert told == ["compiling"]
+        jit.on_first_compilation(lambda: told.append("again"))
+        jit.on_first_compilation(None)
+        assert jit.kernel(lambda x: x)(1) == 1
+        assert told == ["compiling"]
+    finally:
+        jit.on_first_compilation(None)
