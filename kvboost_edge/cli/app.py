@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A model directory, a Hugging Face id, or the bundled demo model.")
+    str, typer.Option("--model", "-m", help="A model directory, a GGUF file, a Hugging Face id, or the bundled model.")
 ]
 EngineOptions = Annotated[
     list[str] | None,
@@ -140,7 +140,9 @@ def doctor(
 
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect Qwen/Qwen2-0.5B --json")
 def inspect(
-    model: Annotated[str, typer.Argument(help="A model directory, a Hugging Face id, or the bundled demo model.")],
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a GGUF file, a Hugging Face id, or the bundled model.")
+    ],
     kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
