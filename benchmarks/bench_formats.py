@@ -1,6 +1,6 @@
-"""What each weight format costs in quality, on the bundled model.
+"""What each weight format costs in quality, on the bundled model or another that train_demo_model.py trained.
 
-    python benchmarks/bench_formats.py [--questions 100] [--facts 16 64] [--quick] [--out FILE]
+    python benchmarks/bench_formats.py [--model DIR] [--questions 100] [--facts 16 64] [--quick] [--out FILE]
 
 Prints, per format: bits per weight, relative L2 error of the weights, mean KL of the next-token distributions against
 the f32 weights, how often the likeliest token is the same, and the share of held-out questions answered exactly, greedy
@@ -117,12 +117,13 @@ class Judge:
 
 
 def main() -> None:
-    parser = harness.parser("What each weight format costs in quality, on the bundled model.")
+    parser = harness.parser("What each weight format costs in quality, on models of train_demo_model.py.")
+    parser.add_argument("--model", default=BUNDLED_MODEL, help="a model directory; the bundled model if not given")
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--facts", type=int, nargs="+", default=[16, 64])
     options = parser.parse_args()
     judge = Judge(options.facts[:1] if options.quick else options.facts, 4 if options.quick else options.questions)
-    model_dir = locate_model(BUNDLED_MODEL)
+    model_dir = locate_model(options.model)
     rows = []
     for weights in FORMATS:
         report = weight_error(model_dir, weights)

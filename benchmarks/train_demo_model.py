@@ -181,14 +181,14 @@ def quick_accuracy(
     return sum(right) / len(right)
 
 
-def build_model(vocabulary: int, seed: int) -> LlamaForCausalLM:
+def build_model(vocabulary: int, seed: int, layers: int) -> LlamaForCausalLM:
     """The untrained model."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=640,
-        num_hidden_layers=6,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -266,7 +266,7 @@ def train(options: argparse.Namespace) -> None:
     tokenizer = demo_export.load_or_train_tokenizer(folder, options.seed)
     encoder = Encoder(tokenizer)
     demo_export.check_pieces(tokenizer, encoder.pieces, options.seed)
-    model = build_model(encoder.size, options.seed)
+    model = build_model(encoder.size, options.seed, options.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     progress = load_checkpoint(folder, model, optimizer)
     body = torch.compile(model.model, dynamic=True) if options.compile else model.model
@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--repeat-steps", type=int, default=60, help="first steps: random tokens, repeated")
     parser.add_argument("--drill-steps", type=int, default=300, help="then: some texts only repeat their facts")
     parser.add_argument("--tokens", type=int, default=6000, help="tokens a step")
+    parser.add_argument("--layers", type=int, default=6, help="of the model, 2 at least; the bundled one has 6")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
@@ -345,7 +346,7 @@ def main() -> None:
         demo_export.evaluate(options.eval_only, options.questions, options.seed)
     elif options.export:
         tokenizer = demo_export.load_or_train_tokenizer(options.work_dir, options.seed)
-        model = build_model(tokenizer.get_vocab_size(), options.seed)
+        model = build_model(tokenizer.get_vocab_size(), options.seed, options.layers)
         progress = load_checkpoint(options.work_dir, model, None)
         demo_export.export(options.export, model, tokenizer, asdict(progress), options)
     else:

@@ -49,6 +49,17 @@ def ctrl_c_arrives() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Threads only slow down work as small as a tiny model's, most of all when the machine is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_if_asked() -> Iterator[None]:
     """The second run of `make test`: the machine looks as if it had one CPU, so every default is one thread."""

@@ -39,7 +39,7 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
     console = Console()
     document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
     with loaded_engine(model, options, console) as engine:
-        with console.status("compiling and warming up the kernels (not counted below) …"):
+        with console.status("warming up (not counted below) …"):
             _warm_up(engine)
         console.print(f"\n[bold]One shared document[/bold], {len(document.split())} words, put before every question:")
         console.print(f"[dim]{document[:200]} …[/dim]\n")

@@ -17,6 +17,8 @@ from kvboost_edge.engine import build
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
 from tiny_models import EOS_ID, FAMILIES, save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 SOME_FAMILIES = ["llama", "gemma2", "qwen3"]
 NEW = 64
 BLOCK = 16
@@ -24,14 +26,6 @@ BLOCK = 16
 OPTIONS: dict[str, Any] = {
     "runner": "torch", "backend": "cpu", "dtype": "float32", "debug_checks": True, "num_threads": 1
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Truth:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llvmlite import binding, ir
+from llvmlite import binding
 
 from kvboost_edge.kernels import linear_amx
-from kvboost_edge.kernels.linear_dot import I64, dot_form
-from kvboost_edge.kernels.linear_tiles import INT_KINDS, Target, Tile
-from kvboost_edge.kernels.vectors import F32
+from kvboost_edge.kernels.linear_dot import dot_form
+from kvboost_edge.kernels.linear_tiles import INT_KINDS
+from tile_assembly import tile_assembly
 
 pytestmark = pytest.mark.skipif(
     dot_form() != "vnni512" or platform.system() != "Linux",
@@ -73,22 +73,8 @@ def _assembly(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     """The microkernel as compiled for a processor with AMX."""
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
-    module = ir.Module()
-    module.triple = "x86_64-unknown-linux-gnu"
-    arguments = [I64] * (len(Tile._fields) + 1 + len(Target._fields) - 1) + [F32]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "tile")
-    entry = ir.IRBuilder(function.append_basic_block())
-    count = len(Tile._fields)
-    tile, panel, target = Tile(*function.args[:count]), function.args[count], Target(*function.args[count + 1 :])
-    linear_amx.AmxTiles(kind, fine).emit(entry, tile, panel, target)
-    entry.ret_void()
-    binding.initialize_all_targets()
-    binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple(module.triple).create_target_machine(cpu="sapphirerapids", opt=3)
-    optimized = binding.parse_assembly(str(module))
-    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(optimized, builder)
-    return str(machine.emit_assembly(optimized))
+    tiles = linear_amx.AmxTiles(kind, fine)
+    return tile_assembly(tiles, "x86_64-unknown-linux-gnu", "sapphirerapids", optimize=True)
 
 
 @pytest.mark.parametrize("fine", [False, True])

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from llvmlite import binding, ir
+from llvmlite import binding
 
-from kvboost_edge.kernels.linear_dot import I64, KIND_INT8, dot_form
-from kvboost_edge.kernels.linear_tiles import IntTiles, Target, Tile
+from kvboost_edge.kernels.linear_dot import KIND_INT8, dot_form
+from kvboost_edge.kernels.linear_tiles import IntTiles
 from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED
-from kvboost_edge.kernels.vectors import F32
+from tile_assembly import tile_assembly
 
 PROGRAM = """
 import hashlib
@@ -101,19 +101,7 @@ def test_same_bits_as_the_hosts_own_form(form: str, host_digest: str) -> None:
 
 def _assembly(kind: int, form: str, cpu: str, *, fine: bool = False) -> str:
     """A tile against four tokens, compiled for another processor."""
-    module = ir.Module()
-    module.triple = "aarch64-unknown-linux-gnu"
-    arguments = [I64] * (len(Tile._fields) + 1 + len(Target._fields) - 1) + [F32]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "tile")
-    builder = ir.IRBuilder(function.append_basic_block())
-    count = len(Tile._fields)
-    tile, panel, target = Tile(*function.args[:count]), function.args[count], Target(*function.args[count + 1 :])
-    IntTiles(kind, 1, 4, fine, form).emit(builder, tile, panel, target)
-    builder.ret_void()
-    binding.initialize_all_targets()
-    binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple(module.triple).create_target_machine(cpu=cpu, opt=3)
-    return str(machine.emit_assembly(binding.parse_assembly(str(module))))
+    return tile_assembly(IntTiles(kind, 1, 4, fine, form), "aarch64-unknown-linux-gnu", cpu)
 
 
 @pytest.mark.parametrize("fine", [False, True])

@@ -389,13 +389,3 @@ def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -
         ):
             with pytest.raises(ModelFormatError, match=message):
                 check_tensors(pack_plan(describe_model({**config, **change}), "int8"), source)
-
-
-def test_source_reads_rows(model_dir: Path) -> None:
-    with SafetensorsSource(model_dir) as source:
-        name = "lm_head.weight"
-        whole = source.rows(name)
-        np.testing.assert_array_equal(source.rows(name, 5, 9), whole[5:9])
-        assert source.shape(name) == (300, 64)
-    with pytest.raises(ModelFormatError):
-        SafetensorsSource(Path(os.devnull).parent)

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from kvboost_edge.backends.cpu import CPUBackend
-from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
+from native_oracle import assert_native_equals
 from tiny_models import build_tiny_model, save_tokenizer
 
-NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only slow down work this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def _save(family: str, dtype: torch.dtype, directory: Path) -> None:
@@ -48,19 +35,5 @@ def _save(family: str, dtype: torch.dtype, directory: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
 def test_shards_equal_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     _save(family, dtype, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
-    prompt = np.random.default_rng(7).integers(0, 256, 61).tolist()
-    with torch.inference_mode():
-        whole = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        )[0].tolist()  # fmt: skip
-        expected = model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
-    runner = NativeRunner.from_dir(tmp_path, weights="f32")
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    sequence = driver.open(prompt)
-    logits = driver.prefill(sequence, 23)
-    assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
-    driver.decode([sequence], [logits[-1]], NEW_TOKENS)
-    assert sequence.token_ids == whole
-    runner.close()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_native_equals(model.eval(), tmp_path)

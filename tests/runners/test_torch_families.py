@@ -14,6 +14,8 @@ from kvboost_edge.runners.torch_runner import TorchRunner
 from paged_driver import PagedDriver
 from tiny_models import FAMILIES, build_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 BLOCK = 16
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the block borders
@@ -54,15 +56,6 @@ def assert_close(actual: LOGITS, expected: LOGITS) -> None:
     assert actual.shape == expected.shape
     distance = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
     assert distance <= 1e-4, f"relative L2 distance {distance:.3g}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only slow down work this small, most of all when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,10 @@ from kvboost_edge.runners.torch_runner import TorchRunner
 from paged_driver import PagedDriver
 from tiny_models import build_tiny_model, save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 FALCON_H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
 TOKENS = np.random.default_rng(5).integers(0, 256, 70)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def drive(runner: TorchRunner, backend: str = "torch") -> PagedDriver:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 from kvboost_edge.runners.native.runner import NativeRunner
+from native_oracle import assert_native_equals
 from paged_driver import PagedDriver
 from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 NOT_KNOWN = ("stablelm", "starcoder2", "gpt_neox")
 KNOWN = [name for name in FAMILIES if name not in NOT_KNOWN]
@@ -35,34 +35,9 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only slow down work this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _check(name: str, overrides: dict[str, object], directory: Path) -> None:
     save_tiny_model(name, directory, **overrides)
-    model = build_tiny_model(name, **overrides)
-    model.set_attn_implementation("eager")
-    prompt = np.random.default_rng(7).integers(0, 256, 61).tolist()
-    with torch.inference_mode():
-        whole = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        )[0].tolist()  # fmt: skip
-        expected = model(torch.tensor([whole]), use_cache=False).logits[0].numpy()
-    runner = NativeRunner.from_dir(directory, weights="f32")
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
-    sequence = driver.open(prompt)
-    logits = driver.prefill(sequence, 23)
-    assert np.linalg.norm(logits - expected[: len(prompt)]) <= 1e-4 * np.linalg.norm(expected[: len(prompt)])
-    driver.decode([sequence], [logits[-1]], NEW_TOKENS)
-    assert sequence.token_ids == whole
-    runner.close()
+    assert_native_equals(build_tiny_model(name, **overrides), directory)
 
 
 @pytest.mark.parametrize("name", KNOWN)
