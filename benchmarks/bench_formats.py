@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +21,16 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+sys.path.append(str(Path(__file__).parents[1] / "training"))  # the questions are those of the demo model
+
 import demo_corpus as corpus
 import harness
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.kernels.quant_weights import KINDS, pack_rows
-from kvboost_edge.kernels.reference_quant import round_to_nearest, unpack_rows
+from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.reference.weights import round_to_nearest, unpack_rows
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.weight_report import weight_error
-from kvboost_edge.models.weight_source import SafetensorsSource
+from kvboost_edge.models.weights.report import weight_error
+from kvboost_edge.models.weights.source import SafetensorsSource
 
 FORMATS = ("f32", "bf16", "int8", "int4", "int4-asym")
 KL_QUESTIONS = 16

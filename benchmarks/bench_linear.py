@@ -27,11 +27,11 @@ from harness import alternate, parser, report
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.kernels import linear_table as lt
-from kvboost_edge.kernels.amx_choice import amx_choice
-from kvboost_edge.kernels.linear_program import run_program
+from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.kernels.linear.amx_choice import amx_choice
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
-from kvboost_edge.models.file_memo import cache_directory
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.native.runner import NativeRunner
 from plain_read import plain_read, token_weights

@@ -10,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvboost_edge.config import EngineConfig, GenerationMode
-    from kvboost_edge.engine.batch import (
+    from kvboost_edge.compat.hf_batches import (
         batched_decode,
         broadcast_kv,
         find_common_chunk_prefix,
         group_by_prefix,
         pad_and_mask,
     )
+    from kvboost_edge.compat.page_cache import KVCache
+    from kvboost_edge.config import EngineConfig, GenerationMode
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.handle import RequestHandle, TokenEvent
     from kvboost_edge.engine.request import SamplingParams
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
         ModelFormatError,
         RequestError,
     )
-    from kvboost_edge.kvcache.llmds import KVCache
-    from kvboost_edge.models.architectures import (
+    from kvboost_edge.models.config.architectures import (
         SUPPORTED_ARCHITECTURES,
         CompatibilityReport,
         check_model_compatibility,
@@ -49,7 +49,7 @@ _EXPORTS = {
     "CPUPagedEngine": "kvboost_edge.engine.engine",
     "CacheCorruption": "kvboost_edge.errors",
     "CapacityError": "kvboost_edge.errors",
-    "CompatibilityReport": "kvboost_edge.models.architectures",
+    "CompatibilityReport": "kvboost_edge.models.config.architectures",
     "ConfigError": "kvboost_edge.errors",
     "CorrectnessReport": "kvboost_edge.engine.results",
     "EngineConfig": "kvboost_edge.config",
@@ -58,22 +58,22 @@ _EXPORTS = {
     "InferenceEngine": "kvboost_edge.engine.engine:CPUPagedEngine",
     "KVBoost": "kvboost_edge.engine.engine:CPUPagedEngine",
     "KVBoostError": "kvboost_edge.errors",
-    "KVCache": "kvboost_edge.kvcache.llmds",
+    "KVCache": "kvboost_edge.compat.page_cache",
     "ModelFormatError": "kvboost_edge.errors",
     "PromptCheck": "kvboost_edge.engine.results",
     "RequestError": "kvboost_edge.errors",
     "RequestHandle": "kvboost_edge.engine.handle",
-    "SUPPORTED_ARCHITECTURES": "kvboost_edge.models.architectures",
+    "SUPPORTED_ARCHITECTURES": "kvboost_edge.models.config.architectures",
     "SamplingParams": "kvboost_edge.engine.request",
     "TokenEvent": "kvboost_edge.engine.handle",
     "TokenLogprobs": "kvboost_edge.engine.results",
     "WarmResult": "kvboost_edge.engine.results",
-    "batched_decode": "kvboost_edge.engine.batch",
-    "broadcast_kv": "kvboost_edge.engine.batch",
-    "check_model_compatibility": "kvboost_edge.models.architectures",
-    "find_common_chunk_prefix": "kvboost_edge.engine.batch",
-    "group_by_prefix": "kvboost_edge.engine.batch",
-    "pad_and_mask": "kvboost_edge.engine.batch",
+    "batched_decode": "kvboost_edge.compat.hf_batches",
+    "broadcast_kv": "kvboost_edge.compat.hf_batches",
+    "check_model_compatibility": "kvboost_edge.models.config.architectures",
+    "find_common_chunk_prefix": "kvboost_edge.compat.hf_batches",
+    "group_by_prefix": "kvboost_edge.compat.hf_batches",
+    "pad_and_mask": "kvboost_edge.compat.hf_batches",
 }
 
 __all__ = [

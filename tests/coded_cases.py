@@ -9,9 +9,9 @@ import numpy as np
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
-from kvboost_edge.kernels.kv_layout import kv_record
-from kvboost_edge.kernels.paged import KVPool
-from kvboost_edge.kernels.reference_kv import decode_record, quantize_blocks
+from kvboost_edge.kernels.attention.paged import KVPool
+from kvboost_edge.kernels.coded.layout import kv_record
+from kvboost_edge.kernels.reference.coded import decode_record, quantize_blocks
 from paged_cases import Case, attend_densely, num_blocks_for
 
 MAKERS = {"reference": ReferenceBackend, "cpu": CPUBackend}

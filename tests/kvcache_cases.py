@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.llmds import KVCache
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 ROOT, OTHER = b"r" * 32, b"o" * 32

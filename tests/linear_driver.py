@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels import linear_table as lt
-from kvboost_edge.kernels.linear_panel import FINE_BYTES, block_size
-from kvboost_edge.kernels.linear_program import run_program
-from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED, PackedRows
+from kvboost_edge.kernels.linear.panel import FINE_BYTES, block_size
+from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
 __all__ = ["PLAIN", "Extra", "Program", "block_sizes", "matrix_fields", "run_linear"]

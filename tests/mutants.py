@@ -50,37 +50,41 @@ FAULTS = (
     # The kernels.
     fault(
         "causal mask shows one token too many",
-        "kernels/attention.py",
+        "kernels/attention/attend.py",
         "// shape.heads_per_group + 1 - start",
         "// shape.heads_per_group + 2 - start",
         *KERNELS,
     ),
     fault(
         "window off by one",
-        "kernels/attention.py",
+        "kernels/attention/attend.py",
         "low = end - shape.window if",
         "low = end - shape.window + 1 if",
         *KERNELS,
     ),
-    fault("softcap dropped", "kernels/attention.py", "if shape.softcap > 0:", "if shape.softcap > 1e9:", *KERNELS),
-    fault("attention sinks dropped", "kernels/attention.py", "if job.sinks != 0:", "if job.sinks == -1:", *KERNELS),
+    fault(
+        "softcap dropped", "kernels/attention/attend.py", "if shape.softcap > 0:", "if shape.softcap > 1e9:", *KERNELS
+    ),
+    fault(
+        "attention sinks dropped", "kernels/attention/attend.py", "if job.sinks != 0:", "if job.sinks == -1:", *KERNELS
+    ),
     fault(
         "merging spans forgets the earlier ones' weight",
-        "kernels/attention.py",
+        "kernels/attention/attend.py",
         "dim, keep, add)",
         "dim, np.float32(1.0), add)",
         *KERNELS,
     ),
     fault(
         "bfloat16 cut off instead of rounded",
-        "kernels/storage.py",
+        "kernels/attention/storage.py",
         "rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))",
         "rounded = bits",
         *KERNELS,
     ),
     fault(
         "the last byte of a copied block is forgotten",
-        "kernels/storage.py",
+        "kernels/attention/storage.py",
         "for at in range(pool.shape[1]):",
         "for at in range(pool.shape[1] - 1):",
         *KERNELS,
@@ -249,7 +253,7 @@ FAULTS = (
     ),
     fault(
         "NaN weights are accepted",
-        "models/safetensors_check.py",
+        "models/weights/safetensors_check.py",
         "    if check_finite:",
         "    if False:",
         *MODELS,

@@ -40,19 +40,23 @@ def test_snippet_runs(snippet, tmp_path):
     assert done.stdout.strip(), "a snippet shows something"
 
 
-def test_every_module_has_its_phrase_in_the_tree():
-    room, listed = "", set()
+def test_every_folder_has_its_phrase_in_the_tree():
+    above, listed = [], set()
     for line in TREE.group(1).splitlines()[1:]:
-        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
         assert line.split(name, 1)[1].strip(), f"{name} has no phrase"
-        room = "" if indent == 2 else room
-        if name.endswith("/"):
-            room = name
-        else:
-            listed.add(room + name)
+        above[depth - 1 :] = [name]
+        listed.add("".join(above).rstrip("/"))
     package = ROOT / "kvboost_edge"
-    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
-    assert listed == modules
+    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("*.py")} - {"."}
+    assert listed == folders | {"assets"}
+
+
+def test_named_files_exist():
+    named = set(re.findall(r"`((?:kvboost_edge|tests|benchmarks|training|docs)/[\w./-]*)`", README))
+    assert len(named) > 8
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    assert not missing, missing
 
 
 def test_named_make_targets_exist():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.kv_layout import kv_record
+from kvboost_edge.kernels.coded.layout import kv_record
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["DEFAULT_NUM_OPEN", "AttentionParams", "Backend", "BatchLayout", "KVSpec", "LayerKVSpec"]

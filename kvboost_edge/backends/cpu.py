@@ -13,11 +13,12 @@ from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels, QuantPass
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.kernels import kv_write, storage
-from kvboost_edge.kernels.kv_dot import coded_dot_form
-from kvboost_edge.kernels.kv_launch import paged_attention_coded
-from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
-from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.attention import storage
+from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.coded import write as coded_write
+from kvboost_edge.kernels.coded.dot import coded_dot_form
+from kvboost_edge.kernels.coded.launch import paged_attention_coded
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kvcache.block_table import CopyOp
 
@@ -58,7 +59,7 @@ class CPUBackend(NumpyBlocks):
     """
 
     name = "cpu"
-    quant_kernels = QuantKernels(storage.write_kv, storage.copy_blocks, kv_write.quantize_blocks)
+    quant_kernels = QuantKernels(storage.write_kv, storage.copy_blocks, coded_write.quantize_blocks)
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.kernels.paged import KVPool, aligned_empty
-from kvboost_edge.kernels.storage import STORAGE_DTYPES, to_storage
+from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
+from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, to_storage
 
 __all__ = ["NumpyBlocks", "check_layout"]
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.kv_layout import BIT_PAIRS, KVRecord, kv_record
-from kvboost_edge.kernels.paged import KVPool, OwnBlocks, aligned_empty
+from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks, aligned_empty
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS, KVRecord, kv_record
 
 __all__ = ["CodedLayer", "Places", "QuantBlocks", "QuantKernels", "QuantPass"]
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams, BatchLayout
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
-from kvboost_edge.kernels import reference, reference_kv
-from kvboost_edge.kernels.paged import AttentionOptions, PagedBatch
+from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
+from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.kernels.reference import coded as reference_coded
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["ReferenceBackend"]
@@ -24,7 +25,7 @@ class ReferenceBackend(NumpyBlocks):
     own rounding steps where it is; one query row at a time."""
 
     name = "reference"
-    quant_kernels = QuantKernels(reference.write_kv, reference.copy_blocks, reference_kv.quantize_blocks)
+    quant_kernels = QuantKernels(reference.write_kv, reference.copy_blocks, reference_coded.quantize_blocks)
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
         """Check the layout; ConfigError says what is wrong."""
@@ -55,5 +56,7 @@ class ReferenceBackend(NumpyBlocks):
         options = AttentionOptions(*params)
         if isinstance(batch, QuantPass):
             coded = self._coded.layer(layer, batch)
-            return reference_kv.paged_attention_coded(queries, coded.records, coded.record, paged, coded.own, options)
+            return reference_coded.paged_attention_coded(
+                queries, coded.records, coded.record, paged, coded.own, options
+            )
         return reference.paged_attention(queries, self._pools[layer], paged, options)

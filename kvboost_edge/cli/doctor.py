@@ -73,19 +73,19 @@ def _processor() -> dict[str, Any]:
 
 def _kernel_path() -> str:
     """The form of the linear kernels that runs; NUMBA_CPU_FEATURES may mask instructions."""
-    from kvboost_edge.kernels.amx_choice import linear_path
+    from kvboost_edge.kernels.linear.amx_choice import linear_path
 
     return linear_path()
 
 
 def _attention_path() -> str:
-    from kvboost_edge.kernels.kv_dot import coded_dot_form
+    from kvboost_edge.kernels.coded.dot import coded_dot_form
 
     return f"{coded_dot_form()} on quantized blocks, float on others"
 
 
 def _amx() -> str:
-    from kvboost_edge.kernels.amx_choice import amx_choice
+    from kvboost_edge.kernels.linear.amx_choice import amx_choice
 
     choice = amx_choice()
     return f"{'used' if choice.used else 'not used'}: {choice.reason}"

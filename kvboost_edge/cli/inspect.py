@@ -16,11 +16,11 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.engine.selection import select_path
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.models.architectures import check_model_compatibility, pinned_context
-from kvboost_edge.models.config_file import context_length, size_of, stored_dtype, text_config
-from kvboost_edge.models.families import describe_model
+from kvboost_edge.models.config.architectures import check_model_compatibility, pinned_context
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
 from kvboost_edge.models.fingerprint import model_fingerprint
-from kvboost_edge.runners.native.choice import native_kv_spec
+from kvboost_edge.runners.choice import native_kv_spec
 
 __all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
 

@@ -21,14 +21,14 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.models.architectures import check_model_compatibility
-from kvboost_edge.models.config_file import generation_defaults, stored_dtype
+from kvboost_edge.models.config.architectures import check_model_compatibility
+from kvboost_edge.models.config.file import generation_defaults, stored_dtype
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.packed_file import Progress
-from kvboost_edge.models.safetensors_check import WeightSummary
+from kvboost_edge.models.packed.file import Progress
+from kvboost_edge.models.weights.safetensors_check import WeightSummary
 from kvboost_edge.runners.base import Runner
-from kvboost_edge.runners.native.choice import RunnerChoice
+from kvboost_edge.runners.choice import RunnerChoice
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["EngineParts", "build_from_model", "build_from_path"]
@@ -95,7 +95,7 @@ def _load_runner(files: ModelFiles, config: EngineConfig, selected: Selection, p
             progress=progress,
         )
     _require_torch(choice.reason, config=files.config)
-    from kvboost_edge.runners.torch_runner import TorchRunner
+    from kvboost_edge.runners.torch.runner import TorchRunner
 
     return TorchRunner.from_dir(
         files.path,
@@ -117,7 +117,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     _require_torch("a loaded transformers model was given")
     import torch
 
-    from kvboost_edge.runners.torch_runner import TorchRunner
+    from kvboost_edge.runners.torch.runner import TorchRunner
 
     if config.runner == "native" or config.weights != "auto" or config.kv_bits != (16, 16):
         raise ConfigError(

@@ -24,7 +24,7 @@ from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.scheduler import Chunk, Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.errors import CacheCorruption, KVBoostError
-from kvboost_edge.models.file_memo import cache_directory
+from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.runners.base import ForwardBatch, Runner
 
 if TYPE_CHECKING:

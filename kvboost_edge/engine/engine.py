@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.compat.hf_batches import group_by_prefix
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
-from kvboost_edge.engine.batch import group_by_prefix
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvboost_edge.models.config_file import GenerationDefaults, read_config, read_generation_config
-from kvboost_edge.models.families import describe_model
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import GenerationDefaults, read_config, read_generation_config
 from kvboost_edge.models.fingerprint import model_fingerprint
-from kvboost_edge.models.gguf_file import read_gguf
-from kvboost_edge.models.quantize import STORED, is_quantized, pack_plan, plan_bytes
-from kvboost_edge.models.safetensors_check import WeightSummary, check_weights
-from kvboost_edge.models.weight_source import open_source
+from kvboost_edge.models.gguf.file import read_gguf
+from kvboost_edge.models.packed.plan import STORED, is_quantized, pack_plan, plan_bytes
+from kvboost_edge.models.weights.safetensors_check import WeightSummary, check_weights
+from kvboost_edge.models.weights.source import open_source
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import planned_pool_bytes
 from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.host.memory import available_bytes
-from kvboost_edge.models.families import describe_model
-from kvboost_edge.runners.native.choice import Checkpoint, RunnerChoice, choose_runner, choose_weights, native_kv_spec
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.runners.choice import Checkpoint, RunnerChoice, choose_runner, choose_weights, native_kv_spec
 
 __all__ = ["Selection", "select_path"]
 

@@ -18,10 +18,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @cache
 def _source_digest() -> str:
-    """Digest of every source file of this package: code inlined from one file into another must not outlive an edit."""
+    """Digest of every source file under this folder: code inlined from one into another must not outlive an edit."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    room = Path(__file__).parent
+    for path in sorted(room.rglob("*.py")):
+        digest.update(path.relative_to(room).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.models.file_memo import FileStamp, recall, remember
-from kvboost_edge.models.safetensors_check import weight_files
+from kvboost_edge.host.file_memo import FileStamp, recall, remember
+from kvboost_edge.models.weights.safetensors_check import weight_files
 
 __all__ = ["checkpoint_stamps", "fingerprint_of_module", "model_fingerprint"]
 

@@ -8,18 +8,18 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server import health
-from kvboost_edge.server.admission import Admission
-from kvboost_edge.server.auth import KeyRing
+from kvboost_edge.server.api.routes import health
+from kvboost_edge.server.api.routes.generation import router as api_router
 from kvboost_edge.server.errors import install_error_handlers
-from kvboost_edge.server.hosts import HostList
+from kvboost_edge.server.http.hosts import HostList
+from kvboost_edge.server.http.keys import KeyRing
+from kvboost_edge.server.http.middleware import Envelope, Gate
+from kvboost_edge.server.http.page import STATIC_FILES
+from kvboost_edge.server.http.page import router as page_router
 from kvboost_edge.server.metrics import Metrics
-from kvboost_edge.server.middleware import Envelope, Gate
-from kvboost_edge.server.page import STATIC_FILES
-from kvboost_edge.server.page import router as page_router
-from kvboost_edge.server.routes import router as api_router
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.admission import Admission
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine

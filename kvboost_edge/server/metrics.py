@@ -20,7 +20,7 @@ from kvboost_edge.server.speeds import Speeds
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.results import GenerationResult
-    from kvboost_edge.server.admission import Admission
+    from kvboost_edge.server.work.admission import Admission
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 

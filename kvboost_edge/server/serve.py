@@ -23,8 +23,8 @@ import uvicorn
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.app import create_app
+from kvboost_edge.server.http.protocol import make_protocol
 from kvboost_edge.server.logs import log_facts
-from kvboost_edge.server.protocol import make_protocol
 from kvboost_edge.server.settings import ServerSettings
 
 if TYPE_CHECKING:

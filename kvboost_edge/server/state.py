@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.server.admission import Admission
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
+    from kvboost_edge.server.work.admission import Admission
 
 __all__ = ["ServerState", "state_of"]
 

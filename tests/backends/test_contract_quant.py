@@ -22,7 +22,7 @@ from coded_cases import (
 )
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
-from kvboost_edge.kernels.kv_layout import BIT_PAIRS
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 from kvboost_edge.kvcache.block_table import CopyOp
 from paged_cases import Case, make_case, random_rows
 

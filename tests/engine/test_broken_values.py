@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.runners.hf_attention import PagedPass
+from kvboost_edge.runners.torch.attention import PagedPass
 from tiny_models import build_tiny_model, save_tiny_model
 
 BAD = 200  # the token whose embedding is broken

@@ -13,9 +13,9 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine import build
 from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.errors import BackendUnavailable, CapacityError
-from kvboost_edge.models.families import describe_model
-from kvboost_edge.models.packed_file import load_packed
-from kvboost_edge.models.quantize import pack_plan
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.plan import pack_plan
 from tiny_checkpoints import save_tiny_checkpoint
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

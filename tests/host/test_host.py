@@ -88,8 +88,8 @@ def test_peak_grows_with_what_was_touched_and_is_this_process_own() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, kvboost_edge.models.safetensors_check, "
-        "kvboost_edge.models.fingerprint, kvboost_edge.models.locate, kvboost_edge.models.architectures, "
+        "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, kvboost_edge.models.weights.safetensors_check, "
+        "kvboost_edge.models.fingerprint, kvboost_edge.models.locate, kvboost_edge.models.config.architectures, "
         "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings\n"
         "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in sys.modules])"
     )

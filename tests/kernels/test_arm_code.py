@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from llvmlite import binding, ir
 
-from kvboost_edge.kernels.kv_dot import emit_dot
-from kvboost_edge.kernels.linear_dot import I64, emit_load_bytes
+from kvboost_edge.kernels.coded.dot import emit_dot
+from kvboost_edge.kernels.linear.dot import I64, emit_load_bytes
 
 
 def assembly(form: str, cpu: str) -> str:

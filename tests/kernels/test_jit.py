@@ -17,8 +17,8 @@ from kvboost_edge.kernels import jit
 
 def dispatchers() -> dict[str, Dispatcher]:
     modules = [
-        importlib.import_module(f"kvboost_edge.kernels.{info.name}")
-        for info in pkgutil.iter_modules(kvboost_edge.kernels.__path__)
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(kvboost_edge.kernels.__path__, "kvboost_edge.kernels.")
     ]
     return {
         f"{module.__name__}.{name}": value
@@ -38,7 +38,7 @@ def test_every_kernel_runs_without_the_gil_and_without_fast_math(name: str) -> N
 
 
 def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    (attend,) = [value for name, value in dispatchers().items() if name.endswith(".attend")]
+    attend = dispatchers()["kvboost_edge.kernels.attention.attend.attend"]
     signature = attend.signatures[0] if attend.signatures else ()
     codegen = attend.targetctx.codegen()
     before = attend._cache._index_key(signature, codegen)
@@ -96,7 +96,7 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(
 
 
 def test_kernels_are_cached_that_way() -> None:
-    (attend,) = [value for name, value in dispatchers().items() if name.endswith(".attend")]
+    attend = dispatchers()["kvboost_edge.kernels.attention.attend.attend"]
     assert isinstance(attend._cache._cache_file, jit._NamedDataFile)
 
 

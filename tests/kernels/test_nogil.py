@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvboost_edge.kernels import storage
-from kvboost_edge.kernels.launch import AttentionWorkspace, paged_attention
-from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from kvboost_edge.kernels.attention import storage
+from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 from paged_cases import make_case
 from ticks import times_of_ticks
 

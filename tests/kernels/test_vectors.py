@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvboost_edge.kernels.attention.tiles import TILE, softmax_rows, stage_rows
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.tiles import TILE, softmax_rows, stage_rows
 from kvboost_edge.kernels.vectors import (
     KIND_BF16,
     KIND_F16,

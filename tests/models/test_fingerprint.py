@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall, remember
 from kvboost_edge.models import fingerprint
-from kvboost_edge.models.file_memo import FileStamp, cache_directory, recall, remember
 from kvboost_edge.models.fingerprint import fingerprint_of_module, model_fingerprint
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels import linear_table as lt
-from kvboost_edge.kernels.linear_panel import FINE_BYTES
-from kvboost_edge.kernels.linear_tiles import GROUP
-from kvboost_edge.kernels.paged import aligned_empty
-from kvboost_edge.kernels.rope import RopeTable
-from kvboost_edge.models.families import ModelSpec
+from kvboost_edge.kernels.attention.paged import aligned_empty
+from kvboost_edge.kernels.linear.panel import FINE_BYTES
+from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.rope import RopeTable
+from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.runners.native.program import Sizes
 
 __all__ = ["Buffers"]

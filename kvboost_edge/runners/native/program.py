@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels import linear_table as lt
-from kvboost_edge.kernels.linear_tiles import GROUP
-from kvboost_edge.kernels.norms import ACT_GELU_TANH, ACT_SILU
-from kvboost_edge.kernels.quant_weights import KINDS, QUANTIZED
+from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import ACT_GELU_TANH, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.families import ModelSpec
-from kvboost_edge.models.packed_file import PackedWeights
-from kvboost_edge.models.quantize import PackEntry
+from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.packed.file import PackedWeights
+from kvboost_edge.models.packed.plan import PackEntry
 
 __all__ = ["LayerProgram", "Sizes", "build_program"]
 

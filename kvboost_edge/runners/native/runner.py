@@ -16,19 +16,19 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels import linear_table as lt
-from kvboost_edge.kernels.amx_choice import amx_choice, linear_path
-from kvboost_edge.kernels.linear_program import run_program
+from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
-from kvboost_edge.models.architectures import pin_notice
-from kvboost_edge.models.config_file import read_config
-from kvboost_edge.models.families import ModelSpec, describe_model
-from kvboost_edge.models.packed_file import PackedWeights, load_packed
-from kvboost_edge.models.quantize import PackEntry, check_tensors, pack_plan, plan_label
-from kvboost_edge.models.weight_source import open_source
+from kvboost_edge.models.config.architectures import pin_notice
+from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
+from kvboost_edge.models.weights.source import open_source
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
+from kvboost_edge.runners.choice import native_kv_spec
 from kvboost_edge.runners.native.buffers import Buffers
-from kvboost_edge.runners.native.choice import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import WholePass
 

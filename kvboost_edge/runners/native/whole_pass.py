@@ -14,11 +14,11 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.backends.cpu import CPUBackend, PreparedBatch
 from kvboost_edge.backends.quant_blocks import QuantBlocks
-from kvboost_edge.kernels import linear_attend as la
-from kvboost_edge.kernels.call import AttentionCall
-from kvboost_edge.kernels.kv_attention import coded_scratch_floats
-from kvboost_edge.kernels.launch import make_call
-from kvboost_edge.kernels.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from kvboost_edge.kernels.attention.call import AttentionCall
+from kvboost_edge.kernels.attention.launch import make_call
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from kvboost_edge.kernels.coded.attend import coded_scratch_floats
+from kvboost_edge.kernels.program import attend as la
 
 __all__ = ["WholePass"]
 

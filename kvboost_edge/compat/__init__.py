@@ -1,0 +1,1 @@
+"""Interfaces of other systems, over this one's parts."""

@@ -1,0 +1,1 @@
+"""Paged attention over KV as it is stored in floats."""

@@ -1,0 +1,173 @@
+"""`paged_attention`: checks, buffers and threads around the attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.attend import attend
+from kvboost_edge.kernels.attention.call import (
+    NUM_COUNTERS,
+    UNITS_DONE,
+    AttentionCall,
+    Shape,
+    scratch_floats,
+    state_floats,
+)
+from kvboost_edge.kernels.attention.paged import (
+    AttentionOptions,
+    Floats,
+    KVPool,
+    PagedBatch,
+    WorkPlan,
+    aligned_empty,
+    plan_work,
+    storage_kind,
+)
+from kvboost_edge.kernels.attention.tiles import ROWS
+from kvboost_edge.kernels.team import KernelTeam
+from kvboost_edge.kernels.vectors import LANES
+
+__all__ = ["AttentionWorkspace", "check_shapes", "is_small", "make_call", "paged_attention"]
+
+_NO_SINKS = np.empty(0, dtype=np.float32)
+# Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us and more each) the call is nearly over before a helper
+# is awake. Measured alone and with one helper: 67 and 67 us at 128 steps, 116 and 89 us at 256, 224 and 146 at 512.
+_STEPS_TO_SHARE = 200
+
+
+class AttentionWorkspace:
+    """Threads and buffers that calls share; buffers grow to the largest call and stay."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.team = KernelTeam(num_threads)
+        self._scratch: Floats = aligned_empty((0,), np.float32)
+        self._parts: Floats = aligned_empty((0,), np.float32)
+
+    @property
+    def num_threads(self) -> int:
+        return self.team.num_threads
+
+    def scratch(self, num_floats: int) -> Floats:
+        """float32 [num_threads, num_floats], contents undefined."""
+        if self._scratch.size < self.num_threads * num_floats:
+            self._scratch = aligned_empty((self.num_threads * num_floats,), np.float32)
+        return self._scratch[: self.num_threads * num_floats].reshape(self.num_threads, num_floats)
+
+    def parts(self, num_parts: int, num_floats: int) -> Floats:
+        """float32 [num_parts, num_floats], contents undefined."""
+        if self._parts.size < num_parts * num_floats:
+            self._parts = aligned_empty((num_parts * num_floats,), np.float32)
+        return self._parts[: num_parts * num_floats].reshape(num_parts, num_floats)
+
+    def close(self) -> None:
+        self.team.close()
+
+
+def paged_attention(
+    queries: Floats,
+    pool: KVPool,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    workspace: AttentionWorkspace | None = None,
+    plan: WorkPlan | None = None,
+) -> tuple[Floats, Floats]:
+    """Causal attention of a flat batch over its sequences' blocks.
+
+    queries    float32 [num_tokens, num_q_heads, head_dim]
+    workspace  None: one thread and buffers of its own
+    plan       the batch's `plan_work` for these head counts and this window, if it is known already
+
+    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
+    """
+    space = workspace or AttentionWorkspace(1)
+    group = check_shapes(queries, pool, options)
+    if plan is None:
+        plan = plan_work(batch, group, pool.keys.shape[1], options.window, space.num_threads)
+    call = make_call(queries, pool, batch, options, space, plan)
+    if is_small(call, plan):
+        attend(call)
+    else:
+        space.team.run(attend, call, call.counters, UNITS_DONE, len(plan.items) * call.shape.num_kv_heads)
+    return call.out, call.lse
+
+
+def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> int:
+    """Query heads per kv head; ConfigError unless queries, sinks and the pool fit each other."""
+    num_kv_heads, head_dim = pool.keys.shape[1:3]
+    _, num_q_heads, query_dim = queries.shape
+    if query_dim != head_dim or num_q_heads % num_kv_heads:
+        raise ConfigError(
+            f"queries {queries.shape} do not fit {num_kv_heads} kv heads of {head_dim}: the dims must be equal and the "
+            "query heads a multiple of the kv heads"
+        )
+    if options.sinks is not None and options.sinks.shape != (num_q_heads,):
+        raise ConfigError(f"sinks of shape {options.sinks.shape} must have one number for each of {num_q_heads} heads")
+    return int(num_q_heads // num_kv_heads)
+
+
+def make_call(
+    queries: Floats,
+    pool: KVPool,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    space: AttentionWorkspace,
+    plan: WorkPlan,
+    more_scratch: Callable[[int, int], int] | None = None,
+) -> AttentionCall:
+    """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a thread needs beside
+    those of attention.py."""
+    num_kv_heads, head_dim, block_size = pool.keys.shape[1:]
+    num_tokens, num_q_heads, _ = queries.shape
+    group = num_q_heads // num_kv_heads
+    padded_dim, padded_rows = _round_up(head_dim, LANES), _round_up(plan.tile_rows * group, ROWS)
+    extra = 0 if more_scratch is None else _round_up(more_scratch(padded_rows, padded_dim), LANES)
+    shape = Shape(
+        num_kv_heads=num_kv_heads,
+        heads_per_group=group,
+        head_dim=head_dim,
+        padded_dim=padded_dim,
+        padded_rows=padded_rows,
+        state_floats=state_floats(padded_rows, padded_dim),
+        scratch_floats=scratch_floats(padded_rows, head_dim, padded_dim) + extra,
+        block_size=block_size,
+        kind=storage_kind(pool),
+        window=options.window,
+        softcap=float(options.softcap),
+        softmax_scale=float(options.softmax_scale),
+    )
+    return AttentionCall(
+        queries=_plain(queries, np.float32),
+        out=np.empty((num_tokens, num_q_heads, head_dim), dtype=np.float32),
+        lse=np.empty((num_tokens, num_q_heads), dtype=np.float32),
+        keys=pool.keys.ctypes.data,
+        values=pool.values.ctypes.data,
+        sinks=_NO_SINKS if options.sinks is None else _plain(options.sinks, np.float32),
+        parts=space.parts(plan.num_parts * num_kv_heads, shape.state_floats),
+        scratch=space.scratch(shape.scratch_floats),
+        counters=np.zeros(NUM_COUNTERS + plan.num_groups * num_kv_heads, dtype=np.int64),
+        cu_seqlens_q=_plain(batch.cu_seqlens_q, np.int32),
+        seq_lens=_plain(batch.seq_lens, np.int32),
+        block_tables=_plain(batch.block_tables, np.int32),
+        items=plan.items,
+        shape=shape,
+    )
+
+
+def is_small(call: AttentionCall, plan: WorkPlan) -> bool:
+    """Whether the call is over before a helper is awake."""
+    return plan.num_steps * call.shape.num_kv_heads * call.shape.head_dim < _STEPS_TO_SHARE * 64
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _plain(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """C-contiguous, writable and of the dtype: the same array where it is that already."""
+    plain = np.ascontiguousarray(array, dtype=dtype)
+    return plain if plain.flags.writeable else plain.copy()

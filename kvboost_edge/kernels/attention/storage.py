@@ -1,0 +1,133 @@
+"""Storage dtypes, and the kernels that move keys and values: write by slot, copy of blocks, merge of partial results.
+
+bfloat16 has no NumPy dtype: its arrays are uint16 bit patterns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.paged import Floats, KVPool, storage_kind
+from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.vectors import KIND_F32, exp_f32, store_scalar
+
+__all__ = ["STORAGE_DTYPES", "copy_blocks", "from_storage", "merge_state", "to_storage", "write_kv"]
+
+STORAGE_DTYPES: dict[str, npt.DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""NumPy dtype that stores each KV dtype."""
+
+
+def to_storage(values: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """float32 -> float32, float16 or uint16 (bfloat16 bits), nearest, ties to even; NaN stays NaN."""
+    if np.dtype(dtype) != np.uint16:
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
+    rounded = np.where(np.isnan(values), bits | np.uint32(0x400000), rounded)
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def from_storage(stored: npt.NDArray[Any]) -> Floats:
+    """float32, float16 or uint16 (bfloat16 bits) -> float32, exact."""
+    if stored.dtype != np.uint16:
+        return stored.astype(np.float32)
+    return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@kernel
+def _store(
+    keys: Floats,
+    values: Floats,
+    key_pool: int,
+    value_pool: int,
+    slots: npt.NDArray[np.int64],
+    block_size: int,
+    kind: int,
+) -> None:
+    """key_pool, value_pool: addresses."""
+    num_heads, head_dim = keys.shape[1], keys.shape[2]
+    size = 4 if kind == KIND_F32 else 2
+    for token in range(slots.size):
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        for head in range(num_heads):
+            start = (block * num_heads + head) * head_dim * block_size
+            key_at = key_pool + (start + offset) * size
+            value_at = value_pool + (start + offset * head_dim) * size
+            for dim in range(head_dim):
+                store_scalar(key_at + dim * block_size * size, keys[token, head, dim], kind)
+                store_scalar(value_at + dim * size, values[token, head, dim], kind)
+
+
+def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]) -> None:
+    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block * block_size + offset).
+
+    ConfigError where the shapes do not fit the pool; slots are trusted.
+    """
+    kind = storage_kind(pool)
+    _, num_heads, head_dim, block_size = pool.keys.shape
+    expected = (slot_mapping.size, num_heads, head_dim)
+    if keys.shape != expected or values.shape != expected:
+        raise ConfigError(f"keys {keys.shape} and values {values.shape} must be {expected}, as the pool and the slots")
+    _store(
+        np.ascontiguousarray(keys, dtype=np.float32),
+        np.ascontiguousarray(values, dtype=np.float32),
+        pool.keys.ctypes.data,
+        pool.values.ctypes.data,
+        np.ascontiguousarray(slot_mapping, dtype=np.int64),
+        block_size,
+        kind,
+    )
+
+
+@kernel
+def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
+    """pool: uint8 [num_blocks, bytes]; ops: int64 [num_ops, 2]."""
+    for op in range(ops.shape[0]):
+        src, dst = ops[op, 0], ops[op, 1]
+        for at in range(pool.shape[1]):
+            pool[dst, at] = pool[src, at]
+
+
+def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
+    """Copy whole blocks, (src, dst) pairs in order. Block ids are trusted."""
+    pairs = np.array(list(ops), dtype=np.int64).reshape(-1, 2)
+    if pairs.size:
+        for array in pool:
+            _copy(array.reshape(array.shape[0], -1).view(np.uint8), pairs)
+
+
+@kernel
+def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse: Floats) -> None:
+    nothing = np.float32(-np.inf)
+    for row in range(s_a.size):
+        top = max(s_a[row], s_b[row])
+        base = np.float32(0.0) if top == nothing else top
+        weight_a, weight_b = exp_f32(s_a[row] - base), exp_f32(s_b[row] - base)
+        total = weight_a + weight_b
+        lse[row] = base + np.float32(math.log(total))
+        if weight_a > 0 and weight_b > 0:
+            for dim in range(out.shape[1]):
+                out[row, dim] = (v_a[row, dim] * weight_a + v_b[row, dim] * weight_b) / total
+        else:
+            for dim in range(out.shape[1]):
+                out[row, dim] = v_a[row, dim] if weight_a > 0 else (v_b[row, dim] if weight_b > 0 else np.float32(0.0))
+
+
+def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
+    """Attention over the union of two disjoint sets of keys from the results over each: v [..., dim], s = lse [...].
+
+    An lse of -inf stands for an empty set, whose v is not looked at; two empty sets give 0 and -inf. float32.
+    """
+    out, lse = np.empty(v_a.shape, dtype=np.float32), np.empty(s_a.shape, dtype=np.float32)
+    rows = (-1, v_a.shape[-1])
+    a, b = (np.ascontiguousarray(v, dtype=np.float32).reshape(rows) for v in (v_a, v_b))
+    lse_a, lse_b = (np.ascontiguousarray(s, dtype=np.float32).reshape(-1) for s in (s_a, s_b))
+    _merge(a, lse_a, b, lse_b, out.reshape(rows), lse.reshape(-1))
+    return out, lse

@@ -1,0 +1,94 @@
+"""The integer dot product of attention on quantized blocks: 16 sums of 4 products of an unsigned and a signed byte.
+
+Both operands use their full range (codes up to 255, bytes from -128 to 127), so pairs of products do not fit 16 bits:
+beside the VNNI forms and ARM's dot product there is only that of plain widening multiply-adds, for AVX2 too. All give
+equal integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kvboost_edge.kernels.linear.dot import V16I, dot_form, emit_byte_halves, emit_pair_sums
+from kvboost_edge.kernels.vectors import LANES
+
+__all__ = ["coded_dot_form", "emit_dot"]
+
+_I8, _I32 = ir.IntType(8), ir.IntType(32)
+_V64B = ir.VectorType(_I8, 64)
+_V4I, _V16B = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
+_V8I, _V32B = ir.VectorType(_I32, 8), ir.VectorType(_I8, 32)
+_V32I = ir.VectorType(_I32, 32)
+
+Value = Any
+Builder = Any
+
+
+def coded_dot_form() -> str:
+    """ "vnni512", "vnni256", "neon" or "plain": the form that kernels of this process use."""
+    form = dot_form()
+    return form if form in ("vnni512", "vnni256", "neon") else "plain"
+
+
+def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value) -> Value:
+    """sums[lane] + the products of the lane's 4 unsigned and 4 signed bytes; all three are <16 x i32>."""
+    if form == "vnni512":
+        kind = ir.FunctionType(V16I, [V16I, _V64B, _V64B])
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        return b.call(function, [sums, b.bitcast(unsigned, _V64B), b.bitcast(signed, _V64B)])
+    if form == "vnni256":
+        return _dot_halves(b, sums, unsigned, signed)
+    if form == "neon":
+        return _dot_quarters(b, sums, unsigned, signed)
+    return _dot_plain(b, sums, unsigned, signed)
+
+
+def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
+    kind = ir.FunctionType(_V8I, [_V8I, _V32B, _V32B])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.256")
+    undefined = ir.Constant(V16I, ir.Undefined)
+    halves = []
+    for first in (0, 8):
+        order = ir.Constant(_V8I, list(range(first, first + 8)))
+        parts = [b.shuffle_vector(x, undefined, order) for x in (sums, unsigned, signed)]
+        halves.append(b.call(function, [parts[0], b.bitcast(parts[1], _V32B), b.bitcast(parts[2], _V32B)]))
+    return b.shuffle_vector(halves[0], halves[1], ir.Constant(V16I, list(range(LANES))))
+
+
+def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
+    """Both operands of sdot are signed: 128 is taken off the codes, and twice 64 of every signed byte put back."""
+    kind = ir.FunctionType(_V4I, [_V4I, _V16B, _V16B])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8")
+    centred = b.bitcast(b.xor(b.bitcast(unsigned, _V64B), ir.Constant(_V64B, [-128] * 64)), V16I)
+    undefined, half = ir.Constant(V16I, ir.Undefined), ir.Constant(_V16B, [64] * 16)
+    quarters = []
+    for first in range(0, LANES, 4):
+        order = ir.Constant(_V4I, list(range(first, first + 4)))
+        state, codes, signs = (b.shuffle_vector(x, undefined, order) for x in (sums, centred, signed))
+        signs = b.bitcast(signs, _V16B)
+        for factor in (b.bitcast(codes, _V16B), half, half):
+            state = b.call(function, [state, factor, signs])
+        quarters.append(state)
+    eight = ir.Constant(_V8I, list(range(8)))
+    low, high = (b.shuffle_vector(quarters[i], quarters[i + 1], eight) for i in (0, 2))
+    return b.shuffle_vector(low, high, ir.Constant(V16I, list(range(LANES))))
+
+
+def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
+    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers: widening multiply-adds of pairs."""
+    halves = zip(emit_byte_halves(b, unsigned, signed=False), emit_byte_halves(b, signed, signed=True), strict=True)
+    if b.module.triple.startswith(("aarch64", "arm64")):
+        # A product fits 16 bits, 255 * -128 = -32,640, and ARM adds neighbours into 32: 45 instructions instead of 78.
+        for x, y in halves:
+            sums = b.add(sums, emit_pair_sums(b, b.mul(x, y)))
+        return sums
+    undefined = ir.Constant(_V32I, ir.Undefined)
+    for x, y in halves:
+        products = b.mul(b.sext(x, _V32I), b.sext(y, _V32I))
+        even = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(0, 32, 2))))
+        odd = b.shuffle_vector(products, undefined, ir.Constant(V16I, list(range(1, 32, 2))))
+        sums = b.add(sums, b.add(even, odd))
+    return sums

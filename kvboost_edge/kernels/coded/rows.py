@@ -1,0 +1,237 @@
+"""What attention on quantized blocks does beside its tiles: a block's scales and the query rows, ready for integers.
+
+A query meets a block's keys as `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. The products q * step become
+integers of two signed bytes, `256 * high + low`, so two dot products of bytes give their sum with the codes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.attention.tiles import GROUPS, ROWS
+from kvboost_edge.kernels.coded.layout import STEP_BIAS
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.linear.dot import V16I
+from kvboost_edge.kernels.vectors import (
+    F32,
+    I64,
+    KIND_F16,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_load_as_f32,
+    emit_max,
+    emit_prefetch,
+    emit_reduce_rows,
+    emit_shuffle,
+    emit_splat,
+    emit_store,
+)
+
+__all__ = [
+    "I8",
+    "LINE",
+    "ROUNDER",
+    "TINY",
+    "V16B",
+    "ZERO",
+    "decode_keys",
+    "divide_row",
+    "emit_int",
+    "emit_load_i32",
+    "emit_slots",
+    "emit_store_codes",
+    "float_lanes",
+    "fold_rows",
+    "int_lanes",
+    "plane_offset",
+    "prefetch_lines",
+]
+
+Q_TOP = 32512.0  # 127 * 256: a query's integers fit two signed bytes
+TINY = 1e-30  # keeps a division by the largest of nothing but zeros finite
+ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+LINE = 64
+I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+V16B = ir.VectorType(I8, LANES)
+ZERO = ir.Constant(V16, [0.0] * LANES)
+
+Value = Any
+Builder = Any
+
+
+def emit_int(value: int) -> ir.Constant:
+    """An i64 constant."""
+    return ir.Constant(I64, value)
+
+
+def float_lanes(value: float) -> ir.Constant:
+    """The same float in 16 lanes."""
+    return ir.Constant(V16, [value] * LANES)
+
+
+def int_lanes(value: int) -> ir.Constant:
+    """The same i32 in 16 lanes."""
+    return ir.Constant(V16I, [value] * LANES)
+
+
+def emit_load_i32(b: Builder, address: Value) -> Value:
+    """Four bytes as an i32."""
+    return b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32)
+
+
+def _load_codes(b: Builder, address: Value) -> Value:
+    return b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=V16B)
+
+
+def emit_store_codes(b: Builder, codes: Value, address: Value) -> None:
+    """Store 16 bytes."""
+    b.store(codes, b.inttoptr(address, ir.PointerType()), align=1)
+
+
+def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
+    """Variables that start with a value."""
+    slots = [cgutils.alloca_once(b, start.type) for _ in range(count)]
+    for slot in slots:
+        b.store(start, slot)
+    return slots
+
+
+def _spread_max(b: Builder, x: Value) -> Value:
+    """The largest lane in every lane."""
+    for step in (8, 4, 2, 1):
+        x = emit_max(b, x, emit_shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
+    return x
+
+
+def _first(b: Builder, x: Value) -> Value:
+    return b.extract_element(x, _I32(0))
+
+
+@intrinsic
+def decode_keys(typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any) -> Any:
+    """A record's key zeros and steps as float32 [dim] each, steps divided by the largest of them, which is returned."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        zeros, steps, dim, out_zeros, out_steps = arguments
+        (top,) = emit_slots(b, ZERO, 1)
+        vectors = b.udiv(dim, emit_int(LANES))
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, emit_int(4 * LANES))
+            zero = emit_load_as_f32(b, KIND_F16, b.add(zeros, b.mul(loop.index, emit_int(2 * LANES))))
+            emit_store(b, zero, b.add(out_zeros, at))
+            codes = b.zext(_load_codes(b, b.add(steps, b.mul(loop.index, emit_int(LANES)))), V16I)
+            bits = b.shl(b.add(codes, int_lanes((127 - STEP_BIAS) << 3)), int_lanes(20))
+            step = b.bitcast(bits, V16)
+            emit_store(b, step, b.add(out_steps, at))
+            b.store(emit_max(b, step, b.load(top)), top)
+        largest = _first(b, _spread_max(b, b.load(top)))
+        inverse = emit_splat(b, b.fdiv(ir.Constant(F32, 1.0), largest))
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.add(out_steps, b.mul(loop.index, emit_int(4 * LANES)))
+            emit_store(b, b.fmul(emit_load(b, V16, at), inverse), at)
+        return largest
+
+    return types.float32(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
+    """out = row * (Q_TOP / largest |row|), float32 [dim]; returns what 1 of `out` is in units of `row`.
+
+    Both are addresses of the first 16 channels; the next 16 lie ROWS * 16 floats further, see `fold_rows`.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        out, row, dim = arguments
+        (top,) = emit_slots(b, float_lanes(TINY), 1)
+        vectors = b.udiv(dim, emit_int(LANES))
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            x = emit_load(b, V16, b.add(row, b.mul(loop.index, emit_int(LINE * ROWS))))
+            size = b.select(b.fcmp_ordered("<", x, ZERO), b.fsub(ZERO, x), x)
+            b.store(emit_max(b, size, b.load(top)), top)
+        largest = _first(b, _spread_max(b, b.load(top)))
+        factor = emit_splat(b, b.fdiv(ir.Constant(F32, Q_TOP), largest))
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, emit_int(LINE * ROWS))
+            emit_store(b, b.fmul(emit_load(b, V16, b.add(row, at)), factor), b.add(out, at))
+        one = b.fdiv(ir.Constant(F32, 1.0), ir.Constant(F32, Q_TOP))
+        return b.fmul(largest, one)
+
+    return types.float32(*[types.int64] * 3), codegen
+
+
+def plane_offset(row: int, group: int, plane: int, quad: int) -> int:
+    """Where 4 channels of a query's integers lie among those of 16 channels; plane 0: high bytes, 1: low bytes."""
+    return (group * ROWS + row) * 2 * LANES + quad // 2 * LANES + plane * 8 + quad % 2 * 4
+
+
+def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
+    """Store the integers of two rows for one group, <16 x i32> each with 128 added, as `plane_offset` has it."""
+    words = ir.VectorType(_I16, 2 * LANES)
+    low_halves = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(0, 4 * LANES, 2)))
+    both = b.shuffle_vector(b.bitcast(numbers[0], words), b.bitcast(numbers[1], words), low_halves)
+    order = [lane + 2 * byte + 1 - plane for lane in range(0, LINE, LANES) for plane in range(2) for byte in range(8)]
+    wide = ir.VectorType(I8, LINE)
+    planes = b.bitcast(both, wide)
+    planes = b.shuffle_vector(planes, planes, ir.Constant(ir.VectorType(_I32, LINE), order))
+    planes = b.xor(planes, ir.Constant(wide, ([0] * 8 + [0x80] * 8) * 4))
+    b.store(planes, b.inttoptr(place, ir.PointerType()), align=4)
+
+
+@intrinsic
+def fold_rows(typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any) -> Any:
+    """Four query rows for the keys of the tile's four groups.
+
+    rows    address of float32 [dim / 16, 4 rows, 16]: the queries;  units: the same divided, see `divide_row`
+    zeros, steps  float32 [4 groups, dim], see `decode_keys`
+    planes  address of int8 [dim / 16, 4 groups, 4 rows, 32], written: high and low bytes of round(unit * step)
+    dots    address of float32 [4 groups, 4 rows], written: query . zeros
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        rows, units, dim, zeros, steps, planes, dots = arguments
+        sums = emit_slots(b, ZERO, ROWS * GROUPS)
+        group_bytes = b.mul(dim, emit_int(4))
+        with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
+            at, place = b.mul(loop.index, emit_int(LINE)), b.mul(loop.index, emit_int(ROWS * LINE))
+            out = b.add(planes, b.mul(loop.index, emit_int(ROWS * GROUPS * 2 * LANES)))
+            queries, integers = (
+                [emit_load(b, V16, b.add(array, b.add(place, emit_int(LINE * row)))) for row in range(ROWS)]
+                for array in (rows, units)
+            )
+            for group in range(GROUPS):
+                here = b.add(at, b.mul(group_bytes, emit_int(group)))
+                zero, step = (emit_load(b, V16, b.add(array, here)) for array in (zeros, steps))
+                for row in range(ROWS):
+                    slot = sums[group * ROWS + row]
+                    b.store(emit_fma(b, queries[row], zero, b.load(slot)), slot)
+                # 128 more, so that the upper byte is the nearest multiple of 256 and the lower one what is left + 128.
+                numbers = [b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I) for unit in integers]
+                for row in range(0, ROWS, 2):
+                    _emit_planes(b, numbers[row : row + 2], b.add(out, emit_int(plane_offset(row, group, 0, 0))))
+        for group in range(GROUPS):
+            parts = [b.load(slot) for slot in sums[group * ROWS : group * ROWS + ROWS]]
+            total = emit_reduce_rows(b, parts, b.fadd)
+            emit_store(b, emit_shuffle(b, total, total, range(0, LANES, ROWS)), b.add(dots, emit_int(4 * ROWS * group)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
+
+
+@intrinsic
+def prefetch_lines(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """Ask for the cache lines of `num_bytes` bytes from an address on."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        address, num_bytes = arguments
+        with cgutils.for_range(b, b.udiv(num_bytes, emit_int(LINE)), intp=I64) as loop:
+            emit_prefetch(b, b.add(address, b.mul(loop.index, emit_int(LINE))))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

@@ -1,0 +1,236 @@
+"""Microkernels of attention on quantized blocks: four query rows against one tile of 64 tokens, in integers.
+
+A tile is four groups of 16 tokens, each inside one record (see kv_layout.py). The tile table, int64 [4, 4] in memory,
+one column a group: address of the group's key codes, bytes from one row of quads to the next, address of its value
+codes, bytes from one row to the next. Query rows come as integers, see kv_rows.py; weights times value scales become
+one unsigned byte, relative to the row's largest in the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.attention.tiles import GROUPS, ROWS, TILE
+from kvboost_edge.kernels.coded.dot import coded_dot_form, emit_dot
+from kvboost_edge.kernels.coded.rows import (
+    I8,
+    LINE,
+    ROUNDER,
+    TINY,
+    V16B,
+    ZERO,
+    emit_int,
+    emit_load_i32,
+    emit_slots,
+    emit_store_codes,
+    float_lanes,
+    int_lanes,
+    plane_offset,
+)
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.linear.dot import V16I, emit_load_bytes, emit_splat_int
+from kvboost_edge.kernels.vectors import (
+    F32,
+    I64,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_reduce_rows,
+    emit_shuffle,
+    emit_splat,
+    emit_store,
+)
+
+__all__ = ["coded_scores", "coded_values", "weigh_rows"]
+
+_QUADS_PER_GROUP = LANES // 4
+
+Value = Any
+Builder = Any
+
+
+def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
+    """The larger of two that are not negative, or NaN: as integers a NaN is the largest."""
+    x, y = b.bitcast(x, V16I), b.bitcast(y, V16I)
+    return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), V16)
+
+
+def _column(b: Builder, table: Value, row: int, group: int) -> Value:
+    return emit_load(b, I64, b.add(table, emit_int(8 * (row * GROUPS + group))))
+
+
+def _quads(b: Builder, bits: int, address: Value, step: Value, count: int) -> list[Value]:
+    """`count` quads of unsigned codes from an address on, <16 x i32> each."""
+    if bits == 8:
+        return [emit_load_bytes(b, b.add(address, b.mul(step, emit_int(quad)))) for quad in range(count)]
+    mask, quads = int_lanes(0x0F0F0F0F), []
+    for line in range(count // 2):
+        both = emit_load_bytes(b, b.add(address, b.mul(step, emit_int(line))))
+        quads += [b.and_(both, mask), b.and_(b.lshr(both, int_lanes(4)), mask)]
+    return quads
+
+
+def _emit_score_pair(b: Builder, arguments: Sequence[Value], bits: int, groups: Sequence[int]) -> None:
+    planes, table, dim, tops, row_steps, dots, scores = arguments
+    form = coded_dot_form()
+    keys, steps = ([_column(b, table, row, group) for group in groups] for row in (0, 1))
+    sums = {
+        (row, group, plane): slot
+        for (row, group, plane), slot in zip(
+            [(row, group, plane) for row in range(ROWS) for group in groups for plane in range(2)],
+            emit_slots(b, int_lanes(0), ROWS * len(groups) * 2),
+            strict=True,
+        )
+    }
+    rows_of_lines = LANES // 4 * bits // 8
+    with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
+        first = b.mul(loop.index, emit_int(rows_of_lines))
+        codes = [
+            _quads(b, bits, b.add(keys[i], b.mul(steps[i], first)), steps[i], LANES // 4) for i in range(len(groups))
+        ]
+        at = b.add(planes, b.mul(loop.index, emit_int(ROWS * GROUPS * 2 * LANES)))
+        for quad in range(LANES // 4):
+            for i, group in enumerate(groups):
+                for row in range(ROWS):
+                    for plane in range(2):
+                        four = emit_load_i32(b, b.add(at, emit_int(plane_offset(row, group, plane, quad))))
+                        slot = sums[row, group, plane]
+                        b.store(emit_dot(b, form, b.load(slot), codes[i][quad], emit_splat_int(b, four)), slot)
+    for row in range(ROWS):
+        row_step = emit_load(b, F32, b.add(row_steps, emit_int(4 * row)))
+        for group in groups:
+            high, low = (b.sitofp(b.load(sums[row, group, plane]), V16) for plane in range(2))
+            factor = emit_splat(b, b.fmul(row_step, emit_load(b, F32, b.add(tops, emit_int(4 * group)))))
+            dot = emit_splat(b, emit_load(b, F32, b.add(dots, emit_int(4 * (group * ROWS + row)))))
+            score = emit_fma(b, emit_fma(b, high, float_lanes(256.0), low), factor, dot)
+            emit_store(b, score, b.add(scores, emit_int(4 * (row * TILE + group * LANES))))
+
+
+def _coded_scores(bits: int) -> Any:
+    @intrinsic
+    def scores(typing: Any, planes: Any, table: Any, dim: Any, tops: Any, steps: Any, dots: Any, scores: Any) -> Any:
+        """Scores, float32 [4, 64], of four rows against the tile's 64 tokens.
+
+        planes  int8 [dim / 16, 4 groups, 4, 32] and dots, float32 [4 groups, 4], see `fold_rows`
+        tops    float32 [4 groups]: largest key step of each group;  steps: float32 [4], see `divide_row`
+        """
+
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            for groups in ((0, 1), (2, 3)):
+                _emit_score_pair(b, arguments, bits, groups)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return scores
+
+
+coded_scores = {bits: _coded_scores(bits) for bits in (8, 4)}
+
+
+@intrinsic
+def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any, factors: Any, shifts: Any) -> Any:
+    """Four rows of weights times value scales, as unsigned bytes.
+
+    weights         address of float32 [4, 64]
+    scales, middles float32 [64]; looked at where the weight is not 0. middles: 0 for none
+    codes           uint8 [4, 64], written: round(weight * scale / factor)
+    factors, shifts float32 [4], written: what a code of 1 is; sum of weight * middle
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        weights, scales, middles, codes, factors, shifts = arguments
+
+        def products(row: int, array: Value) -> list[Value]:
+            result = []
+            for group in range(GROUPS):
+                weight = emit_load(b, V16, b.add(weights, emit_int(4 * (row * TILE + group * LANES))))
+                product = b.fmul(weight, emit_load(b, V16, b.add(array, emit_int(4 * LANES * group))))
+                result.append(b.select(b.fcmp_ordered("==", weight, ZERO), ZERO, product))
+            return result
+
+        tops = []
+        rows = [products(row, scales) for row in range(ROWS)]
+        for row in rows:
+            tops.append(_nan_or_max(b, _nan_or_max(b, row[0], row[1]), _nan_or_max(b, row[2], row[3])))
+        largest = emit_reduce_rows(b, tops, lambda x, y: _nan_or_max(b, x, y))
+        largest = _nan_or_max(b, largest, float_lanes(TINY))
+        inverse = b.fdiv(float_lanes(255.0), largest)
+        for index, row in enumerate(rows):
+            own = emit_shuffle(b, inverse, inverse, [index * ROWS] * LANES)
+            for group, vector in enumerate(row):
+                bits = b.bitcast(emit_fma(b, vector, own, float_lanes(ROUNDER)), V16I)
+                emit_store_codes(b, b.trunc(bits, V16B), b.add(codes, emit_int(index * TILE + group * LANES)))
+        one = b.fdiv(ir.Constant(F32, 1.0), ir.Constant(F32, 255.0))
+        factor = b.fmul(largest, emit_splat(b, one))
+        emit_store(b, emit_shuffle(b, factor, factor, range(0, LANES, ROWS)), factors)
+        emit_store(b, ir.Constant(ir.VectorType(F32, ROWS), [0.0] * ROWS), shifts)
+        with b.if_then(b.icmp_signed("!=", middles, emit_int(0))):
+            parts = [products(row, middles) for row in range(ROWS)]
+            folded = [b.fadd(b.fadd(part[0], part[1]), b.fadd(part[2], part[3])) for part in parts]
+            total = emit_reduce_rows(b, folded, b.fadd)
+            emit_store(b, emit_shuffle(b, total, total, range(0, LANES, ROWS)), shifts)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
+    codes, table, channel, numbers, out, row_bytes = arguments
+    form = coded_dot_form()
+    offset = b.mul(channel, emit_int(4))
+    sums = emit_slots(b, int_lanes(0), ROWS * num_vectors)
+    for group in range(GROUPS):
+        base, step = b.add(_column(b, table, 2, group), offset), _column(b, table, 3, group)
+        vectors = [
+            _quads(b, bits, b.add(base, emit_int(LINE * vector)), step, _QUADS_PER_GROUP)
+            for vector in range(num_vectors)
+        ]
+        for quad in range(_QUADS_PER_GROUP):
+            for row in range(ROWS):
+                four = emit_load_i32(b, b.add(codes, emit_int(row * TILE + group * LANES + 4 * quad)))
+                weights = emit_splat_int(b, four)
+                for vector in range(num_vectors):
+                    signed = vectors[vector][quad]
+                    if bits == 4:
+                        wide = ir.VectorType(I8, LINE)
+                        signed = b.bitcast(b.sub(b.bitcast(signed, wide), ir.Constant(wide, [8] * LINE)), V16I)
+                    slot = sums[row * num_vectors + vector]
+                    b.store(emit_dot(b, form, b.load(slot), weights, signed), slot)
+    for row in range(ROWS):
+        rescale, factor, shift = (
+            emit_splat(b, emit_load(b, F32, b.add(numbers, emit_int(4 * (ROWS * index + row))))) for index in range(3)
+        )
+        for vector in range(num_vectors):
+            place = b.add(b.add(out, offset), b.add(b.mul(row_bytes, emit_int(row)), emit_int(LINE * vector)))
+            old = emit_fma(b, emit_load(b, V16, place), rescale, shift)
+            total = b.sitofp(b.load(sums[row * num_vectors + vector]), V16)
+            emit_store(b, emit_fma(b, total, factor, old), place)
+
+
+def _coded_values(bits: int, num_vectors: int) -> Any:
+    @intrinsic
+    def values(typing: Any, codes: Any, table: Any, channel: Any, numbers: Any, out: Any, row_bytes: Any) -> Any:
+        """out[row] = out[row] * rescale + shift + factor * sum over the tile's tokens of weight code * value code.
+
+        codes    address of uint8 [4, 64], see `weigh_rows`
+        channel  first of the panel's channels
+        numbers  address of float32 [3, 4]: rescale, factor and shift of each row
+        out      address of float32 [4, row_bytes / 4], updated in the panel's columns
+        """
+
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            _emit_values(b, arguments, bits, num_vectors)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return values
+
+
+coded_values = {(bits, vectors): _coded_values(bits, vectors) for bits in (8, 4) for vectors in (4, 1)}

@@ -1,0 +1,238 @@
+"""The microkernel for Intel's AMX: two tiles of 16 output rows against a panel of many tokens, on tile registers.
+
+What a tile register calls B, 8 rows of 16 x 4 signed bytes, is a group of a weight tile as it is stored, less the
+offset; A, 16 rows of 32 bytes, are 16 tokens of a panel, or 16 tokens' bytes of one plane of a fine one. One
+multiplication gives the 16 x 16 exact sums of a group, which take the same float epilogue as everywhere.
+
+A group is one turn of a loop in which three things go on at once: its tiles are multiplied, the sums of the group
+before are added in floats, and the weights of the next group are unpacked. Each reads what was written a turn ago: a
+tile cannot be loaded, nor its sums read, soon after they were stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.linear.dot import GROUP, V16I, GroupDot, emit_load_bytes, int_constant
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BYTES, MATRIX_FINE_TOKENS, MATRIX_TOKENS
+from kvboost_edge.kernels.linear.tiles import INT_KINDS, KIND_INT4M, IntTiles, Target, Tile, emit_load_pair, fields_of
+from kvboost_edge.kernels.vectors import (
+    I64,
+    KIND_F16,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_load_as_f32,
+    emit_scratch,
+    emit_splat,
+    emit_store,
+)
+
+__all__ = ["AmxTiles", "amx_tile"]
+
+Value = Any
+Builder = Any
+
+_I8 = ir.IntType(8)
+_POINTER = ir.PointerType()
+_LINE = 64
+_TILES = 2
+_QUADS = GROUP // 4
+# Tile registers: sums of a weight tile with the first and the second half of a record's rows, those halves, weights.
+_SUMS, _ROWS, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
+_RECORD_ROWS = 2 * LANES  # tokens times planes
+# One lot of memory on the stack, in bytes: sums of a group, sums in floats, weights of two groups, configuration.
+_SUMS_AT, _FLOATS_AT = 0, _TILES * _RECORD_ROWS * _LINE
+_WEIGHTS_AT = 2 * _FLOATS_AT
+_TURN = _TILES * _QUADS * _LINE
+_CONFIG_AT = _WEIGHTS_AT + 2 * _TURN
+_SCRATCH = _CONFIG_AT + _LINE
+
+
+def _configuration() -> ir.Constant:
+    """Palette 1; rows and bytes a row of each tile register, see Intel's manual of LDTILECFG."""
+    text = bytearray(_LINE)
+    text[0] = 1
+    shapes = {number: (LANES, _LINE) for pair in _SUMS for number in pair}
+    shapes |= dict.fromkeys(_ROWS, (LANES, GROUP)) | dict.fromkeys(_WEIGHTS, (_QUADS, _LINE))
+    for number, (rows, width) in shapes.items():
+        text[16 + 2 * number] = width
+        text[48 + number] = rows
+    return ir.Constant(V16I, [int.from_bytes(text[at : at + 4], "little") for at in range(0, _LINE, 4)])
+
+
+def _call(b: Builder, name: str, *arguments: Value) -> None:
+    """A tile instruction; Python's ints are numbers of tile registers."""
+    values = [ir.Constant(_I8, value) if isinstance(value, int) else value for value in arguments]
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), values)
+
+
+def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> None:
+    _call(b, name, number, b.inttoptr(address, _POINTER), int_constant(step))
+
+
+class _Source(NamedTuple):
+    """Addresses of what a block of tokens is computed from: of each tile's weights, scales, minima; of the panel."""
+
+    weights: Sequence[Value]
+    scales: Sequence[Value]
+    minima: Sequence[Value]
+    panel: Value
+
+
+class AmxTiles(IntTiles):
+    """Emits two tiles of a kind against MATRIX_TOKENS tokens, or MATRIX_FINE_TOKENS with codes in two planes."""
+
+    def __init__(self, kind: int, fine: bool) -> None:
+        super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
+        self._record = self.tokens * (FINE_BYTES if fine else COARSE_BYTES)
+        self._scratch: Value = None  # of the function that `emit` writes
+
+    def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        self._scratch = emit_scratch(b, _SCRATCH)
+        config = b.inttoptr(self._at(b, _CONFIG_AT), _POINTER)
+        b.store(_configuration(), config, align=_LINE)
+        _call(b, "ldtilecfg", config)
+        super().emit(b, tile, panel, target)
+        # Tiles in their first state cost nothing when threads are switched.
+        _call(b, "tilerelease")
+
+    def _at(self, b: Builder, offset: int) -> Value:
+        return b.add(self._scratch, int_constant(offset))
+
+    def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        pairs = ((tile.weights, tile.weights_step), (tile.scales, tile.scales_step), (tile.minima, tile.scales_step))
+        weights, scales, minima = [[first, b.add(first, step)] for first, step in pairs]
+        source = _Source(weights, scales, minima, panel)
+        with cgutils.for_range(b, int_constant(_TILES * self.tokens), intp=I64) as loop:
+            emit_store(b, ir.Constant(V16, [0.0] * LANES), self._line(b, _FLOATS_AT, loop.index))
+        zero, one = int_constant(0), int_constant(1)
+        last = b.sub(tile.groups, one)
+        self._unpack(b, tile, source, zero)
+        self._load(b, source, zero)
+        self._unpack(b, tile, source, b.select(b.icmp_signed("<", zero, last), one, zero))
+        for t in range(_TILES):
+            self._multiply(b, t)
+            self._store_sums(b, t)
+        with cgutils.for_range_slice(b, one, tile.groups, one, I64) as (group, _):
+            following = b.add(group, one)
+            self._load(b, source, group)
+            self._unpack(b, tile, source, b.select(b.icmp_signed("<", following, tile.groups), following, last))
+            for t in range(_TILES):
+                self._multiply(b, t)
+                self._add_sums(b, source, b.sub(group, one), t)
+                self._store_sums(b, t)
+        for t in range(_TILES):
+            self._add_sums(b, source, last, t)
+        self._emit_target(b, target)
+
+    def _line(self, b: Builder, offset: int, index: Value) -> Value:
+        """Address of a line of the scratch memory, counted from `offset` bytes on."""
+        return b.add(self._at(b, offset), b.mul(index, int_constant(_LINE)))
+
+    def _turn(self, b: Builder, group: Value) -> Value:
+        """Address of the unpacked weights of a group."""
+        return b.add(self._at(b, _WEIGHTS_AT), b.mul(b.and_(group, int_constant(1)), int_constant(_TURN)))
+
+    def _unpack(self, b: Builder, tile: Tile, source: _Source, group: Value) -> None:
+        """Weights of a group as signed bytes, less their offset."""
+        dot, out = GroupDot(b, self.kind, self.form), self._turn(b, group)
+        places = [b.add(at, b.mul(group, int_constant(self.group_bytes))) for at in source.weights]
+        self._prefetch(b, tile, places, [self._half(b, at, group) for at in source.scales])
+        for t, place in enumerate(places):
+            for pair in range(_QUADS // 2):
+                for half, quad in enumerate(emit_load_pair(b, self.kind, place, pair)):
+                    line = b.add(out, int_constant((t * _QUADS + 2 * pair + half) * _LINE))
+                    b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
+
+    def _half(self, b: Builder, at: Value, group: Value) -> Value:
+        """Address of a group's 16 float16."""
+        return b.add(at, b.mul(group, int_constant(2 * LANES)))
+
+    def _here(self, b: Builder, source: _Source, group: Value) -> Value:
+        """Address of a group's record."""
+        return b.add(source.panel, b.mul(group, int_constant(self._record)))
+
+    def _load(self, b: Builder, source: _Source, group: Value) -> None:
+        here, weights = self._here(b, source, group), self._turn(b, group)
+        for half, number in enumerate(_ROWS):
+            _on_tile(b, "tileloadd64", number, b.add(here, int_constant(half * LANES * GROUP)), GROUP)
+        for t, number in enumerate(_WEIGHTS):
+            _on_tile(b, "tileloadd64", number, b.add(weights, int_constant(t * _QUADS * _LINE)), _LINE)
+
+    def _multiply(self, b: Builder, t: int) -> None:
+        for number, rows in zip(_SUMS[t], _ROWS, strict=True):
+            _call(b, "tilezero", number)
+            _call(b, "tdpbssd", number, rows, _WEIGHTS[t])
+
+    def _store_sums(self, b: Builder, t: int) -> None:
+        for half, number in enumerate(_SUMS[t]):
+            offset = _SUMS_AT + (t * _RECORD_ROWS + half * LANES) * _LINE
+            _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
+
+    def _add_sums(self, b: Builder, source: _Source, group: Value, t: int) -> None:
+        """The float epilogue of a group for one weight tile; see `IntTiles._epilogue`."""
+        here = self._here(b, source, group)
+        half, low = emit_load_as_f32(b, KIND_F16, self._half(b, source.scales[t], group)), None
+        if self.kind == KIND_INT4M:
+            low = emit_load_as_f32(b, KIND_F16, self._half(b, source.minima[t], group))
+        sums_at = [_SUMS_AT + (t * _RECORD_ROWS + plane * self.tokens) * _LINE for plane in range(self.planes)]
+        with cgutils.for_range(b, int_constant(self.tokens // 4), intp=I64) as loop:
+            first = b.mul(loop.index, int_constant(4))
+            term = b.add(self._term(b, here, 0), b.mul(first, int_constant(4)))
+            for token in range(4):
+                index = b.add(first, int_constant(token))
+                sums = self._joined(b, [emit_load_bytes(b, self._line(b, at, index)) for at in sums_at])
+                slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
+                here_term = b.add(term, int_constant(4 * token))
+                emit_store(b, self._epilogue(b, sums, here_term, (half, low), emit_load(b, V16, slot)), slot)
+
+    def _emit_target(self, b: Builder, target: Target) -> None:
+        """As `emit_target` in linear_tiles.py, row by row."""
+        factors, zero = emit_splat(b, target.factor), int_constant(0)
+        # Without a bias minus zero is added: that changes no number, not even a zero of either sign.
+        biases = [cgutils.alloca_once(b, V16) for _ in range(_TILES)]
+        for t, slot in enumerate(biases):
+            b.store(ir.Constant(V16, [-0.0] * LANES), slot)
+            with b.if_then(b.icmp_signed("!=", target.bias, zero)):
+                b.store(emit_load(b, V16, b.add(target.bias, b.mul(target.tile_step, int_constant(t)))), slot)
+        bias = [b.load(slot) for slot in biases]
+        with b.if_else(b.icmp_signed("!=", target.add, zero)) as branches:
+            for adds, branch in zip((True, False), branches, strict=True):
+                with branch, cgutils.for_range(b, int_constant(self.tokens), intp=I64) as loop:
+                    at = b.add(target.out, b.mul(loop.index, target.out_step))
+                    # Both are read before one is written: without a second tile both write the same to one place.
+                    results = []
+                    places = [b.add(at, b.mul(target.tile_step, int_constant(t))) for t in range(_TILES)]
+                    for t, place in enumerate(places):
+                        slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, loop.index)
+                        value = b.fadd(emit_load(b, V16, slot), bias[t])
+                        is_added = emit_fma(b, value, factors, emit_load(b, V16, place)) if adds else None
+                        results.append(is_added if adds else b.fmul(value, factors))
+                    for place, result in zip(places, results, strict=True):
+                        emit_store(b, result, place)
+
+
+def _amx_tile(kind: int, fine: bool) -> Any:
+    @intrinsic
+    def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
+        """tile: `Tile` of pairs; panel: address of the tokens' panel, see linear_panel.py; target: `Target`."""
+
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            where, out = fields_of(b, Tile, arguments[0]), fields_of(b, Target, arguments[2])
+            AmxTiles(kind, fine).emit(b, where, arguments[1], out)
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, target), codegen
+
+    return tile
+
+
+amx_tile = {(kind, fine): _amx_tile(kind, fine) for kind in INT_KINDS for fine in (False, True)}

@@ -1,0 +1,155 @@
+"""Whether this process multiplies long prompts with Intel's AMX: what the system allows, and what a trial shows.
+
+Kernels are compiled for AMX where the processor names it. They are used only if the system gives this process tile
+registers, if they give the results of AVX512-VNNI bit for bit here and now, and if they are not slower: a hypervisor
+may show instructions that it does not run well. Results are the same either way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.linear.amx import amx_tile
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT8, OFFSET, dot_form, has_tile_registers
+from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
+from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
+from kvboost_edge.kernels.vectors import LANES
+
+__all__ = ["AmxChoice", "amx_choice", "linear_path"]
+
+_LOG = logging.getLogger(__name__)
+
+# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), for all threads of the process.
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
+# 896 inputs, 32 outputs, 192 tokens, some 15 us each time; the quickest round of each counts.
+_GROUPS, _BLOCKS, _TIMES, _ROUNDS = 28, 6, 8, 10
+_OPERATIONS = 2 * (_BLOCKS * MATRIX_TOKENS) * 2 * LANES * _GROUPS * GROUP
+
+_AMX_INT4, _AMX_INT8 = amx_tile[KIND_INT4, False], amx_tile[KIND_INT8, False]
+_VNNI_INT4, _VNNI_INT8 = (int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (KIND_INT4, KIND_INT8))
+
+
+class AmxChoice(NamedTuple):
+    """used: whether AMX multiplies; reason: why, or why not, for people."""
+
+    used: bool
+    reason: str
+
+
+@functools.cache
+def amx_choice() -> AmxChoice:
+    """Decided once per process, by a trial of a few milliseconds, after two kernels are compiled or loaded."""
+    if not has_tile_registers():
+        return AmxChoice(False, "kernels are compiled without AMX")
+    refusal = _ask_for_tiles()
+    choice = AmxChoice(False, refusal) if refusal else _try()
+    _LOG.info("AMX %s: %s", "is used" if choice.used else "is not used", choice.reason)
+    return choice
+
+
+def linear_path() -> str:
+    """The form of the linear kernels that runs: as `dot_form`, or "amx+vnni512"."""
+    return f"amx+{dot_form()}" if amx_choice().used else dot_form()
+
+
+def _ask_for_tiles() -> str:
+    """Ask the system for tile registers; why it refuses, or ""."""
+    if sys.platform != "linux":
+        return f"tile registers are asked for on Linux only, not on {sys.platform}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) != 0:
+        return f"the system gives no tile registers: arch_prctl says {os.strerror(ctypes.get_errno())!r}"
+    return ""
+
+
+@kernel
+def _amx_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -> None:
+    for _ in range(times):
+        if kind == KIND_INT4:
+            _AMX_INT4(tile, panel, target)
+        else:
+            _AMX_INT8(tile, panel, target)
+
+
+@kernel
+def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -> None:
+    for _ in range(times):
+        if kind == KIND_INT4:
+            _VNNI_INT4(tile, panel, target)
+        else:
+            _VNNI_INT8(tile, panel, target)
+
+
+class _Trial:
+    """Random tokens and weights of a kind, multiplied by a kernel in blocks of `size` tokens."""
+
+    def __init__(self, kind: int, function: Any, size: int) -> None:
+        rng = np.random.default_rng(0)
+        tokens = _BLOCKS * MATRIX_TOKENS
+        codes = rng.integers(-127, 128, (tokens, _GROUPS, GROUP), dtype=np.int8)
+        codes[:, 0] = rng.choice(np.array([-127, 127], np.int8), codes[:, 0].shape)
+        scales = rng.random((tokens, _GROUPS), dtype=np.float32)
+        weights = rng.integers(0, 256, (2, _GROUPS, LANES * GROUP), dtype=np.uint8)
+        row_scales = rng.random((2, _GROUPS, LANES)).astype(np.float16)
+        panel = _panel(codes, scales, OFFSET[kind], size)
+        self._out = np.zeros((tokens, 2 * LANES), np.float32)
+        self._held = weights, row_scales, panel
+        where = Tile(
+            weights.ctypes.data, row_scales.ctypes.data, 0, weights.strides[0], row_scales.strides[0], _GROUPS,
+            tokens // size, panel.strides[0],
+        )  # fmt: skip
+        target = Target(self._out.ctypes.data, self._out.strides[0], 4 * LANES, 0, 0, np.float32(1.0))
+        self._function, self._arguments = function, (where, panel.ctypes.data, target)
+        self._kind = kind
+
+    def result(self) -> npt.NDArray[np.float32]:
+        """float32 [tokens, 32]."""
+        self.run(1)
+        return self._out
+
+    def run(self, times: int) -> None:
+        self._function(self._kind, times, *self._arguments)
+
+
+def _panel(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int) -> npt.NDArray[Any]:
+    """Records of blocks of `size` tokens as linear_panel.py describes them, [blocks, groups]."""
+    record = np.dtype([("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)])
+    panel = np.zeros((len(codes) // size, codes.shape[1]), record)
+    shape = (-1, size, codes.shape[1])
+    panel["codes"] = codes.reshape(*shape, GROUP).transpose(0, 2, 1, 3)
+    panel["terms"] = -offset * codes.sum(2, dtype=np.int32).reshape(shape).transpose(0, 2, 1)
+    panel["scales"] = scales.reshape(shape).transpose(0, 2, 1)
+    return panel
+
+
+def _try() -> AmxChoice:
+    for kind in (KIND_INT8, KIND_INT4):
+        amx, vnni = _Trial(kind, _amx_trial, MATRIX_TOKENS), _Trial(kind, _vnni_trial, WIDE_TOKENS)
+        if amx.result().tobytes() != vnni.result().tobytes():
+            _LOG.warning("AMX of this machine gives other results than AVX512-VNNI: it is not used")
+            return AmxChoice(False, "it gives other results than AVX512-VNNI here")
+    # Of the last kind, int4: most models have nothing else.
+    amx_s, vnni_s = (
+        min(times) for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)
+    )
+    rates = (
+        f"{_OPERATIONS / amx_s / 1e12:.2f} TOPS a thread, AVX512-VNNI {_OPERATIONS / vnni_s / 1e12:.2f}, the same bits"
+    )
+    return AmxChoice(amx_s <= vnni_s, rates if amx_s <= vnni_s else f"slower here: {rates}")
+
+
+def _seconds(trial: _Trial) -> float:
+    """Seconds of one multiplication."""
+    started = time.perf_counter()
+    trial.run(_TIMES)
+    return (time.perf_counter() - started) / _TIMES

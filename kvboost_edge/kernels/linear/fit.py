@@ -1,0 +1,264 @@
+"""Groups of 32 weights of 16 rows to codes, scale and minimum with the least squared error, a lane a row.
+
+Nothing but the weights is looked at. Of several first scales (and minima) each is refined in turn: round the weights to
+codes, fit the scale to the codes by least squares, round it to float16, and again; of all that was seen the best stays.
+Codes always belong to the scale as stored. reference_quant.py holds the same in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.linear.dot import V16I, int_constant
+from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8
+from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_max, emit_store
+
+__all__ = ["FITS", "Fit", "fit_group"]
+
+
+class Fit(NamedTuple):
+    """How a kind is fitted: codes from `low` to `high`, stored with `offset` added, `bits` each.
+
+    deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight of the greatest
+            magnitude, so that it takes the code without a twin; with a minimum (max - min) / (high + delta)
+    rounds  times each of them is rounded and fitted
+    """
+
+    low: int
+    high: int
+    offset: int
+    bits: int
+    deltas: tuple[float, ...]
+    rounds: int
+
+
+FITS = {
+    KIND_INT8: Fit(-128, 127, 128, 8, (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0), 2),
+    KIND_INT4: Fit(-8, 7, 8, 4, (-1.2, -0.6, 0.0, 0.6, 1.2), 3),
+    KIND_INT4M: Fit(0, 15, 0, 4, (-0.5, 0.375, 1.25, 2.125, 3.0), 3),
+}
+"""By kind. More first scales or rounds lower the error by less than 1% of itself."""
+
+_LINE = 64
+_HALF_MAX = 65504.0
+_VHALF = ir.VectorType(ir.HalfType(), LANES)
+
+Value = Any
+Builder = Any
+
+
+class _Sums(NamedTuple):
+    error: Value  # sum of (w - stored w)^2
+    code: Value  # sums of q, q * q and w * q
+    square: Value
+    product: Value
+
+
+def _splat(value: float) -> ir.Constant:
+    return ir.Constant(V16, [value] * LANES)
+
+
+def _unary(b: Builder, name: str, x: Value) -> Value:
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(V16, [V16]), f"llvm.{name}.v16f32")
+    return b.call(function, [x])
+
+
+def _min(b: Builder, x: Value, y: Value) -> Value:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+def _slot(b: Builder, value: Value | float) -> Value:
+    slot = cgutils.alloca_once(b, V16)
+    b.store(_splat(value) if isinstance(value, float) else value, slot)
+    return slot
+
+
+def _half(b: Builder, x: Value) -> Value:
+    """x rounded to float16, within its finite range."""
+    inside = emit_max(b, _min(b, x, _splat(_HALF_MAX)), _splat(-_HALF_MAX))
+    return b.fpext(b.fptrunc(inside, _VHALF), V16)
+
+
+def _divide(b: Builder, x: Value, y: Value, otherwise: Value) -> Value:
+    """x / y where y is not 0."""
+    nonzero = b.fcmp_ordered("!=", y, _splat(0.0))
+    return b.select(nonzero, b.fdiv(x, b.select(nonzero, y, _splat(1.0))), otherwise)
+
+
+def _weights(b: Builder, at: Value, index: Value) -> Value:
+    return emit_load(b, V16, b.add(at, b.mul(index, int_constant(_LINE))))
+
+
+def _code(b: Builder, fit: Fit, weight: Value, inverse: Value, minimum: Value | None) -> Value:
+    shifted = weight if minimum is None else b.fadd(weight, minimum)
+    rounded = _unary(b, "rint", b.fmul(shifted, inverse))
+    return emit_max(b, _min(b, rounded, _splat(float(fit.high))), _splat(float(fit.low)))
+
+
+def _evaluate(b: Builder, fit: Fit, at: Value, count: Value, scale: Value, minimum: Value | None) -> _Sums:
+    slots = [_slot(b, 0.0) for _ in range(4)]
+    inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
+    minus = b.fneg(scale)
+    with cgutils.for_range(b, count, intp=I64) as loop:
+        weight = _weights(b, at, loop.index)
+        code = _code(b, fit, weight, inverse, minimum)
+        shifted = weight if minimum is None else b.fadd(weight, minimum)
+        off = emit_fma(b, minus, code, shifted)
+        error, total, square, product = (b.load(slot) for slot in slots)
+        b.store(emit_fma(b, off, off, error), slots[0])
+        b.store(b.fadd(total, code), slots[1])
+        b.store(emit_fma(b, code, code, square), slots[2])
+        b.store(emit_fma(b, weight, code, product), slots[3])
+    return _Sums(*(b.load(slot) for slot in slots))
+
+
+class _Extent(NamedTuple):
+    largest: Value  # the weight of the greatest magnitude, the first of several
+    low: Value
+    high: Value
+    total: Value
+    energy: Value
+
+
+def _extent(b: Builder, at: Value, count: Value) -> _Extent:
+    first = _weights(b, at, int_constant(0))
+    largest, low, high, total, energy = slots = [
+        _slot(b, 0.0), _slot(b, first), _slot(b, first), _slot(b, 0.0), _slot(b, 0.0)
+    ]  # fmt: skip
+    with cgutils.for_range(b, count, intp=I64) as loop:
+        weight = _weights(b, at, loop.index)
+        top = b.load(largest)
+        larger = b.fcmp_ordered(">", _unary(b, "fabs", weight), _unary(b, "fabs", top))
+        b.store(b.select(larger, weight, top), largest)
+        b.store(_min(b, weight, b.load(low)), low)
+        b.store(emit_max(b, weight, b.load(high)), high)
+        b.store(b.fadd(b.load(total), weight), total)
+        b.store(emit_fma(b, weight, weight, b.load(energy)), energy)
+    return _Extent(*(b.load(slot) for slot in slots))
+
+
+def _fitted(
+    b: Builder, sums: _Sums, extent: _Extent, scale: Value, count: Value, minima: bool
+) -> tuple[Value, Value | None]:
+    """The scale, and the minimum, of least squared error for the codes; the scale stays where they do not say."""
+    if not minima:
+        return _divide(b, sums.product, sums.square, scale), None
+    n = cgutils.alloca_once(b, V16)
+    b.store(_broadcast(b, b.sitofp(count, ir.FloatType())), n)
+    number = b.load(n)
+    spread = b.fsub(b.fmul(number, sums.square), b.fmul(sums.code, sums.code))
+    covariance = b.fsub(b.fmul(number, sums.product), b.fmul(sums.code, extent.total))
+    slope = _divide(b, covariance, spread, scale)
+    return slope, b.fdiv(b.fsub(b.fmul(slope, sums.code), extent.total), number)
+
+
+def _broadcast(b: Builder, scalar: Value) -> Value:
+    first = b.insert_element(ir.Constant(V16, ir.Undefined), scalar, ir.IntType(32)(0))
+    return b.shuffle_vector(first, first, ir.Constant(V16I, [0] * LANES))
+
+
+def _first(b: Builder, kind: int, delta: float, extent: _Extent) -> tuple[Value, Value | None]:
+    fit = FITS[kind]
+    if kind != KIND_INT4M:
+        return b.fdiv(extent.largest, _splat(-(fit.offset + delta))), None
+    scale = b.fdiv(b.fsub(extent.high, extent.low), _splat(fit.high + delta))
+    return scale, b.fsub(b.fmul(scale, _splat(-delta / 2)), extent.low)
+
+
+class _Best(NamedTuple):
+    """Slots of what was best so far, and of what is looked at now."""
+
+    error: Value
+    scale: Value
+    minimum: Value
+    next_scale: Value
+    next_minimum: Value
+
+
+def _search(b: Builder, kind: int, at: Value, count: Value, extent: _Extent) -> _Best:
+    fit, minima = FITS[kind], kind == KIND_INT4M
+    best = _Best(_slot(b, float("inf")), *(_slot(b, 0.0) for _ in range(4)))
+    for delta in fit.deltas:
+        scale, minimum = _first(b, kind, delta, extent)
+        b.store(scale, best.next_scale)
+        if minimum is not None:
+            b.store(minimum, best.next_minimum)
+        with cgutils.for_range(b, int_constant(fit.rounds), intp=I64):
+            scale = _half(b, b.load(best.next_scale))
+            minimum = _half(b, b.load(best.next_minimum)) if minima else None
+            sums = _evaluate(b, fit, at, count, scale, minimum)
+            better = b.fcmp_ordered("<", sums.error, b.load(best.error))
+            b.store(b.select(better, sums.error, b.load(best.error)), best.error)
+            b.store(b.select(better, scale, b.load(best.scale)), best.scale)
+            scale, fitted = _fitted(b, sums, extent, scale, count, minima)
+            b.store(scale, best.next_scale)
+            if minimum is not None and fitted is not None:
+                b.store(b.select(better, minimum, b.load(best.minimum)), best.minimum)
+                b.store(fitted, best.next_minimum)
+    return best
+
+
+def _store_codes(b: Builder, kind: int, at: Value, best: _Best, out: Value) -> None:
+    """Codes in quads: byte 4 * row + i of a line is the code of input i of a quad."""
+    fit = FITS[kind]
+    scale = b.load(best.scale)
+    minimum = b.load(best.minimum) if kind == KIND_INT4M else None
+    inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
+    quads = []
+    for quad in range(GROUP // 4):
+        word = None
+        for place in range(4):
+            code = _code(b, fit, _weights(b, at, int_constant(4 * quad + place)), inverse, minimum)
+            byte = b.add(b.fptosi(code, V16I), ir.Constant(V16I, [fit.offset] * LANES))
+            byte = b.shl(byte, ir.Constant(V16I, [8 * place] * LANES))
+            word = byte if word is None else b.or_(word, byte)
+        quads.append(word)
+    if fit.bits == 4:
+        four = ir.Constant(V16I, [4] * LANES)
+        quads = [b.or_(low, b.shl(high, four)) for low, high in zip(quads[::2], quads[1::2], strict=True)]
+    for index, line in enumerate(quads):
+        b.store(line, b.inttoptr(b.add(out, int_constant(_LINE * index)), ir.PointerType()), align=1)
+
+
+def _store_half(b: Builder, value: Value, at: Value) -> None:
+    b.store(b.fptrunc(value, _VHALF), b.inttoptr(at, ir.PointerType()), align=2)
+
+
+def _add_to(b: Builder, value: Value, at: Value) -> None:
+    emit_store(b, b.fadd(emit_load(b, V16, at), value), at)
+
+
+def _fit_group(kind: int) -> Any:
+    @intrinsic
+    def fit(typing: Any, values: Any, count: Any, codes: Any, scales: Any, minima: Any, totals: Any) -> Any:
+        """Fit one group of 16 rows.
+
+        values  address of float32 [32, 16], 0 from input `count` (1..32) on
+        codes   address of the group's lines;  scales, minima: addresses of 16 float16 (minima: only int4m)
+        totals  address of float32 [2, 16], to which the squared error and the squared weights are added
+        """
+
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            values, count, codes, scales, minima, totals = arguments
+            extent = _extent(b, values, count)
+            best = _search(b, kind, values, count, extent)
+            _store_codes(b, kind, values, best, codes)
+            _store_half(b, b.load(best.scale), scales)
+            if kind == KIND_INT4M:
+                _store_half(b, b.load(best.minimum), minima)
+            _add_to(b, b.load(best.error), totals)
+            _add_to(b, extent.energy, b.add(totals, int_constant(_LINE)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return fit
+
+
+fit_group = {kind: _fit_group(kind) for kind in FITS}
+"""Kind -> the intrinsic that fits a group."""

@@ -1,0 +1,1 @@
+"""A pass as a table of operations that one kernel call runs."""

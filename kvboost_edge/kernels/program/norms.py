@@ -1,0 +1,351 @@
+"""Row kernels in a fixed 16-lane order: sum of squares, scaling by a norm, activation, int8 quantization of a row.
+
+Addresses are int64, in bytes. Counts that are not multiples of 16 are handled lane by lane; where a row is padded to
+groups of 32 its padding is written as zeros and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear.dot import (
+    GROUP,
+    KIND_INT4,
+    KIND_INT4M,
+    KIND_INT8,
+    OFFSET,
+    V16I,
+    emit_splat_int,
+    int_constant,
+)
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES
+from kvboost_edge.kernels.vectors import (
+    I64,
+    LANES,
+    V16,
+    emit_exp,
+    emit_fma,
+    emit_lanes_in,
+    emit_load,
+    emit_reduce_rows,
+    emit_shuffle,
+    emit_splat,
+    emit_store,
+    load_f32,
+    store_f32,
+)
+
+__all__ = [
+    "ACT_GELU_TANH",
+    "ACT_SILU",
+    "activate_group",
+    "activate_vectors",
+    "fma_f32",
+    "norm_row",
+    "quantize_groups",
+    "sqrt_f32",
+    "sum_squares",
+]
+
+ACT_SILU, ACT_GELU_TANH = 0, 1
+_VECTOR = 4 * LANES
+_TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
+_GELU_INNER, _GELU_CUBIC = 0.7978845608028654, 0.044715
+_MAX_EXPONENT = 88.0
+_ROUNDER = 12582912.0  # 1.5 * 2^23
+_ROUNDER_BITS = 0x4B400000
+_AT_ONCE = 4  # groups of a row
+
+Value = Any
+Builder = Any
+_I32 = ir.IntType(32)
+_V16B = ir.VectorType(ir.IntType(8), LANES)
+
+
+def _splat(value: float) -> ir.Constant:
+    return ir.Constant(V16, [value] * LANES)
+
+
+def _unary(b: Builder, name: str, x: Value) -> Value:
+    suffix = "v16f32" if isinstance(x.type, ir.VectorType) else "f32"
+    kind = ir.FunctionType(x.type, [x.type])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.{name}.{suffix}"), [x])
+
+
+def _fold(b: Builder, vector: Value, combine: Any) -> Value:
+    """Fold the 16 lanes in the fixed order 8 + 8, 4 + 4, 2 + 2, 1 + 1; returns a scalar."""
+    for half in (8, 4, 2, 1):
+        vector = combine(vector, emit_shuffle(b, vector, vector, [(lane + half) % LANES for lane in range(LANES)]))
+    return b.extract_element(vector, _I32(0))
+
+
+@intrinsic
+def fma_f32(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z rounded once, float32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_fma(b, *arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def sqrt_f32(typing: Any, x: Any) -> Any:
+    """Square root of a float32, correctly rounded."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return _unary(b, "sqrt", arguments[0])
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def _sum_squares_vectors(typing: Any, address: Any, vectors: Any) -> Any:
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        address, vectors = arguments
+        slot = cgutils.alloca_once(b, V16)
+        b.store(_splat(0.0), slot)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            x = emit_load(b, V16, b.add(address, b.mul(loop.index, int_constant(_VECTOR))))
+            b.store(emit_fma(b, x, x, b.load(slot)), slot)
+        return _fold(b, b.load(slot), b.fadd)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@kernel
+def sum_squares(address: int, count: int) -> Any:
+    """Sum of squares of `count` float32: 16 fma chains folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the rest in order."""
+    total = _sum_squares_vectors(address, count // LANES)
+    for index in range(count // LANES * LANES, count):
+        x = load_f32(address + 4 * index)
+        total = fma_f32(x, x, total)
+    return total
+
+
+@intrinsic
+def _scale_vectors(typing: Any, x: Any, weight: Any, factor: Any, vectors: Any, out: Any) -> Any:
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        x, weight, factor, vectors, out = arguments
+        factors = emit_splat(b, factor)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(_VECTOR))
+            scaled = b.fmul(emit_load(b, V16, b.add(x, at)), factors)
+            emit_store(b, b.fmul(scaled, emit_load(b, V16, b.add(weight, at))), b.add(out, at))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64, types.int64), codegen
+
+
+@kernel
+def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
+    """RMS norm of `count` float32: out = (x / sqrt(mean(x^2) + eps)) * weight. `out` may be `x`."""
+    mean = sum_squares(x, count) / np.float32(count)
+    factor = np.float32(1.0) / sqrt_f32(mean + eps)
+    _scale_vectors(x, weight, factor, count // LANES, out)
+    for index in range(count // LANES * LANES, count):
+        store_f32(out + 4 * index, load_f32(x + 4 * index) * factor * load_f32(weight + 4 * index))
+
+
+class _Panel(NamedTuple):
+    """Where the quantized numbers of one group of one token go, addresses."""
+
+    codes: Sequence[Value]
+    term: Value
+    scale: Value
+
+
+def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
+    """Two vectors of 16 int32, of which the low bytes count, as 32 int8."""
+    for index, vector in enumerate(codes):
+        place = b.inttoptr(b.add(out, int_constant(LANES * index)), ir.PointerType())
+        b.store(b.trunc(vector, _V16B), place, align=1)
+
+
+def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
+    """The larger of two that are not negative, as bits: a NaN's are the largest, and it shall win."""
+    return b.select(b.icmp_unsigned(">", x, y), x, y)
+
+
+def _reduce_lanes(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
+    """`emit_reduce_rows` of 1, 2 or 4 rows: the first half of the lanes, or all, repeat what is there twice."""
+    return emit_reduce_rows(b, list(rows) * (4 // len(rows)), combine)
+
+
+def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequence[_Panel], kind: Value) -> None:
+    """1, 2 or 4 groups of 32 (two vectors each): codes in one plane, or FINE_BASE * first + second in two; term, scale.
+
+    Several at once because what a group needs but once, the largest and two divisions, takes as long for four.
+    """
+    levels = 127.0 if len(panels[0].codes) == 1 else 127.0 * FINE_BASE
+    sign = ir.Constant(V16I, [0x7FFFFFFF] * LANES)
+    absolute = [[b.and_(b.bitcast(vector, V16I), sign) for vector in group] for group in groups]
+    tops = _reduce_lanes(b, [_nan_or_max(b, *pair) for pair in absolute], lambda x, y: _nan_or_max(b, x, y))
+    top = b.bitcast(tops, V16)
+    empty = b.fcmp_ordered("<", top, _splat(_TINY))
+    # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they make of those.
+    scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
+    inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
+    totals = []
+    for index, (group, panel) in enumerate(zip(groups, panels, strict=True)):
+        inverse = emit_shuffle(b, inverses, inverses, [4 * index] * LANES)
+        # Adding _ROUNDER rounds to the nearest integer, ties to even, and leaves it in the low bits.
+        shifted = [b.fadd(b.fmul(vector, inverse), _splat(_ROUNDER)) for vector in group]
+        codes = [b.bitcast(vector, V16I) for vector in shifted]
+        if len(panel.codes) == 2:
+            codes = _emit_two_planes(b, shifted, panel)
+        else:
+            _emit_codes(b, codes, panel.codes[0])
+        totals.append(b.add(codes[0], codes[1]))
+    total = _reduce_lanes(b, totals, b.add)
+    if len(panels[0].codes) == 1:
+        total = b.sub(total, ir.Constant(V16I, [GROUP * _ROUNDER_BITS % 2**32 - 2**32] * LANES))
+    _emit_terms(b, total, scales, panels, kind)
+
+
+def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> list[Value]:
+    """Store codes that need 16 bits in two planes of bytes; the codes as integers."""
+    base = ir.Constant(V16I, [FINE_BASE] * LANES)
+    rounded = [b.fsub(vector, _splat(_ROUNDER)) for vector in shifted]
+    codes = [b.fptosi(vector, V16I) for vector in rounded]
+    high = [b.fptosi(_unary(b, "rint", b.fmul(vector, _splat(1.0 / FINE_BASE))), V16I) for vector in rounded]
+    _emit_codes(b, high, panel.codes[0])
+    _emit_codes(b, [b.sub(code, b.mul(first, base)) for code, first in zip(codes, high, strict=True)], panel.codes[1])
+    return codes
+
+
+def _emit_terms(b: Builder, total: Value, scales: Value, panels: Sequence[_Panel], kind: Value) -> None:
+    """Store what the kernel needs beside the codes; total: of each group's codes, scales alike, in lanes 4 * group."""
+    offset = _I32(-OFFSET[KIND_INT4])
+    offset = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset)
+    taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, V16), scales)), V16I)
+    minima = b.icmp_signed("==", kind, int_constant(KIND_INT4M))
+    terms = b.select(minima, taken, b.mul(total, emit_splat_int(b, offset)))
+    for index, panel in enumerate(panels):
+        lane = _I32(4 * index)
+        b.store(b.extract_element(terms, lane), b.inttoptr(panel.term, ir.PointerType()), align=4)
+        emit_store(b, b.extract_element(scales, lane), panel.scale)
+
+
+class _PanelRow(NamedTuple):
+    """One token's part of a panel: see `quantize_groups`."""
+
+    record: Value
+    size: Value
+    place: Value
+    planes: int
+
+    def at(self, b: Builder, group: Value) -> _Panel:
+        """Addresses for a group."""
+        bytes_each = FINE_BYTES if self.planes == 2 else COARSE_BYTES
+        here = b.add(self.record, b.mul(group, b.mul(self.size, int_constant(bytes_each))))
+        rows = [self.place, b.add(self.place, self.size)][: self.planes]
+        codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]
+        behind = b.add(b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4)))
+        term = b.add(here, behind)
+        return _Panel(codes, term, b.add(term, b.mul(self.size, int_constant(4))))
+
+
+def _emit_row_groups(b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value) -> None:
+    """Quantize `count` groups of a token's float32 at address x, from group `first` on."""
+    start = b.add(x, b.mul(first, int_constant(2 * _VECTOR)))
+    places = [b.add(start, int_constant(_VECTOR * index)) for index in range(2 * count)]
+    vectors = [emit_load(b, V16, place) for place in places]
+    groups = [vectors[2 * index : 2 * index + 2] for index in range(count)]
+    _emit_quantize(b, groups, [row.at(b, b.add(first, int_constant(index))) for index in range(count)], kind)
+
+
+@intrinsic
+def quantize_groups(typing: Any, x: Any, groups: Any, record: Any, size: Any, place: Any, kind: Any, fine: Any) -> Any:
+    """Quantize `groups` whole groups of 32 float32 at address x for weights of a kind.
+
+    record       address of the first group's record in a panel of `size` tokens, of which this one is number `place`
+    kind, fine   of the weights that will read the panel; whether its codes have two planes (not 0) or one
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        x, groups, record, size, place, kind, fine = arguments
+        whole = b.and_(groups, int_constant(-_AT_ONCE))
+        with b.if_else(b.icmp_signed("!=", fine, int_constant(0))) as (two, one):
+            for branch, planes in ((two, 2), (one, 1)):
+                with branch:
+                    row = _PanelRow(record, size, place, planes)
+                    with cgutils.for_range_slice(b, int_constant(0), whole, int_constant(_AT_ONCE), I64) as (index, _):
+                        _emit_row_groups(b, x, index, _AT_ONCE, row, kind)
+                    with cgutils.for_range_slice(b, whole, groups, int_constant(1), I64) as (index, _):
+                        _emit_row_groups(b, x, index, 1, row, kind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
+
+
+def _emit_activate(b: Builder, x: Value, up: Value, is_silu: Value) -> Value:
+    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner))."""
+    cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
+    inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
+    exponent = b.fsub(_splat(0.0), b.select(is_silu, x, inner))
+    exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
+    return b.fmul(b.fdiv(x, b.fadd(_splat(1.0), emit_exp(b, exponent))), up)
+
+
+@intrinsic
+def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, record: Any, kind: Any) -> Any:
+    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their record of a coarse panel.
+
+    rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the next; the 32 of the way
+                up follow half a step behind
+    kind        as in `quantize_groups`
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        rows, step, size, act, record, kind = arguments
+        half = b.lshr(step, int_constant(1))
+        is_silu = b.icmp_signed("==", act, int_constant(ACT_SILU))
+        # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
+        with cgutils.for_range(b, size, intp=I64) as loop:
+            at = b.add(rows, b.mul(loop.index, step))
+            for gate in (at, b.add(at, int_constant(_VECTOR))):
+                x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
+                emit_store(b, _emit_activate(b, x, up, is_silu), gate)
+        even = b.and_(size, int_constant(-2))
+        for first, end, count in ((int_constant(0), even, 2), (even, size, 1)):
+            with cgutils.for_range_slice(b, first, end, int_constant(count), I64) as (token, _):
+                tokens = [b.add(token, int_constant(index)) for index in range(count)]
+                starts = [b.add(rows, b.mul(token, step)) for token in tokens]
+                groups = [[emit_load(b, V16, b.add(at, int_constant(o))) for o in (0, _VECTOR)] for at in starts]
+                panels = [_PanelRow(record, size, token, 1).at(b, int_constant(0)) for token in tokens]
+                _emit_quantize(b, groups, panels, kind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+@intrinsic
+def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any) -> Any:
+    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read)."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        gate, up, kind, count, vectors, out = arguments
+        is_silu = b.icmp_signed("==", kind, int_constant(ACT_SILU))
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(_VECTOR))
+            x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
+            value = _emit_activate(b, x, y, is_silu)
+            left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
+            inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))
+            emit_store(b, b.select(inside, value, _splat(0.0)), b.add(out, at))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _clamp(b: Builder, left: Value) -> Value:
+    """At least 0 and at most 16, so that it fits the lane index type."""
+    left = b.select(b.icmp_signed("<", left, int_constant(0)), int_constant(0), left)
+    return b.select(b.icmp_signed(">", left, int_constant(LANES)), int_constant(LANES), left)

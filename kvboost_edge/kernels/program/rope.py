@@ -1,0 +1,96 @@
+"""Rotary positions: the tables of cosines and sines, and the kernel that turns one head of one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear.dot import int_constant
+from kvboost_edge.kernels.program.norms import fma_f32
+from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_store, load_f32, store_f32
+
+__all__ = ["RopeTable", "copy_floats", "rotate_head"]
+
+_CHUNK = 1024  # positions computed at once: a row's bits must not depend on how far the table had to grow
+
+
+class RopeTable:
+    """cos and sin of position * frequency, float32 [positions, rotary_dim / 2], grown as positions are met.
+
+    `frequencies` float32 [rotary_dim / 2] in radians per position; `factor` multiplies cos and sin (yarn).
+    """
+
+    def __init__(self, frequencies: npt.NDArray[np.float32], factor: float = 1.0) -> None:
+        self._frequencies = np.ascontiguousarray(frequencies, dtype=np.float32)
+        self._factor = np.float32(factor)
+        empty = np.empty((0, self._frequencies.size), dtype=np.float32)
+        self.cos: npt.NDArray[np.float32] = empty
+        self.sin: npt.NDArray[np.float32] = empty
+
+    def cover(self, positions: int) -> None:
+        """Make the tables hold at least `positions` rows."""
+        have = len(self.cos)
+        if positions <= have:
+            return
+        starts = range(have, positions, _CHUNK)
+        angles = [self._frequencies * np.arange(s, s + _CHUNK, dtype=np.float32)[:, None] for s in starts]
+        self.cos = np.concatenate([self.cos, *(np.cos(a) * self._factor for a in angles)])
+        self.sin = np.concatenate([self.sin, *(np.sin(a) * self._factor for a in angles)])
+
+
+@intrinsic
+def _rotate_vectors(typing: Any, x: Any, cos: Any, sin: Any, half: Any, out: Any) -> Any:
+    """The first half // 16 * 16 pairs of a head, 16 at a time."""
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        x, cos, sin, half, out = arguments
+        behind = b.mul(half, int_constant(4))
+        with cgutils.for_range(b, b.lshr(half, int_constant(4)), intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(4 * LANES))
+            near, far = b.add(x, at), b.add(b.add(x, at), behind)
+            first, second, c, s = (emit_load(b, V16, place) for place in (near, far, b.add(cos, at), b.add(sin, at)))
+            turned = emit_fma(b, first, c, b.fneg(b.fmul(second, s)))
+            emit_store(b, turned, b.add(out, at))
+            emit_store(b, emit_fma(b, second, c, b.fmul(first, s)), b.add(b.add(out, at), behind))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def _copy_vectors(typing: Any, x: Any, vectors: Any, out: Any) -> Any:
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        x, vectors, out = arguments
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(4 * LANES))
+            emit_store(b, emit_load(b, V16, b.add(x, at)), b.add(out, at))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@kernel
+def copy_floats(x: int, count: int, out: int) -> None:
+    """Copy `count` float32 from address x to address out; they do not overlap."""
+    _copy_vectors(x, count // LANES, out)
+    for i in range(count // LANES * LANES, count):
+        store_f32(out + 4 * i, load_f32(x + 4 * i))
+
+
+@kernel
+def rotate_head(x: int, cos: int, sin: int, half: int, dim: int, out: int) -> None:
+    """Rotate the pairs (i, i + half) of the first 2 * half of `dim` float32 at address x; copy the rest.
+
+    cos, sin: addresses of float32 [half], the token's rows of the tables. x and out do not overlap.
+    """
+    _rotate_vectors(x, cos, sin, half, out)
+    for i in range(half // LANES * LANES, half):
+        a, b = load_f32(x + 4 * i), load_f32(x + 4 * (i + half))
+        c, s = load_f32(cos + 4 * i), load_f32(sin + 4 * i)
+        store_f32(out + 4 * i, fma_f32(a, c, -(b * s)))
+        store_f32(out + 4 * (i + half), fma_f32(b, c, a * s))
+    copy_floats(x + 8 * half, dim - 2 * half, out + 8 * half)

@@ -1,0 +1,220 @@
+"""Operations of a layer program that go token by token: embedding, norms, activation, quantization, rope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear.dot import OFFSET
+from kvboost_edge.kernels.linear.panel import record_bytes, token_place
+from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.attend import attention_row, store_token
+from kvboost_edge.kernels.program.norms import activate_vectors, fma_f32, norm_row, quantize_groups
+from kvboost_edge.kernels.program.rope import copy_floats, rotate_head
+from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, load_f32, load_scalar, store_f32
+
+__all__ = ["run_tokens", "token_units"]
+
+_OFFSET_INT8, _OFFSET_INT4 = OFFSET[KIND_INT8], OFFSET[KIND_INT4]
+_CHUNK = 32  # groups of 32 in a chunk of a row
+# Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112 tokens took two threads
+# 100 ms and one thread 75.
+_UNIT = 12
+
+
+@intrinsic
+def _load_i64(typing: Any, address: Any) -> Any:
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return b.load(b.inttoptr(arguments[0], ir.PointerType()), align=8, typ=ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _load_byte(typing: Any, address: Any) -> Any:
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        value = b.load(b.inttoptr(arguments[0], ir.PointerType()), align=1, typ=ir.IntType(8))
+        return b.zext(value, ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@kernel
+def _tokens_in_unit(tokens: int) -> Any:
+    """Of a few tokens every thread still finds some."""
+    return min(_UNIT, (tokens + 3) // 4)
+
+
+@kernel
+def _chunks(op: Any) -> Any:
+    """Chunks a row is cut into."""
+    if op[lt.F_OP] in (lt.OP_QUANT, lt.OP_ACT):
+        return (op[lt.F_COUNT] + GROUP * _CHUNK - 1) // (GROUP * _CHUNK)
+    return 1
+
+
+@kernel
+def token_units(job: ProgramJob, op: Any) -> Any:
+    """Units an operation on tokens is cut into: some tokens, one chunk of each."""
+    size = _tokens_in_unit(job.tokens)
+    return (job.tokens + size - 1) // size * _chunks(op)
+
+
+@kernel
+def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
+    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on."""
+    quad, byte = index // 4, index % 4
+    if kind == KIND_INT8:
+        return _load_byte(op[lt.F_WEIGHT] + group * (LANES * GROUP) + quad * (4 * LANES) + lane * 4 + byte)
+    both = _load_byte(op[lt.F_WEIGHT] + group * (LANES * GROUP // 2) + quad // 2 * (4 * LANES) + lane * 4 + byte)
+    return both >> 4 if quad % 2 == 1 else both & 15
+
+
+@kernel
+def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
+    """Row `token_id` of the table, which lies in the weight layout, times factor; the padding is 0."""
+    tile, lane, count, kind = token_id // LANES, token_id % LANES, op[lt.F_COUNT], op[lt.F_KIND]
+    for index in range(count, op[lt.F_DST_STEP]):
+        store_f32(out + 4 * index, np.float32(0.0))
+    if kind in (KIND_INT8, KIND_INT4, KIND_INT4M):
+        groups = (count + GROUP - 1) // GROUP
+        offset = _OFFSET_INT8 if kind == KIND_INT8 else (_OFFSET_INT4 if kind == KIND_INT4 else 0)
+        for group in range(groups):
+            at = 2 * ((tile * groups + group) * LANES + lane)
+            scale = load_scalar(op[lt.F_SCALE] + at, KIND_F16)
+            minimum = load_scalar(op[lt.F_MINIMA] + at, KIND_F16) if kind == KIND_INT4M else np.float32(0.0)
+            for index in range(min(GROUP, count - group * GROUP)):
+                code = np.float32(_code(op, kind, tile * groups + group, lane, index) - offset)
+                value = fma_f32(code, scale, -minimum)
+                store_f32(out + 4 * (group * GROUP + index), value * factor)
+    else:
+        size = 4 if kind == KIND_F32 else 2
+        for index in range(count):
+            at = op[lt.F_WEIGHT] + ((tile * count + index) * LANES + lane) * size
+            store_f32(out + 4 * index, load_scalar(at, kind) * factor)
+
+
+@kernel
+def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
+    """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
+    total, fine = (op[lt.F_COUNT] + GROUP - 1) // GROUP, op[lt.F_FINE]
+    block, size = token_place(token, job.tokens, fine, job.matrix)
+    record = job.buffers[op[lt.F_PANEL]] + (block * total + first * size) * record_bytes(fine)
+    quantize_groups(source, groups, record, size, token - block, op[lt.F_QUANT], fine)
+
+
+@kernel
+def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
+    count, step = op[lt.F_COUNT], op[lt.F_DST_STEP]
+    out = job.buffers[op[lt.F_DST]] + 4 * token * step
+    norm_row(job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP], op[lt.F_WEIGHT], count, eps, out)
+    for index in range(count, step):
+        store_f32(out + 4 * index, np.float32(0.0))
+    if op[lt.F_QUANT] > 0:
+        _quantize(job, op, out, token, 0, (count + GROUP - 1) // GROUP)
+
+
+@kernel
+def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+    """destination += factor * norm(source)."""
+    count = op[lt.F_COUNT]
+    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+    norm_row(source, op[lt.F_WEIGHT], count, params[lt.P_EPS], source)
+    for index in range(count):
+        value = fma_f32(load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index))
+        store_f32(out + 4 * index, value)
+
+
+@kernel
+def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
+    """One chunk of 1024 elements of one token: the activation if the operation has one, then quantization."""
+    count = op[lt.F_COUNT]
+    groups = min(_CHUNK, (count + GROUP - 1) // GROUP - first)
+    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + first * GROUP)
+    if op[lt.F_OP] == lt.OP_ACT:
+        out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
+        left = count - first * GROUP
+        activate_vectors(source, source + 4 * count, op[lt.F_ACT], left, 2 * groups, out)
+        source = out
+    if op[lt.F_QUANT] > 0:
+        _quantize(job, op, source, token, first, groups)
+
+
+@kernel
+def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) -> None:
+    """Norm of the heads in place: none (mode 0), each head (1), all heads as one row (2)."""
+    if mode == 1:
+        for head in range(num):
+            norm_row(source + 4 * head * dim, norm, dim, eps, source + 4 * head * dim)
+    elif mode == 2:
+        norm_row(source, norm, num * dim, eps, source)
+
+
+@kernel
+def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
+    """Split a row of queries, keys and values; norm and rotate queries and keys; write the three buffers."""
+    heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
+    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+    keys = source + 4 * heads * dim
+    values = keys + 4 * kv_heads * dim
+    _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+    _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    position = _load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
+    cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
+    sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
+    for head in range(heads):
+        out = job.buffers[lt.B_QUERY] + 4 * (token * heads + head) * dim
+        rotate_head(source + 4 * head * dim, cos, sin, half, dim, out)
+    for head in range(kv_heads):
+        out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
+        rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
+    if job.buffers[lt.B_ROWS] != 0:
+        key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
+        store_token(attention_row(job, op), key, values, token)
+    else:
+        copy_floats(values, kv_heads * dim, job.buffers[lt.B_VALUE] + 4 * token * kv_heads * dim)
+
+
+@kernel
+def _cap(job: ProgramJob, op: Any, cap: float, token: int) -> None:
+    """In place: x -> cap * tanh(x / cap), through exp(-2 |x / cap|)."""
+    row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+    one = np.float32(1.0)
+    for index in range(op[lt.F_COUNT]):
+        x = load_f32(row + 4 * index) / cap
+        decay = exp_f32(np.float32(-2.0) * abs(x))
+        tanh = (one - decay) / (one + decay)
+        store_f32(row + 4 * index, cap * (tanh if x >= 0 else -tanh))
+
+
+@kernel
+def _on_token(job: ProgramJob, op: Any, params: Any, token: int, chunk: int) -> None:
+    code = op[lt.F_OP]
+    if code == lt.OP_NORM:
+        _norm(job, op, params[lt.P_EPS], token)
+    elif code == lt.OP_ROPE:
+        _rope(job, op, params[lt.P_EPS], token)
+    elif code == lt.OP_ADD_NORM:
+        _add_norm(job, op, params, token)
+    elif code == lt.OP_EMBED:
+        token_id = _load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
+        _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])
+    elif code in (lt.OP_QUANT, lt.OP_ACT):
+        _elementwise(job, op, token, chunk * _CHUNK)
+    else:
+        _cap(job, op, params[lt.P_CAP], token)
+
+
+@kernel
+def run_tokens(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
+    size, chunks = _tokens_in_unit(job.tokens), _chunks(op)
+    first = unit // chunks * size
+    for token in range(first, min(job.tokens, first + size)):
+        _on_token(job, op, params, token, unit % chunks)

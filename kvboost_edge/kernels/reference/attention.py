@@ -1,0 +1,96 @@
+"""Every kernel in plain NumPy with the same signature: the specification and the oracle. Sums are in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, KVPool, PagedBatch
+from kvboost_edge.kernels.attention.storage import from_storage, to_storage
+
+__all__ = ["copy_blocks", "gather_kv", "merge_state", "paged_attention", "write_kv"]
+
+Doubles = npt.NDArray[np.float64]
+
+
+def gather_kv(pool: KVPool, block_table: npt.NDArray[Any], start: int, stop: int) -> tuple[Doubles, Doubles]:
+    """Keys and values of tokens [start, stop) of one sequence, float64 [num_kv_heads, stop - start, head_dim]."""
+    block_size = pool.keys.shape[3]
+    positions = np.arange(start, stop)
+    blocks, offsets = np.asarray(block_table)[positions // block_size], positions % block_size
+    keys = from_storage(pool.keys[blocks, :, :, offsets]).astype(np.float64)
+    values = from_storage(pool.values[blocks, :, offsets, :]).astype(np.float64)
+    return keys.transpose(1, 0, 2), values.transpose(1, 0, 2)
+
+
+def paged_attention(
+    queries: Floats, pool: KVPool, batch: PagedBatch, options: AttentionOptions
+) -> tuple[Floats, Floats]:
+    """Causal attention of a flat batch over its sequences' blocks, one query row at a time.
+
+    queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32 [num_tokens,
+    num_q_heads]).
+    """
+    out = np.empty(queries.shape, dtype=np.float32)
+    lse = np.empty(queries.shape[:2], dtype=np.float32)
+    for sequence, seq_len in enumerate(batch.seq_lens):
+        first, stop = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
+        for row in range(first, stop):
+            position = int(seq_len) - (stop - row)
+            low = max(0, position - options.window + 1) if options.window > 0 else 0
+            keys, values = gather_kv(pool, batch.block_tables[sequence], low, position + 1)
+            out[row], lse[row] = _attend_row(queries[row].astype(np.float64), keys, values, options)
+    return out, lse
+
+
+def _attend_row(query: Doubles, keys: Doubles, values: Doubles, options: AttentionOptions) -> tuple[Doubles, Doubles]:
+    """One query [num_q_heads, head_dim] over keys and values [num_kv_heads, tokens, head_dim]."""
+    grouped = query.reshape(keys.shape[0], -1, query.shape[1])
+    scores = np.einsum("hgd,htd->hgt", grouped, keys) * options.softmax_scale
+    if options.softcap > 0:
+        scores = options.softcap * np.tanh(scores / options.softcap)
+    scores = scores.reshape(query.shape[0], -1)
+    top = scores.max(axis=1)
+    if options.sinks is not None:
+        top = np.maximum(top, options.sinks)
+    weights = np.exp(scores - top[:, None])
+    total = weights.sum(axis=1)
+    if options.sinks is not None:
+        total = total + np.exp(options.sinks - top)
+    weights = (weights / total[:, None]).reshape(*grouped.shape[:2], -1)
+    return np.einsum("hgt,htd->hgd", weights, values).reshape(query.shape), top + np.log(total)
+
+
+def write_kv(keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]) -> None:
+    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block * block_size + offset)."""
+    blocks, offsets = np.divmod(slot_mapping, pool.keys.shape[3])
+    pool.keys[blocks, :, :, offsets] = to_storage(keys, pool.keys.dtype)
+    pool.values[blocks, :, offsets, :] = to_storage(values, pool.values.dtype)
+
+
+def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
+    """Copy whole blocks, (src, dst) pairs in order."""
+    for src, dst in ops:
+        pool.keys[dst] = pool.keys[src]
+        pool.values[dst] = pool.values[src]
+
+
+def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
+    """Attention over the union of two disjoint sets of keys from the results over each: v [..., dim], s = lse [...].
+
+    An lse of -inf stands for an empty set, whose v is not looked at.
+    """
+    s_a64, s_b64 = s_a.astype(np.float64), s_b.astype(np.float64)
+    top = np.maximum(s_a64, s_b64)
+    base = np.where(np.isneginf(top), 0.0, top)
+    weight_a, weight_b = np.exp(s_a64 - base), np.exp(s_b64 - base)
+    total = weight_a + weight_b
+    scale = np.where(total > 0, total, 1.0)
+    mixed = np.where(weight_a[..., None] > 0, v_a, 0.0) * (weight_a / scale)[..., None]
+    mixed = mixed + np.where(weight_b[..., None] > 0, v_b, 0.0) * (weight_b / scale)[..., None]
+    with np.errstate(divide="ignore"):
+        lse = base + np.log(total)
+    return mixed.astype(np.float32), lse.astype(np.float32)

@@ -1,0 +1,347 @@
+"""Quantized KV in plain NumPy: the codes of a block, and attention over them, with the kernels' rounding steps.
+
+What decides a code is done in float32 in the kernels' order, so codes and integer sums are equal to theirs; what is
+left to differ is rounding in the last place where a query's own block is added, in float64 here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.attention.paged import SPAN, AttentionOptions, Floats, KVPool, OwnBlocks, PagedBatch
+from kvboost_edge.kernels.coded.layout import STEP_BIAS, KVRecord
+
+__all__ = ["decode_record", "paged_attention_coded", "quantize_blocks"]
+
+Bytes = npt.NDArray[np.uint8]
+Doubles = npt.NDArray[np.float64]
+Longs = npt.NDArray[np.int64]
+
+F32 = np.float32
+TILE = 64
+Q_TOP = F32(32512.0)  # 127 * 256: a query's integers fit two signed bytes
+TINY = F32(1e-30)
+SCALE_FLOOR = F32(6e-8)
+SCALE_SLACK = F32(1.0 + 2.0**-10)
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    """float32 x * y + z, rounded once (twice where float64 happens to end at a tie, which is rare)."""
+    return (np.asarray(x, np.float64) * np.asarray(y, np.float64) + np.asarray(z, np.float64)).astype(F32)
+
+
+def _pack(codes: npt.NDArray[Any], bits: int) -> Bytes:
+    """Quads [quads, lanes, 4] -> bytes of the section, flat."""
+    wide = codes.astype(np.int64) & 0xFF
+    if bits == 4:
+        wide = wide[0::2] | (wide[1::2] << 4)
+    return wide.astype(np.uint8).ravel()
+
+
+def _unpack(section: Bytes, quads: int, lanes: int, bits: int) -> npt.NDArray[np.uint8]:
+    if bits == 8:
+        return section.reshape(quads, lanes, 4)
+    both = section.reshape(quads // 2, lanes, 4)
+    return np.stack([both & 15, both >> 4], axis=1).reshape(quads, lanes, 4)
+
+
+def _steps(record: KVRecord, codes: Bytes) -> Floats:
+    """The key steps' bytes as float32."""
+    return ((codes.astype(np.uint32) + np.uint32((127 - STEP_BIAS) << 3)) << np.uint32(20)).view(F32)
+
+
+def _quantize_keys(keys: Floats, record: KVRecord, out: Bytes) -> None:
+    """keys float32 [head_dim, block]."""
+    top = F32(2**record.k_bits - 1)
+    low, high = keys.min(axis=1), keys.max(axis=1)
+    broken = (keys * F32(0)).sum(axis=1)  # NaN where a key is not finite
+    bits = np.maximum((high - low) / top, F32(2.0**-STEP_BIAS)).astype(F32).view(np.uint32)
+    rounded = ((bits + np.uint32((1 << 20) - 1)) >> np.uint32(20)).astype(np.int64) - ((127 - STEP_BIAS) << 3)
+    step_codes = np.zeros(record.dim, np.uint8)
+    step_codes[: record.head_dim] = np.clip(rounded, 0, 255)
+    zeros = np.zeros(record.dim, np.float16)
+    zeros[: record.head_dim] = low + broken
+    inverse = (F32(1) / _steps(record, step_codes))[: record.head_dim, None]
+    codes = np.zeros((record.dim, record.block_size), np.int64)
+    scaled = np.rint((keys - low[:, None]) * inverse)
+    codes[: record.head_dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), 0, top)
+    quads = codes.reshape(-1, 4, record.block_size).transpose(0, 2, 1)
+    packed = _pack(quads, record.k_bits)
+    out[: packed.size] = packed
+    out[record.key_zeros :][: 2 * record.dim] = zeros.view(np.uint8)
+    out[record.key_steps :][: record.dim] = step_codes
+
+
+def _quantize_values(values: Floats, record: KVRecord, out: Bytes) -> None:
+    """values float32 [block, head_dim]."""
+    size, dim = record.block_size, record.head_dim
+    broken = (values * F32(0)).sum(axis=1)
+    codes = np.zeros((size, record.dim), np.int64)
+    if record.v_bits == 8:
+        scales = _fma(np.abs(values).max(axis=1), SCALE_SLACK / F32(127), SCALE_FLOOR).astype(np.float16)
+        inverse = F32(1) / scales.astype(F32)
+        scaled = np.rint(values * inverse[:, None])
+        codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -127, 127)
+    else:
+        low, high = values.min(axis=1), values.max(axis=1)
+        scales = _fma(high - low, SCALE_SLACK / F32(15), SCALE_FLOOR).astype(np.float16)
+        middles = _fma(F32(8), scales.astype(F32), low).astype(np.float16)
+        inverse = F32(1) / scales.astype(F32)
+        scaled = np.rint((values - middles.astype(F32)[:, None]) * inverse[:, None])
+        codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -8, 7) + 8
+        out[record.value_middles :][: 2 * size] = middles.view(np.uint8)
+    scales = (scales + broken).astype(np.float16)
+    packed = _pack(codes.reshape(-1, 4, record.dim).transpose(0, 2, 1), record.v_bits)
+    out[record.values :][: packed.size] = packed
+    out[record.value_scales :][: 2 * size] = scales.view(np.uint8)
+
+
+def quantize_blocks(own: KVPool, sources: Longs, records: Bytes, targets: Longs, record: KVRecord) -> None:
+    """Quantize whole float16 blocks `sources` of `own` into the records [num_blocks, num_kv_heads, bytes] `targets`."""
+    with np.errstate(all="ignore"):
+        for source, target in zip(sources, targets, strict=True):
+            for head in range(records.shape[1]):
+                out = records[target, head]
+                out[:] = 0
+                _quantize_keys(own.keys[source, head].astype(F32), record, out)
+                _quantize_values(own.values[source, head].astype(F32), record, out)
+
+
+class _Coded(NamedTuple):
+    """A record taken apart: key codes [dim, block], zeros, steps [dim]; value codes [block, dim], scales, middles."""
+
+    keys: Longs
+    zeros: Floats
+    steps: Floats
+    values: Longs
+    scales: Floats
+    middles: Floats
+
+
+def _take_apart(stored: Bytes, record: KVRecord) -> _Coded:
+    dim, size = record.dim, record.block_size
+
+    def halves(start: int, count: int) -> Floats:
+        return stored[start : start + 2 * count].view(np.float16).astype(F32)
+
+    key_bytes, value_bytes = (dim * size * bits // 8 for bits in (record.k_bits, record.v_bits))
+    keys = _unpack(stored[:key_bytes], dim // 4, size, record.k_bits).transpose(0, 2, 1).reshape(dim, size)
+    section = stored[record.values : record.values + value_bytes]
+    values = _unpack(section, size // 4, dim, record.v_bits).transpose(0, 2, 1).reshape(size, dim)
+    signed = values.view(np.int8).astype(np.int64) if record.v_bits == 8 else values.astype(np.int64) - 8
+    middles = halves(record.value_middles, size) if record.v_bits == 4 else np.zeros(size, F32)
+    return _Coded(
+        keys.astype(np.int64),
+        halves(record.key_zeros, dim),
+        _steps(record, stored[record.key_steps :][:dim]),
+        signed,
+        halves(record.value_scales, size),
+        middles,
+    )
+
+
+def decode_record(stored: Bytes, record: KVRecord) -> tuple[Doubles, Doubles]:
+    """What a record stands for: keys and values, float64 [block, head_dim]."""
+    coded = _take_apart(stored, record)
+    keys = coded.zeros.astype(np.float64) + coded.keys.T * coded.steps.astype(np.float64)
+    values = coded.middles.astype(np.float64)[:, None] + coded.values * coded.scales.astype(np.float64)[:, None]
+    return keys[:, : record.head_dim], values[:, : record.head_dim]
+
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+
+
+def _exp(x: Floats) -> Floats:
+    """The kernels' polynomial, step by step."""
+    magic = F32(12582912.0)
+    shifted = _fma(x, F32(1.44269504088896341), magic)
+    n = shifted - magic
+    r = _fma(n, F32(2.12194440e-4), _fma(n, F32(-0.693359375), x))
+    p: Any = F32(_EXP[0])
+    for coefficient in _EXP[1:]:
+        p = _fma(p, r, F32(coefficient))
+    p = _fma(r * r, p, r) + F32(1.0)
+    power = ((shifted.view(np.uint32) << np.uint32(23)) + np.uint32(127 << 23)).view(F32)
+    return np.where(x < F32(-87.0), F32(0.0), p * power).astype(F32)
+
+
+def _reduce(lanes: Floats, combine: Any) -> Floats:
+    """[.., 16] -> [..], by halves."""
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = combine(lanes[..., :half], lanes[..., half:])
+    first: Floats = lanes[..., 0]
+    return first
+
+
+def _sum_tile(tile: Floats) -> Floats:
+    """[rows, 64] -> [rows]: the four groups pairwise, then the lanes."""
+    groups = tile.reshape(*tile.shape[:-1], 4, 16)
+    return _reduce((groups[..., 0, :] + groups[..., 1, :]) + (groups[..., 2, :] + groups[..., 3, :]), np.add)
+
+
+class _State(NamedTuple):
+    """A softmax that is not finished: sums [rows, dim], maxima and totals [rows], all float32."""
+
+    sums: Floats
+    maxima: Floats
+    totals: Floats
+
+
+def _empty(rows: int, dim: int) -> _State:
+    return _State(np.zeros((rows, dim), F32), np.full(rows, -np.inf, F32), np.zeros(rows, F32))
+
+
+def _merge(merged: _State, state: _State) -> _State:
+    top = np.maximum(merged.maxima, state.maxima)
+    base = np.where(np.isneginf(top), F32(0), top)
+    keep, add = _exp(merged.maxima - base), _exp(state.maxima - base)
+    sums = _fma(state.sums, add[:, None], merged.sums * keep[:, None])
+    return _State(sums, top, _fma(state.totals, add, merged.totals * keep))
+
+
+class _Rows(NamedTuple):
+    """The query rows of one token and kv head: scaled [rows, dim]; divided to at most Q_TOP; what one of those is."""
+
+    scaled: Floats
+    unit: Floats
+    step: Floats
+
+
+def _query_rows(query: Floats, scale: float, dim: int) -> _Rows:
+    scaled = np.zeros((len(query), dim), F32)
+    scaled[:, : query.shape[1]] = query * F32(scale)
+    top = np.maximum(np.abs(scaled).max(axis=1), TINY)
+    return _Rows(scaled, scaled * (Q_TOP / top)[:, None], top * (F32(1) / Q_TOP))
+
+
+def _scores(rows: _Rows, coded: _Coded, tokens: slice) -> Floats:
+    """Scores [rows, 16] against 16 tokens of a block."""
+    top = coded.steps.max()
+    folded = np.rint(rows.unit.astype(np.float64) * (coded.steps * (F32(1) / top)).astype(np.float64))
+    sums = np.nan_to_num(folded).astype(np.int64) @ coded.keys[:, tokens]
+    lanes = np.zeros((len(rows.scaled), 16), F32)
+    for start in range(0, rows.scaled.shape[1], 16):
+        lanes = _fma(rows.scaled[:, start : start + 16], coded.zeros[start : start + 16], lanes)
+    scores: Floats = _fma(sums.astype(F32), (rows.step * top)[:, None], _reduce(lanes, np.add)[:, None])
+    return scores
+
+
+def _cap(scores: Floats, cap: float) -> Floats:
+    x = scores / F32(cap)
+    minus = np.where(x < 0, x, F32(0) - x)
+    decay = _exp(minus + minus)
+    tanh = (F32(1) - decay) / (F32(1) + decay)
+    return (np.where(x < 0, F32(0) - tanh, tanh) * F32(cap)).astype(F32)
+
+
+def _add_tile(state: _State, scores: Floats, values: Longs, scales: Floats, middles: Floats) -> _State:
+    """Add 64 tokens: scores [rows, 64], -inf where not seen; value codes [64, dim]; scales and middles [64]."""
+    new = np.maximum(scores.max(axis=1), state.maxima)
+    base = np.where(np.isneginf(new), F32(0), new)
+    weights, rescale = _exp(scores - base[:, None]), _exp(state.maxima - base)
+    scaled, shifted = (np.where(weights == 0, F32(0), weights * factors) for factors in (scales, middles))
+    top = np.maximum(scaled.max(axis=1), TINY)
+    integers = np.rint(scaled.astype(np.float64) * (F32(255) / top).astype(np.float64)[:, None])
+    dots = np.nan_to_num(integers).astype(np.int64) @ values
+    old = _fma(state.sums, rescale[:, None], _sum_tile(shifted)[:, None])
+    sums = _fma(dots.astype(F32), (top * (F32(1) / F32(255)))[:, None], old)
+    return _State(sums, new, _fma(state.totals, rescale, _sum_tile(weights)))
+
+
+class _Sequence(NamedTuple):
+    """Where one sequence's blocks are for one kv head."""
+
+    records: Bytes
+    record: KVRecord
+    table: npt.NDArray[np.int32]
+    head: int
+
+
+def _attend_spans(rows: _Rows, where: _Sequence, low: int, high: int, softcap: float) -> _State:
+    """The rows over quantized tokens [low, high): span by span, merged in order."""
+    record = where.record
+    merged = _empty(len(rows.scaled), record.dim)
+    apart: dict[int, _Coded] = {}
+    for span in range(low // SPAN, -(-high // SPAN)):
+        state = _empty(len(rows.scaled), record.dim)
+        for start in range(max(low, span * SPAN) // TILE * TILE, min(high, span * SPAN + SPAN), TILE):
+            scores = np.full((len(rows.scaled), TILE), -np.inf, F32)
+            values = np.zeros((TILE, record.dim), np.int64)
+            scales, middles = np.zeros(TILE, F32), np.zeros(TILE, F32)
+            for at in range(start, start + TILE, 16):
+                if at + 16 <= low or at >= high:
+                    continue
+                block = at // record.block_size
+                if block not in apart:
+                    apart[block] = _take_apart(where.records[where.table[block], where.head], record)
+                inside, tokens = slice(at - start, at - start + 16), slice(at % record.block_size, None)
+                tokens = slice(tokens.start, tokens.start + 16)
+                scores[:, inside] = _scores(rows, apart[block], tokens)
+                values[inside], scales[inside] = apart[block].values[tokens], apart[block].scales[tokens]
+                middles[inside] = apart[block].middles[tokens]
+            if softcap > 0:
+                scores = _cap(scores, softcap)
+            positions = np.arange(start, start + TILE)
+            scores = np.where((positions >= low) & (positions < high), scores, F32(-np.inf))
+            state = _add_tile(state, scores, values, scales, middles)
+        merged = _merge(merged, state)
+    return merged
+
+
+def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _State:
+    """The rows over tokens of their own block: keys [head_dim, tokens], values [tokens, head_dim]."""
+    dim = len(keys)
+    scores = rows.scaled[:, :dim].astype(np.float64) @ keys.astype(np.float64)
+    if softcap > 0:
+        scores = softcap * np.tanh(scores / softcap)
+    maxima = scores.max(axis=1)
+    weights = np.exp(scores - maxima[:, None])
+    sums = np.zeros((len(scores), rows.scaled.shape[1]), F32)
+    sums[:, :dim] = weights @ values.astype(np.float64)
+    return _State(sums, maxima.astype(F32), weights.sum(axis=1).astype(F32))
+
+
+def paged_attention_coded(
+    queries: Floats, records: Bytes, record: KVRecord, batch: PagedBatch, own: OwnBlocks, options: AttentionOptions
+) -> tuple[Floats, Floats]:
+    """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
+
+    queries float32 [num_tokens, num_q_heads, head_dim]; records uint8 [num_blocks, num_kv_heads, bytes]; returns (out
+    like queries, lse float32 [num_tokens, num_q_heads]).
+    """
+    out, lse = np.empty(queries.shape, F32), np.empty(queries.shape[:2], F32)
+    num_kv_heads, size = records.shape[1], record.block_size
+    group = queries.shape[1] // num_kv_heads
+    with np.errstate(all="ignore"):
+        for sequence, seq_len in enumerate(batch.seq_lens):
+            first, stop = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
+            for row in range(first, stop):
+                position = int(seq_len) - (stop - row)
+                begin = position // size * size
+                low = max(0, position - options.window + 1) if options.window > 0 else 0
+                buffer = own.tables[sequence, position // size - own.first[sequence]]
+                seen = slice(max(low - begin, 0), position + 1 - begin)
+                for head in range(num_kv_heads):
+                    heads = slice(head * group, head * group + group)
+                    rows = _query_rows(queries[row, heads], options.softmax_scale, record.dim)
+                    where = _Sequence(records, record, batch.block_tables[sequence], head)
+                    coded = _attend_spans(rows, where, low, begin, options.softcap)
+                    keys, values = own.pool.keys[buffer, head][:, seen], own.pool.values[buffer, head][seen]
+                    state = _merge(coded, _attend_own(rows, keys, values, options.softcap))
+                    sinks = None if options.sinks is None else options.sinks[heads]
+                    out[row, heads], lse[row, heads] = _finish(state, sinks, queries.shape[2])
+    return out, lse
+
+
+def _finish(state: _State, sinks: Floats | None, dim: int) -> tuple[Floats, Floats]:
+    maxima, totals, factor = state.maxima, state.totals, np.ones_like(state.totals)
+    if sinks is not None:
+        top = np.maximum(maxima, sinks)
+        factor = _exp(maxima - top)
+        totals = totals * factor + _exp(sinks - top)
+        maxima = top
+    return state.sums[:, :dim] * (factor / totals)[:, None], maxima + np.log(totals)

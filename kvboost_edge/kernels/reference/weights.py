@@ -1,0 +1,138 @@
+"""Quantization of weights in plain NumPy: the specification of quant_fit.py, and packed matrices back to floats.
+
+Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4m are nibbles like those of int4, without an
+offset. Padded rows have scale 0; padded inputs, which only ever meet activations that are 0, may have any code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.linear.fit import FITS, Fit
+from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.linear.weights import KINDS, PackedRows
+from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_floats, unpack_scales
+
+__all__ = ["fit_rows", "round_to_nearest", "unpack_rows"]
+
+Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
+
+
+def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Floats:
+    """float32 [rows, inputs]: the weights that a packed matrix of a format stands for."""
+    if weights in ("f32", "bf16"):
+        return unpack_floats(packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs)
+    bits = FITS[KINDS[weights]].bits
+    codes = unpack_codes(packed.codes, rows, inputs, bits).astype(np.float32)
+    scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
+    if weights != "int4m":
+        return (codes * scales)[:rows, :inputs]
+    minima = unpack_scales(packed.minima.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
+    return ((codes + np.float32(8.0)) * scales - minima)[:rows, :inputs]
+
+
+def round_to_nearest(weights: Floats, kind: str) -> Floats:
+    """The weights as plain rounding stores them: scale from the largest magnitude, minimum from the smallest weight."""
+    fit = FITS[KINDS[kind]]
+    w = _groups(weights)
+    if kind == "int4m":
+        minimum = -w.min(axis=-1, keepdims=True)
+        scale = (w.max(axis=-1, keepdims=True) + minimum) / np.float32(fit.high)
+    else:
+        minimum = np.zeros((*w.shape[:-1], 1), np.float32)
+        scale = np.abs(w).max(axis=-1, keepdims=True) / np.float32(fit.high)
+    scale, minimum = _half(scale), _half(minimum)
+    codes = np.clip(np.rint((w + minimum) * _inverse(scale)), fit.low, fit.high)
+    back: Floats = (codes * scale - minimum).reshape(len(weights), -1)[:, : weights.shape[1]]
+    return back
+
+
+def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves, Halves]:
+    """Signed codes int16 [rows, groups, 32], scales and minima float16 [rows, groups] (minima 0 where there are none).
+
+    The same operations in the same order as the kernel, but for the rare double rounding of its fused multiply-adds.
+    """
+    fit, minima = FITS[KINDS[kind]], kind == "int4m"
+    w = _groups(weights)
+    counts = np.minimum(GROUP, weights.shape[1] - GROUP * np.arange(w.shape[1])).astype(np.float32)
+    total = _chain(w, counts, lambda x, out: out + x)
+    best = np.full(w.shape[:2], np.inf, np.float32)
+    best_scale, best_minimum = (np.zeros(w.shape[:2], np.float32) for _ in range(2))
+    for delta in fit.deltas:
+        scale, minimum = _first(w, fit, delta, minima)
+        for _ in range(fit.rounds):
+            scale, minimum = _half(scale), _half(minimum)
+            code = _codes(w, fit, scale, minimum)
+            off = _fma(-scale[:, :, None], code, w + minimum[:, :, None])
+            error = _chain(off, counts, lambda x, out: _fma(x, x, out))
+            better = error < best
+            best = np.where(better, error, best)
+            best_scale, best_minimum = np.where(better, scale, best_scale), np.where(better, minimum, best_minimum)
+            scale, minimum = _fitted(w, code, counts, scale, total if minima else None)
+    codes = _codes(w, fit, best_scale, best_minimum).astype(np.int16)
+    return codes, best_scale.astype(np.float16), best_minimum.astype(np.float16)
+
+
+def _groups(weights: Floats) -> Floats:
+    rows, inputs = weights.shape
+    groups = -(-inputs // GROUP)
+    # Repeating the first weight of the last group changes neither its smallest nor its largest weight.
+    padded = np.zeros((rows, groups * GROUP), np.float32)
+    padded[:, :inputs] = weights
+    padded[:, inputs:] = weights[:, (groups - 1) * GROUP, None]
+    return padded.reshape(rows, groups, GROUP)
+
+
+def _first(w: Floats, fit: Fit, delta: float, minima: bool) -> tuple[Floats, Floats]:
+    if minima:
+        low = w.min(axis=2)
+        scale = (w.max(axis=2) - low) / np.float32(fit.high + delta)
+        return scale, scale * np.float32(-delta / 2) - low
+    largest = np.take_along_axis(w, np.abs(w).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    return largest / np.float32(-(fit.offset + delta)), np.zeros_like(largest)
+
+
+def _codes(w: Floats, fit: Fit, scale: Floats, minimum: Floats) -> Floats:
+    rounded = np.rint((w + minimum[:, :, None]) * _inverse(scale)[:, :, None])
+    codes: Floats = np.clip(rounded, fit.low, fit.high)
+    return codes
+
+
+def _fitted(w: Floats, code: Floats, counts: Floats, scale: Floats, total: Floats | None) -> tuple[Floats, Floats]:
+    square = _chain(code, counts, lambda x, out: _fma(x, x, out))
+    product = np.zeros_like(scale)
+    for i in range(GROUP):
+        product = np.where(i < counts, _fma(w[:, :, i], code[:, :, i], product), product)
+    if total is None:
+        return _divide(product, square, scale), np.zeros_like(scale)
+    sums = _chain(code, counts, lambda x, out: out + x)
+    slope = _divide(counts * product - sums * total, counts * square - sums * sums, scale)
+    return slope, (slope * sums - total) / counts
+
+
+def _chain(values: Floats, counts: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
+    """Fold the inputs of each group in order, only those that are there."""
+    out = np.zeros(values.shape[:2], np.float32)
+    for i in range(GROUP):
+        out = np.where(i < counts, add(values[:, :, i], out), out)
+    return out
+
+
+def _fma(x: Floats, y: Floats, z: Floats) -> Floats:
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
+def _half(values: Floats) -> Floats:
+    return np.clip(values, -65504.0, 65504.0).astype(np.float16).astype(np.float32)
+
+
+def _divide(x: Floats, y: Floats, otherwise: Floats) -> Floats:
+    return np.where(y != 0, x / np.where(y != 0, y, np.float32(1.0)), otherwise)
+
+
+def _inverse(scale: Floats) -> Floats:
+    return _divide(np.ones_like(scale), scale, np.zeros_like(scale))

@@ -1,0 +1,247 @@
+"""Which model families run, which are tested, and why others are refused. Decided from the config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.json_file import read_config_object, text_config
+from kvboost_edge.models.config.quant_config import packed_layout
+
+__all__ = [
+    "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
+    "check_model_compatibility", "pin_notice", "pinned_context",
+]  # fmt: skip
+
+PHI3_LENGTH = 4096
+"""original_max_position_embeddings of a Phi-3 whose config does not give it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model family: `tested` when its results are compared with transformers' own in the test suite."""
+
+    tested: bool
+    note: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompatibilityReport:
+    """Whether a model runs here. `reason` says why not, or what to know; empty when there is nothing to say."""
+
+    model_type: str
+    supported: bool
+    tested: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinnedContext:
+    """The engine takes sequences up to `length` tokens: beyond, rope of this type changes with their length."""
+
+    rope_type: str
+    length: int
+
+
+_TESTED = {
+    "llama": "Llama, TinyLlama, SmolLM2 and kin; default, linear, llama3, yarn and longrope",
+    "mistral": "sliding window",
+    "qwen2": "Qwen2 and Qwen2.5",
+    "qwen3": "normalized queries and keys",
+    "gemma": "scaled embeddings",
+    "gemma2": "softcaps, local and global layers",
+    "gemma3_text": "local and global layers with their own rope",
+    "phi3": "Phi-3 and Phi-4 with plain rope",
+    "olmo2": "norms behind the blocks",
+    "granite": "scaled attention, residual and logits",
+    "smollm3": "layers without rope",
+    "stablelm": "partial rotary",
+    "starcoder2": "sliding window, biases",
+    "gpt_neox": "parallel residual, partial rotary",
+}
+_UNTESTED = {
+    "apertus": "normalized queries and keys",
+    "arcee": "Llama's attention",
+    "cohere": "scaled logits",
+    "cohere2": "local and global layers",
+    "ernie4_5": "Llama's attention",
+    "exaone4": "local and global layers",
+    "gemma3": "the language part of a vision model; text only",
+    "glm": "partial rotary",
+    "glm4": "partial rotary",
+    "gpt2": "learned positions",
+    "gpt_bigcode": "learned positions, one key-value head",
+    "gpt_oss": "mixture of experts, attention sinks",
+    "granitemoe": "mixture of experts",
+    "helium": "Llama's attention",
+    "hunyuan_v1_dense": "normalized queries and keys",
+    "ministral": "local and global layers",
+    "mixtral": "mixture of experts",
+    "nemotron": "partial rotary",
+    "olmo": "Llama's attention",
+    "olmo3": "local and global layers",
+    "phi": "parallel residual, partial rotary",
+    "qwen2_moe": "mixture of experts",
+    "qwen3_moe": "mixture of experts",
+    "seed_oss": "Llama's attention",
+    "vaultgemma": "local and global layers",
+}
+SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {name: Architecture(tested, note) for group, tested in ((_TESTED, True), (_UNTESTED, False))
+     for name, note in group.items()}
+)  # fmt: skip
+
+_STATE_SPACE = "it keeps a recurrent state, not keys and values, which a block pool cannot share"
+_LATENT = "its latent attention stores keys and values of different widths"
+_OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
+        "granitemoehybrid lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        _STATE_SPACE,
+    ),
+    **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
+    **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
+    **dict.fromkeys("bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"),
+    "llama4": "its chunked attention is not built",
+    "gemma3n": "its layers share keys and values",
+}
+
+
+def check_model_compatibility(model: Any, *, strict: bool = True) -> CompatibilityReport:
+    """Decide whether a model can run, without loading its weights.
+
+    `model`: a model directory, the config as a dict, or a transformers config or model. With `strict` an unsupported
+    model raises ModelFormatError with the reason, and an untested family warns (UserWarning, once per family).
+    Without, the report says so and nothing else happens. A directory without a sound config always raises.
+    """
+    config = _config_of(model)
+    model_type = _model_type(config)
+    reason = next(_objections(model_type, config), "")
+    known = SUPPORTED_ARCHITECTURES.get(model_type)
+    if reason:
+        if strict:
+            raise ModelFormatError(f"model_type={model_type!r} is not supported: {reason}")
+        return CompatibilityReport(model_type, False, False, reason)
+    tested = known is not None and known.tested
+    if not tested:
+        reason = f"model_type={model_type!r} should run but is not tested here; check it with verify_correctness()"
+        if strict:
+            _warn_once(reason)
+    notices = [reason, pin_notice(config)]
+    return CompatibilityReport(model_type, True, tested, "; ".join(notice for notice in notices if notice))
+
+
+def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
+    """The range to which rope of types 'dynamic' and 'longrope' is pinned, where its frequencies are constant and
+    cached keys stay right; None for other types and where the config gives no other length than its longest.
+
+    `config` is the object of config.json or `to_dict()` of a transformers config. ModelFormatError for a length that
+    is no positive integer.
+    """
+    inner = text_config(config)
+    found = []
+    for rope in _rope_parts(inner):
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
+            kind = "longrope"  # its first names
+        if kind not in ("dynamic", "longrope"):
+            continue
+        name = "original_max_position_embeddings"
+        # Some families keep it beside the rope settings; for these transformers takes that one.
+        length = inner.get(name)
+        length = rope.get(name) if length is None else length
+        if length is None and inner.get("model_type") == "phi3":
+            length = PHI3_LENGTH
+        if length is None:
+            continue
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ModelFormatError(f"config: {name}={length!r} must be an integer of at least 1")
+        found.append(PinnedContext(kind, length))
+    return min(found, key=lambda pinned: pinned.length, default=None)
+
+
+def pin_notice(config: Mapping[str, Any]) -> str:
+    """That the context is shorter than the config says, and why; empty where it is not."""
+    pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
+    if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
+        return ""
+    return (
+        f"the context is pinned to {pinned.length} tokens, beyond which rope of type {pinned.rope_type!r} changes with "
+        "the length of the sequence"
+    )
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(reason, UserWarning, stacklevel=3)
+
+
+def _config_of(model: Any) -> Mapping[str, Any]:
+    if isinstance(model, Mapping):
+        return model
+    if isinstance(model, (str, Path)):
+        return read_config_object(Path(model))
+    config = getattr(model, "config", model)
+    to_dict = getattr(config, "to_dict", None)
+    if not callable(to_dict):
+        raise ModelFormatError(
+            f"a {type(model).__name__} has no config; give a model directory, a config dict, or a transformers model"
+        )
+    fields = to_dict()
+    return dict(fields)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelFormatError("the config lacks the key 'model_type'")
+    return model_type
+
+
+def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons why the model cannot run, the most telling first."""
+    inner = text_config(config)
+    if config.get("is_encoder_decoder") or inner.get("is_encoder_decoder"):
+        yield "it is an encoder-decoder; only decoder-only models run"
+    if model_type in _REFUSED:
+        yield _REFUSED[model_type]
+    if model_type not in SUPPORTED_ARCHITECTURES:
+        code = _remote_code(config)
+        if code:
+            yield f"it needs code from its own repository ({code}), which is never run"
+        yield f"unknown; known are {', '.join(sorted(SUPPORTED_ARCHITECTURES))}"
+    if inner.get("quantization_config") or config.get("quantization_config"):
+        try:
+            packed_layout(config)
+        except ModelFormatError as error:
+            yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
+    if inner.get("alibi"):
+        yield _OWN_ATTENTION
+
+
+def _remote_code(config: Mapping[str, Any]) -> str:
+    """The model class in `auto_map`, or empty. A family known here always runs the code of the installed library."""
+    auto_map = config.get("auto_map")
+    if not isinstance(auto_map, Mapping):
+        return ""
+    for name in ("AutoModelForCausalLM", "AutoModel", "AutoConfig"):
+        if auto_map.get(name):
+            return str(auto_map[name])
+    return ""
+
+
+def _rope_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Every description of rope in the config: one for all layers, or one for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if not isinstance(rope, Mapping):
+            continue
+        yield rope
+        yield from (part for part in rope.values() if isinstance(part, Mapping))

@@ -1,0 +1,314 @@
+"""Model families as data: what differs between the Llama-like decoders that the native runner computes.
+
+`describe_model` reads a config into a `ModelSpec`; what it does not know raises ModelFormatError with the reason, so
+that the torch runner can take over. Nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
+from kvboost_edge.models.config.quant_config import packed_layout
+from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+
+__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
+
+Config = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """What all models of a family have in common.
+
+    norms        "pre": before attention and MLP; "post": behind them; "both"
+    norm_offset  added to the weights of norms (Gemma stores weight - 1)
+    head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
+    qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
+    fused        queries, keys, values are one tensor, and so are gate and up
+    windows      windows by layer, from the config and the number of layers; None: no layer has one
+    unless       config keys that must have one of the given values, else the family is another model
+    """
+
+    norms: str = "pre"
+    norm_offset: float = 0.0
+    head_norm: str = ""
+    qkv_bias: bool | None = None
+    fused: bool = False
+    tied: bool = False
+    head_dim: int | None = None
+    eps: float = 1e-6
+    theta: float = 10000.0
+    activation: str = "silu"
+    scaled_embedding: bool = False
+    query_scalar: bool = False
+    softcaps: bool = False
+    multipliers: bool = False
+    no_rope: bool = False
+    local_rope: bool = False
+    windows: Callable[[Config, int], list[int]] | None = None
+    unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none."""
+
+    window: int
+    rope: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Everything the native runner needs to know of a model besides its weights. Sizes are in elements."""
+
+    model_type: str
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    activation: str  # "silu" | "gelu_tanh"
+    softmax_scale: float
+    softcap: float
+    logit_cap: float
+    embedding_factor: float
+    residual_factor: float
+    logit_factor: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied: bool
+    max_context: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeKind, ...]
+
+
+def _layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
+    """Windows from layer_types, or from a rule where the config has none."""
+    window = _window(config, 0)
+    rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
+    types = config.get("layer_types") or rule
+    known = {"sliding_attention": window, "full_attention": 0}
+    if not isinstance(types, (list, tuple)) or len(types) != layers or any(kind not in list(known) for kind in types):
+        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
+    if "sliding_attention" in types and window < 1:
+        raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
+    return [known[kind] for kind in types]
+
+
+def _window(config: Config, default: int) -> int:
+    """sliding_window, 0 where it is null."""
+    if "sliding_window" not in config:
+        return default
+    return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
+
+
+def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
+    """The number under a key, `default` where the config does not say."""
+    return number_of(config, key, low, high) if key in config else default
+
+
+def _cap(config: Config, key: str, default: float) -> float:
+    """A softcap, 0 for none."""
+    return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
+
+
+def _step(config: Config, keys: tuple[str, ...], default: int) -> int:
+    """The first of the keys that the config gives, as an integer of at least 1."""
+    return next((integer_of(config, key, 1) for key in keys if config.get(key) is not None), default)
+
+
+def _same_window(default: int) -> Callable[[Config, int], list[int]]:
+    """Every layer has the window of the config, or `default` where the config does not say."""
+
+    def windows(config: Config, layers: int) -> list[int]:
+        if config.get("layer_types"):
+            return _layer_windows(config, layers, lambda i: False)
+        return [_window(config, default)] * layers
+
+    return windows
+
+
+def _qwen_windows(config: Config, layers: int) -> list[int]:
+    if not config.get("use_sliding_window", False):
+        return [0] * layers
+    first = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
+    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i >= first)
+
+
+def _every_second(config: Config, layers: int) -> list[int]:
+    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0)
+
+
+def _all_but_every(config: Config, layers: int) -> list[int]:
+    step = _step(config, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
+    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: (i + 1) % step != 0)
+
+
+_ONE_WAY = ("use_bidirectional_attention", (None, False))
+_LLAMA = Family()
+_QWEN2 = Family(qkv_bias=True, windows=_qwen_windows)
+_GEMMA = Family(
+    norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
+)
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": _LLAMA,
+        "mistral": Family(qkv_bias=False, windows=_same_window(4096)),
+        "qwen2": _QWEN2,
+        "qwen3": Family(head_norm="head", head_dim=128, windows=_qwen_windows),
+        "gemma": _GEMMA,
+        "gemma2": dataclasses.replace(
+            _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=_every_second
+        ),
+        "gemma3_text": dataclasses.replace(
+            _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
+            windows=_all_but_every,
+            unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
+        ),
+        "phi3": Family(qkv_bias=False, fused=True, eps=1e-5, windows=_same_window(0)),
+        "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
+        "granite": Family(multipliers=True),
+        "smollm3": Family(tied=True, theta=2e6, no_rope=True, windows=_same_window(0),
+                          unless=(("use_sliding_window", (None, False)),)),
+    }
+)  # fmt: skip
+"""Families of the native runner by model_type."""
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def describe_model(config: Config) -> ModelSpec:
+    """The spec of a config.json. ModelFormatError with the reason where the native runner does not know the model."""
+    model_type = str(config.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise ModelFormatError(
+            f"model_type={model_type!r} is not known to the native runner (known: {', '.join(sorted(FAMILIES))})"
+        )
+    for key, allowed in family.unless:
+        if config.get(key) not in allowed:
+            raise ModelFormatError(f"{model_type}: {key}={config.get(key)!r} is not known to the native runner")
+    if config.get("quantization_config"):
+        packed_layout(config)
+    layers, heads, hidden = (_size(config, k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
+    ropes, rope_of = _ropes(config, family, head_dim)
+    windows = family.windows(config, layers) if family.windows else [0] * layers
+    attention_bias = bool(config.get("attention_bias", False))
+    factor = _multipliers(config, family)
+    scalar: float = head_dim
+    if family.query_scalar:
+        scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
+    longest, pinned = context_length(config), pinned_context(config)
+    return ModelSpec(
+        model_type=model_type,
+        family=family,
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=size_of(config, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        eps=_given(config, "rms_norm_eps", family.eps, 0.0, 1.0),
+        activation=_activation(config, family),
+        softmax_scale=factor.get("attention_multiplier", 1 / math.sqrt(scalar)),
+        softcap=_cap(config, "attn_logit_softcapping", 50.0) if family.softcaps else 0.0,
+        logit_cap=_cap(config, "final_logit_softcapping", 30.0) if family.softcaps else 0.0,
+        embedding_factor=math.sqrt(hidden) if family.scaled_embedding else factor.get("embedding_multiplier", 1.0),
+        residual_factor=factor.get("residual_multiplier", 1.0),
+        logit_factor=1.0 / factor.get("logits_scaling", 1.0),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bool(config.get("attention_output_bias", attention_bias)) and family.qkv_bias is None,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        max_context=longest if pinned is None else min(longest, pinned.length),
+        layers=tuple(LayerSpec(w, rope_of(i, w)) for i, w in enumerate(windows)),
+        ropes=ropes,
+    )
+
+
+def _size(config: Config, name: str) -> int:
+    value = size_of(config, name)
+    if value is None:
+        raise ModelFormatError(f"the config lacks the key {name!r}")
+    return value
+
+
+def _activation(config: Config, family: Family) -> str:
+    name = config.get("hidden_activation") or config.get("hidden_act") or family.activation
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ModelFormatError(f"activation {name!r} is not known to the native runner ({sorted(_ACTIVATIONS)})")
+    return _ACTIVATIONS[name]
+
+
+def _multipliers(config: Config, family: Family) -> dict[str, float]:
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    if not family.multipliers:
+        return {}
+    found = {name: number_of(config, name, 1e-6, 1e6) for name in names if config.get(name) is not None}
+    return {"attention_multiplier": 1.0, **found}
+
+
+def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
+    """The ropes of a model, and which one (layer, window) has."""
+    longest = context_length(config)
+    if family.local_rope:
+        full, local = _local_rope_settings(config, family)
+        return (rope_kind(full, head_dim, longest), rope_kind(local, head_dim, longest)), lambda i, w: int(w > 0)
+    ropes = (rope_kind(_rope_settings(config, family), head_dim, longest),)
+    if not family.no_rope:
+        return ropes, lambda i, w: 0
+    layers = _size(config, "num_hidden_layers")
+    step = _step(config, ("no_rope_layer_interval",), 4)
+    uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
+    if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
+        raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
+    return ropes, lambda i, w: 0 if uses[i] else -1
+
+
+def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
+    """The newer key rope_parameters, or the older rope_theta, rope_scaling and partial_rotary_factor."""
+    older = {"rope_theta": config.get("rope_theta", family.theta)}
+    if config.get("partial_rotary_factor") is not None:
+        older["partial_rotary_factor"] = config["partial_rotary_factor"]
+    newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
+        raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
+    merged = {**older, **{key: value for key, value in newer.items() if value is not None}}
+    name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
+        merged["rope_type"] = "longrope"  # Phi-3's first names of it
+    if merged.get("rope_type", merged.get("type")) == "longrope":
+        # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
+        merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+    else:
+        merged[name] = merged.get(name) or outer or context_length(config)
+    return merged
+
+
+def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rope of the full layers and of the sliding ones."""
+    newer, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
+    if isinstance(newer, Mapping) and {"full_attention", "sliding_attention"} <= set(newer):
+        parts = newer["full_attention"], newer["sliding_attention"]
+    else:
+        parts = scaling, {}
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise ModelFormatError(f"rope settings {newer or scaling!r:.200} are not known to the native runner")
+    full, local = (dict(part) for part in parts)
+    if parts[0] is scaling:
+        full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
+    full["rope_theta"] = full.get("rope_theta") or family.theta
+    local["rope_theta"] = local.get("rope_theta") or 10000.0
+    return full, local

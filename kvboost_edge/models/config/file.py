@@ -1,0 +1,197 @@
+"""config.json and generation_config.json of a model directory, read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
+from kvboost_edge.models.config.json_file import read_config_object, read_json_object, text_config
+
+__all__ = [
+    "MAX_LAYERS",
+    "GenerationDefaults",
+    "context_length",
+    "generation_defaults",
+    "integer_of",
+    "number_of",
+    "read_config",
+    "read_generation_config",
+    "size_of",
+    "stored_dtype",
+    "text_config",
+]
+
+# What a size is called: the common name, then the names of older architectures.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+}
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# Numbers that spoil every result when they are damaged, whichever runner it is.
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_NUMBERS = {"rms_norm_eps": (0.0, 1.0), **dict.fromkeys(_MULTIPLIERS, (1e-6, 1e6))}
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+# Larger than any real model by far: a number beyond it is a damaged file, and must not size an allocation.
+_MAX_SIZE = 1 << 31
+MAX_LAYERS = 10_000
+"""Layers beyond any real model: lists of one entry for each are made before the weights are looked at."""
+_LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition, possibly empty."""
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+def read_config(model_dir: Path | str) -> dict[str, Any]:
+    """The object in config.json. For a supported family the keys that every causal language model needs are checked;
+    another one's are left to `check_model_compatibility`, which says more than that a key is missing.
+
+    `model_dir` may be a GGUF file: its metadata as such a config. Raises ModelFormatError that names the file and the
+    key.
+    """
+    if Path(model_dir).is_file():
+        from kvboost_edge.models.gguf.config import gguf_config
+        from kvboost_edge.models.gguf.file import read_gguf
+
+        return gguf_config(read_gguf(model_dir))
+    path = Path(model_dir) / "config.json"
+    config = read_config_object(Path(model_dir))
+    settings = config.get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        raise ModelFormatError(f"{path}: quantization_config must be an object, got {type(settings).__name__}")
+    if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
+        return config
+    inner = text_config(config)
+    for name in _REQUIRED:
+        # A config of several parts leaves out what equals the defaults of its architecture.
+        if size_of(inner, name, path) is None and inner is config:
+            raise ModelFormatError(f"{path} lacks the key {name!r}")
+    for name, (low, high) in _NUMBERS.items():
+        if inner.get(name) is not None:
+            number_of(inner, name, low, high, path)
+    if inner is config:
+        context_length(config, path)
+        _check_heads(config, path)
+    return config
+
+
+def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
+    """A size under any of its names, or None when the config does not give it. ModelFormatError if it is no size."""
+    for key in _ALIASES.get(name, (name,)):
+        value = config.get(key)
+        if value is not None:
+            return _positive(key, value, path)
+    return None
+
+
+def number_of(config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config") -> float:
+    """The number under a key. ModelFormatError that names the key unless it is one from `low` to `high`."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
+    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is none."""
+    return _integer(key, config.get(key), low, _MAX_SIZE, path)
+
+
+def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
+    """Longest sequence in tokens that the model was made for. A sliding window does not limit it."""
+    inner = text_config(config)
+    for key in _CONTEXT_KEYS:
+        if inner.get(key) is not None:
+            return _positive(key, inner[key], path)
+    raise ModelFormatError(f"{path} lacks the context length; none of the keys {', '.join(_CONTEXT_KEYS)} is there")
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Name of the dtype the config gives for its weights, "" where it gives none."""
+    named = [part.get(key) for part in (text_config(config), config) for key in ("dtype", "torch_dtype")]
+    return next((str(name) for name in named if name), "")
+
+
+def read_generation_config(
+    model_dir: Path | str, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
+) -> GenerationDefaults:
+    """EOS ids and special ids of a model directory, of which generation_config.json may be missing, or a GGUF file."""
+    if Path(model_dir).is_file():
+        from kvboost_edge.models.gguf.config import token_ids
+        from kvboost_edge.models.gguf.file import read_gguf
+
+        return generation_defaults(token_ids(read_gguf(model_dir)), {}, tokenizer_eos=tokenizer_eos, path=model_dir)
+    path = Path(model_dir) / "generation_config.json"
+    generation = read_json_object(path) if path.is_file() else {}
+    if config is None:
+        config = read_config(model_dir)
+    return generation_defaults(config, generation, tokenizer_eos=tokenizer_eos, path=path)
+
+
+def generation_defaults(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    *,
+    tokenizer_eos: int | None = None,
+    path: Path | str = "generation_config.json",
+) -> GenerationDefaults:
+    """All ids that end a generation: those of the generation config, of the model's config and of the tokenizer."""
+    inner = text_config(config)
+    eos = {*_ids(generation, "eos_token_id", path), *_ids(inner, "eos_token_id", "config.json")}
+    eos.update(_ids(config, "eos_token_id", "config.json"))
+    if tokenizer_eos is not None:
+        eos.add(tokenizer_eos)
+    first: dict[str, int | None] = {}
+    for key in ("bos_token_id", "pad_token_id"):
+        first[key] = next(iter([*_ids(generation, key, path), *_ids(inner, key, "config.json")]), None)
+    return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"])
+
+
+def _check_heads(config: Mapping[str, Any], path: Path) -> None:
+    heads, kv_heads = size_of(config, "num_attention_heads", path), size_of(config, "num_key_value_heads", path)
+    hidden = size_of(config, "hidden_size", path)
+    if heads is None or hidden is None:
+        return
+    if kv_heads is not None and heads % kv_heads:
+        raise ModelFormatError(
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if config.get("head_dim") is not None:
+        _positive("head_dim", config["head_dim"], path)
+    elif hidden % heads:
+        raise ModelFormatError(f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+
+
+def _positive(key: str, value: object, path: Path | str) -> int:
+    return _integer(key, value, 1, _LIMITS.get(key, _MAX_SIZE), path)
+
+
+def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from {low} to {high}")
+    return value
+
+
+def _ids(fields: Mapping[str, Any], key: str, path: Path | str) -> list[int]:
+    """Token ids under a key: one, a list, or none. Negative ids mean 'none' in some configs."""
+    value = fields.get(key)
+    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    found: list[int] = []
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise ModelFormatError(f"{path}: {key}={value!r} must be an integer or a list of integers")
+        if item >= 0:
+            found.append(item)
+    return found

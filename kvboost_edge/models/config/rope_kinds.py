@@ -1,0 +1,145 @@
+"""Frequencies of the rope kinds whose angles do not depend on the length of the sequence, and of longrope up to its
+original length, where they do not either."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import number_of
+
+__all__ = ["RopeKind", "rope_kind"]
+
+# What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
+_LEAST, _MOST = 1e-9, 1e12
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RopeKind:
+    """`frequencies` in radians per position, one for each rotated pair; `factor` multiplies cosines and sines."""
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+
+    @property
+    def half(self) -> int:
+        """Number of rotated pairs; the pairs are (i, i + half)."""
+        return len(self.frequencies)
+
+
+def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
+    """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of a part of the head;
+    or "factors", where the frequencies are those of default, each divided by its entry of the list `factors`.
+
+    max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
+    original_max_position_embeddings. ModelFormatError names a kind that is not one of these, or the setting that is
+    missing.
+    """
+    kind = str(settings.get("rope_type", settings.get("type", "default")))
+    theta = _number(settings, "rope_theta", kind)
+    part = "partial_rotary_factor"
+    share = 1.0 if settings.get(part) is None else number_of(settings, part, 0.0, 1.0, f"rope of type {kind!r}")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelFormatError(f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head")
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    base = (np.float32(1.0) / np.power(np.float32(theta), exponents)).astype(np.float32)
+    if kind == "default":
+        return _kind(base)
+    if kind == "linear":
+        return _kind(base / np.float32(_number(settings, "factor", kind)))
+    if kind == "factors":
+        return _kind(base / _factors(settings, "factors", kind, base.size))
+    if kind == "llama3":
+        return _kind(_llama3(base, settings))
+    if kind == "yarn":
+        return _yarn(base, theta, settings, max_positions)
+    if kind == "longrope":
+        return _longrope(base, settings, max_positions)
+    raise ModelFormatError(
+        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, yarn)"
+    )
+
+
+def _kind(frequencies: Floats, factor: float = 1.0) -> RopeKind:
+    return RopeKind(tuple(float(f) for f in frequencies.astype(np.float32)), factor)
+
+
+def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
+    return number_of(settings, key, _LEAST, _MOST, f"rope of type {kind!r}")
+
+
+def _optional(settings: Mapping[str, Any], key: str, default: float, kind: str) -> float:
+    """The number under a key, `default` where it is missing or null."""
+    return default if settings.get(key) is None else _number(settings, key, kind)
+
+
+def _factors(settings: Mapping[str, Any], key: str, kind: str, count: int) -> Floats:
+    values = settings.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise ModelFormatError(f"rope of type {kind!r}: {key} must be a list of {count} numbers, got {values!r:.60}")
+    return np.array([_number({key: value}, key, kind) for value in values], dtype=np.float32)
+
+
+def _llama3(base: Floats, settings: Mapping[str, Any]) -> Floats:
+    factor, low, high, old = (
+        _number(settings, key, "llama3")
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    if high <= low:
+        raise ModelFormatError(
+            f"rope of type 'llama3': high_freq_factor={high:g} must be above low_freq_factor={low:g}"
+        )
+    wavelength = 2 * math.pi / base.astype(np.float64)
+    smooth = (old / wavelength - low) / (high - low)
+    slow = base / factor
+    blended = (1 - smooth) * slow + smooth * base
+    scaled = np.where(wavelength > old / low, slow, np.where(wavelength < old / high, base, blended))
+    return scaled.astype(np.float32)
+
+
+def _yarn(base: Floats, theta: float, settings: Mapping[str, Any], max_positions: int) -> RopeKind:
+    old = _number(settings, "original_max_position_embeddings", "yarn")
+    scale = _optional(settings, "factor", max_positions / old, "yarn")
+    dim = 2 * base.size
+    if theta <= 1:
+        raise ModelFormatError(f"rope of type 'yarn': rope_theta={theta:g} must be above 1")
+
+    def border(rotations: float) -> float:
+        return dim * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (border(_optional(settings, *beta, "yarn")) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if settings.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(base.size, dtype=np.float64) - low) / (high - low), 0, 1)
+    return _kind((base / scale * ramp + base * (1 - ramp)).astype(np.float32), _yarn_factor(settings, scale))
+
+
+def _yarn_factor(settings: Mapping[str, Any], scale: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    if settings.get("attention_factor") is not None:
+        return _number(settings, "attention_factor", "yarn")
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        return mscale(_number(settings, "mscale", "yarn")) / mscale(_number(settings, "mscale_all_dim", "yarn"))
+    return mscale(1.0)
+
+
+def _longrope(base: Floats, settings: Mapping[str, Any], max_positions: int) -> RopeKind:
+    old = number_of(settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'")
+    scale = _optional(settings, "factor", max_positions / old, "longrope")
+    factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(old))
+    frequencies = base / _factors(settings, "short_factor", "longrope", base.size)
+    return _kind(frequencies, _optional(settings, "attention_factor", factor, "longrope"))

@@ -1,0 +1,1 @@
+"""GGUF files: header, blocks, names, metadata as a config."""

@@ -1,0 +1,85 @@
+"""A GGUF file looked over before anything is loaded: its tensors fit the config, and no number in it is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.file_memo import FileStamp, recall, remember
+from kvboost_edge.models.gguf.blocks import BLOCKS, scales_of
+from kvboost_edge.models.gguf.file import GgufTensor, read_gguf
+from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.weights.finite import first_non_finite
+from kvboost_edge.models.weights.safetensors_check import WeightSummary
+from kvboost_edge.models.weights.shapes import check_shapes
+
+__all__ = ["check_gguf"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+def check_gguf(
+    path: Path, config: Mapping[str, Any], *, check_finite: bool = True, cache_dir: Path | None = None
+) -> WeightSummary:
+    """Check a GGUF file against its own config, as `check_weights` does a directory.
+
+    With `check_finite` all floats and all scales of quantized tensors are searched for NaN and infinity; that a file
+    is sound is remembered in the cache directory.
+    """
+    header = read_gguf(path)
+    with GgufSource(path) as source:
+        check_shapes({name: (path, source.shape(name)) for name in source.names()}, config, path.name)
+        if check_finite:
+            _check_finite(path, list(header.tensors.values()), cache_dir)
+    dtypes: dict[str, int] = {}
+    for tensor in header.tensors.values():
+        dtypes[tensor.type] = dtypes.get(tensor.type, 0) + math.prod(tensor.shape)
+    nbytes = sum(tensor.stop - tensor.start for tensor in header.tensors.values())
+    return WeightSummary((path,), sum(dtypes.values()), nbytes, dtypes)
+
+
+def _check_finite(path: Path, tensors: list[GgufTensor], cache_dir: Path | None) -> None:
+    try:
+        stamp = FileStamp.of(path)
+        if recall(stamp, cache_dir).get("finite") is True:
+            return
+        with ThreadPoolExecutor(default_num_threads()) as pool:
+            for tensor, where in zip(tensors, pool.map(lambda t: _first_damaged(path, t), tensors), strict=True):
+                if where is not None:
+                    raise ModelFormatError(
+                        f"{path}: tensor {tensor.name!r} ({tensor.type}) holds NaN or infinity, first in block {where} "
+                        f"of {BLOCKS[tensor.type].weights} weights; the file is damaged"
+                    )
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+    remember(stamp, {"finite": True}, cache_dir)
+
+
+def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
+    """The first block with a number that is NaN or infinite."""
+    block = BLOCKS[tensor.type]
+    if block.kind is None:
+        return first_non_finite(path, tensor.type, tensor.start, tensor.stop)
+    step = _CHUNK_BYTES // block.nbytes * block.nbytes
+    # Own buffers, not a mapping: mapped pages would count as this process's memory.
+    with open(path, "rb", buffering=0) as file:
+        file.seek(tensor.start)
+        for start in range(tensor.start, tensor.stop, step):
+            count = min(step, tensor.stop - start)
+            data = file.read(count)
+            while len(data) < count:
+                more = file.read(count - len(data))
+                if not more:
+                    raise OSError(f"the file ends {tensor.stop - start - len(data)} bytes early")
+                data += more
+            sound = np.isfinite(scales_of(tensor.type, np.frombuffer(data, np.uint8))).all(axis=1)
+            if not sound.all():
+                return (start - tensor.start) // block.nbytes + int(np.argmin(sound))
+    return None

@@ -1,0 +1,341 @@
+"""GGUF files (version 2 and 3) read with every length, offset, type and count checked against the file first.
+
+    "GGUF" | u32 version | u64 tensors | u64 keys | keys and values | tensor infos | padding | data of the tensors
+
+The `gguf` package is not used for reading: its reader trusts counts, offsets and string lengths, so a damaged file
+becomes an endless loop, a huge allocation or a wrong view instead of an error. The tests use it as the oracle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES
+
+__all__ = ["GgufHeader", "GgufTensor", "read_gguf"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Keys and tensor infos together. The largest vocabularies take some 10 MB; more is a damaged count.
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_KEY_BYTES = 65_535
+_MAX_NAME_BYTES = 1024
+_MAX_DIMS = 4
+_MAX_ALIGNMENT = 1 << 20
+_MAX_PADDING = 4096  # zeros behind the last tensor, as tools write that fill up a page
+_MAX_NESTED = 100_000  # arrays inside an array: no key that matters here has any
+_DEFAULT_ALIGNMENT = 32
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_FLOAT32 = 6
+_SCALARS: dict[int, npt.DTypeLike] = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", _FLOAT32: "<f4", _BOOL: "<u1",
+    10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+# A key takes a length, a type and a value; a tensor info a length, a number of dimensions, one of them, type, offset.
+_MIN_KEY_BYTES, _MIN_INFO_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+_LENGTH = struct.Struct("<Q")
+
+
+class _Nested(NamedTuple):
+    """An array of arrays, passed over: of no key that is asked for. Whoever asks for it gets an error."""
+
+    length: int
+
+
+class _Strings(NamedTuple):
+    """An array of strings left in the file: its bytes [start, stop). Vocabularies are large and needed once."""
+
+    start: int
+    stop: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor: `shape` with the outermost axis first; its data are bytes [start, stop) of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """All of a GGUF file but the data. Values are int, float, bool, str, a NumPy array, an array of strings, which
+    `strings` reads, or an array of arrays, which is not kept. `tensors` are in the order of their data."""
+
+    path: Path
+    version: int
+    values: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    def strings(self, key: str) -> list[str]:
+        """An array of strings, read from the file. ModelFormatError when the key is missing or of another type."""
+        found = self.values.get(key)
+        if not isinstance(found, _Strings):
+            raise ModelFormatError(f"{self.path}: key {key!r} must be an array of strings, {_described(found)}")
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(found.start)
+                data = file.read(found.stop - found.start)
+        except OSError as error:
+            raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
+        if len(data) != found.stop - found.start:
+            raise ModelFormatError(f"{self.path} was cut short while it was read")
+        return _decoded(self.path, key, data, found.length)
+
+    def value(self, key: str, *kinds: type) -> Any:
+        """The value of a key, None when it is not there. ModelFormatError unless it is of one of `kinds`."""
+        found = self.values.get(key)
+        if found is None or (isinstance(found, kinds) and not (isinstance(found, bool) and bool not in kinds)):
+            return found
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ModelFormatError(f"{self.path}: key {key!r} must be {wanted}, {_described(found)}")
+
+    def has_strings(self, key: str) -> bool:
+        return isinstance(self.values.get(key), _Strings)
+
+    def length(self, key: str) -> int:
+        """Number of strings of an array that `has_strings`."""
+        return int(self.values[key].length)
+
+
+def read_gguf(path: Path | str) -> GgufHeader:
+    """Header of a GGUF file. ModelFormatError names the file and the key or tensor that is wrong."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            if size < 24:
+                raise ModelFormatError(f"{path} has {size} bytes, too few for a GGUF file; it is truncated")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                return _read(path, mapped, size)
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+
+
+class _Cursor:
+    """A place in the header that never passes its end."""
+
+    def __init__(self, path: Path, data: mmap.mmap | bytes, end: int) -> None:
+        self.path, self.data, self.end, self.at = path, data, end, 0
+
+    def left(self) -> int:
+        return self.end - self.at
+
+    def take(self, count: int, what: str) -> int:
+        """Where `count` bytes begin; they are passed over."""
+        if count > self.left():
+            raise ModelFormatError(
+                f"{self.path}: {what} takes {count} bytes at {self.at}, but the header can have {self.left()} more; "
+                "the file is truncated or damaged"
+            )
+        at = self.at
+        self.at += count
+        return at
+
+    def number(self, size: int, what: str) -> int:
+        at = self.take(size, what)
+        return int.from_bytes(self.data[at : at + size], "little")
+
+    def text(self, what: str, limit: int) -> str:
+        length = self.number(8, what)
+        if length > limit:
+            raise ModelFormatError(f"{self.path}: {what} has a length of {length} bytes, over the limit of {limit}")
+        at = self.take(length, what)
+        try:
+            return str(self.data[at : at + length], "utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelFormatError(f"{self.path}: {what} is not UTF-8: {error}") from error
+
+    def strings(self, count: int, what: str) -> _Strings:
+        if count > self.left() // 8:
+            self.take(8 * count, what)
+        start, at, unpack = self.at, self.at, _LENGTH.unpack_from
+        for _ in range(count):
+            if at + 8 > self.end:
+                break
+            at += 8 + unpack(self.data, at)[0]
+        self.take(at - start, what)
+        return _Strings(start, at, count)
+
+
+def _read(path: Path, mapped: mmap.mmap, size: int) -> GgufHeader:
+    cursor = _Cursor(path, mapped, min(size, _MAX_HEADER_BYTES))
+    if mapped[:4] != _MAGIC:
+        raise ModelFormatError(f"{path} is not a GGUF file: it begins with {bytes(mapped[:4])!r}, not {_MAGIC!r}")
+    cursor.take(4, "the magic")
+    version = cursor.number(4, "the version")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        why = "it is big-endian" if swapped in _VERSIONS else f"known are {_VERSIONS}"
+        raise ModelFormatError(f"{path} is of GGUF version {version}, which is not read: {why}")
+    counts = cursor.number(8, "the number of tensors"), cursor.number(8, "the number of keys")
+    for count, least, what in zip(counts, (_MIN_INFO_BYTES, _MIN_KEY_BYTES), ("tensors", "keys"), strict=True):
+        if count > cursor.left() // least:
+            raise ModelFormatError(
+                f"{path} claims {count} {what}, more than its {size} bytes can hold; it is truncated or damaged"
+            )
+    values = _read_values(cursor, counts[1])
+    alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise ModelFormatError(f"{path}: general.alignment={alignment!r} is not a power of two up to {_MAX_ALIGNMENT}")
+    infos = [_read_info(cursor, alignment) for _ in range(counts[0])]
+    start = -(-cursor.at // alignment) * alignment
+    tensors = _place(path, infos, start, alignment, size)
+    end = max((tensor.stop for tensor in tensors.values()), default=start)
+    if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
+        raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor belong to none")
+    return GgufHeader(path, version, MappingProxyType(values), MappingProxyType(tensors))
+
+
+def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for index in range(count):
+        key = cursor.text(f"key number {index}", _MAX_KEY_BYTES)
+        if key in values:
+            raise ModelFormatError(f"{cursor.path}: key {key!r} is there twice")
+        kind = cursor.number(4, f"the type of key {key!r}")
+        values[key] = _read_array(cursor, key) if kind == _ARRAY else _read_value(cursor, key, kind)
+    return values
+
+
+def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
+    if kind == _STRING:
+        return cursor.text(f"the value of key {key!r}", _MAX_HEADER_BYTES)
+    value = _read_numbers(cursor, key, kind, 1)[0]
+    if kind == _FLOAT32:
+        return float(str(value))  # 1e-05, not 9.999999747378752e-06: the number that was written
+    return value.item()
+
+
+def _read_array(cursor: _Cursor, key: str) -> Any:
+    kind = cursor.number(4, f"the element type of key {key!r}")
+    count = cursor.number(8, f"the length of key {key!r}")
+    if kind == _STRING:
+        return cursor.strings(count, f"the {count} strings of key {key!r}")
+    if kind == _ARRAY:
+        _skip_arrays(cursor, key, count)
+        return _Nested(count)
+    return _read_numbers(cursor, key, kind, count)
+
+
+def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
+    """Pass over `count` arrays, of arrays possibly; all are counted, so that a damaged count ends soon."""
+    left, num_skipped = [count], 0
+    while left:
+        if not left[-1]:
+            left.pop()
+            continue
+        left[-1] -= 1
+        num_skipped += 1
+        if num_skipped > _MAX_NESTED:
+            raise ModelFormatError(f"{cursor.path}: key {key!r} has more than {_MAX_NESTED} arrays in its array")
+        kind = cursor.number(4, f"the element type of an array in key {key!r}")
+        inner = cursor.number(8, f"the length of an array in key {key!r}")
+        if kind == _ARRAY:
+            left.append(inner)
+        elif kind == _STRING:
+            cursor.strings(inner, f"the {inner} strings of an array in key {key!r}")
+        else:
+            _read_numbers(cursor, key, kind, inner)
+
+
+def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArray[Any]:
+    if kind not in _SCALARS:
+        raise ModelFormatError(f"{cursor.path}: key {key!r} has values of the unknown type {kind}")
+    dtype = np.dtype(_SCALARS[kind])
+    at = cursor.take(count * dtype.itemsize, f"the value of key {key!r}")
+    values = np.frombuffer(cursor.data[at : cursor.at], dtype)
+    if kind != _BOOL:
+        return values
+    if count and values.max() > 1:
+        raise ModelFormatError(f"{cursor.path}: key {key!r} has the value {values.max()}, which is no truth value")
+    return values.astype(np.bool_)
+
+
+def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ...], int]:
+    """Name, type, shape and offset in the data of a tensor."""
+    name = cursor.text("the name of a tensor", _MAX_NAME_BYTES)
+    what = f"tensor {name!r}"
+    num_dims = cursor.number(4, what)
+    if not 1 <= num_dims <= _MAX_DIMS:
+        raise ModelFormatError(f"{cursor.path}: {what} has {num_dims} dimensions; 1 to {_MAX_DIMS} are known")
+    inner_first = [cursor.number(8, what) for _ in range(num_dims)]
+    number = cursor.number(4, what)
+    offset = cursor.number(8, what)
+    kind = TYPE_NAMES.get(number)
+    if kind not in BLOCKS:
+        raise ModelFormatError(
+            f"{cursor.path}: {what} has the type {kind or number}, which is not read; known are {', '.join(BLOCKS)}"
+        )
+    if min(inner_first) < 1 or math.prod(inner_first) >= 1 << 62 or inner_first[0] % BLOCKS[kind].weights:
+        raise ModelFormatError(
+            f"{cursor.path}: {what} of type {kind} has the bad shape {tuple(inner_first)} (innermost first; rows are "
+            f"multiples of {BLOCKS[kind].weights})"
+        )
+    if offset % alignment:
+        raise ModelFormatError(f"{cursor.path}: {what} is at offset {offset}, not a multiple of {alignment}")
+    return name, kind, tuple(reversed(inner_first)), offset
+
+
+def _place(
+    path: Path, infos: list[tuple[str, str, tuple[int, ...], int]], start: int, alignment: int, size: int
+) -> dict[str, GgufTensor]:
+    """Tensors by name, in the order of their data, which must stand from `start` on, aligned, without holes."""
+    tensors: dict[str, GgufTensor] = {}
+    for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
+        if name in tensors:
+            raise ModelFormatError(f"{path}: tensor {name!r} is there twice")
+        block = BLOCKS[kind]
+        at = start + offset
+        stop = at + math.prod(shape) // block.weights * block.nbytes
+        if stop > size:
+            raise ModelFormatError(
+                f"{path}: tensor {name!r} ends at byte {stop}, the file at {size}; the file is truncated or damaged"
+            )
+        tensors[name] = GgufTensor(name, kind, shape, at, stop)
+    end = start
+    for tensor in tensors.values():
+        if tensor.start < end:
+            raise ModelFormatError(
+                f"{path}: tensor {tensor.name!r} at byte {tensor.start} overlaps the one before, which ends at {end}"
+            )
+        if tensor.start - end >= alignment:
+            raise ModelFormatError(f"{path}: {tensor.start - end} bytes before tensor {tensor.name!r} belong to none")
+        end = tensor.stop
+    return tensors
+
+
+def _decoded(path: Path, key: str, data: bytes, count: int) -> list[str]:
+    """`count` strings, each behind its length; hundreds of thousands in a vocabulary."""
+    found, at, unpack = [], 0, _LENGTH.unpack_from
+    try:
+        for _ in range(count):
+            start = at + 8
+            at = start + unpack(data, at)[0]
+            found.append(data[start:at].decode())
+    except (UnicodeDecodeError, struct.error) as error:
+        raise ModelFormatError(f"{path}: entry {len(found)} of key {key!r} is not UTF-8: {error}") from error
+    return found
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "but it is missing"
+    if isinstance(value, (_Strings, _Nested)):
+        return f"got an array of {'strings' if isinstance(value, _Strings) else 'arrays'}"
+    return f"got {value!r:.60}"

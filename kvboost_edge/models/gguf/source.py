@@ -1,0 +1,146 @@
+"""The tensors of a GGUF file under transformers' names, with llama.cpp's reordering of rows undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
+from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor, read_gguf
+from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name
+from kvboost_edge.models.weights.file_bytes import FileBytes
+from kvboost_edge.models.weights.source import QuantRows
+
+__all__ = ["ROPE_FACTORS", "GgufSource", "architecture_of"]
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
+
+Floats = npt.NDArray[np.float32]
+_QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
+_KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
+
+
+def architecture_of(header: GgufHeader) -> GgufArchitecture:
+    """The architecture of a file. ModelFormatError for one that is not known, or for a part of a split file."""
+    name = header.value("general.architecture", str)
+    if name is None:
+        raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF (known: {known})")
+    parts = header.value("split.count", int)
+    if parts is not None and parts > 1:
+        raise ModelFormatError(
+            f"{header.path} is one of {parts} parts (split.count); join them with llama.cpp's "
+            "llama-gguf-split --merge and give the joined file"
+        )
+    return ARCHITECTURES[name]
+
+
+class GgufSource:
+    """A `WeightSource` over one GGUF file, whose header is checked on opening."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        header = read_gguf(self._path)
+        self.architecture = architecture_of(header)
+        self._heads = _head_counts(header) if self.architecture.permuted else {}
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in header.tensors.items():
+            if name == ROPE_FACTORS:
+                continue
+            found = hf_name(self.architecture, name)
+            if found is None:
+                raise ModelFormatError(
+                    f"{self._path}: tensor {name!r} is not known for the architecture "
+                    f"{header.value('general.architecture', str)}"
+                )
+            self._tensors[found] = tensor
+        self._file = FileBytes(self._path)
+        if self._file.size < max((tensor.stop for tensor in self._tensors.values()), default=0):
+            self._file.close()
+            raise ModelFormatError(f"{self._path} was cut short while it was opened")
+
+    def __enter__(self) -> GgufSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def type_of(self, name: str) -> str:
+        """The tensor's type in the file, such as "Q4_K"."""
+        return self._tensor(name).type
+
+    def kind(self, name: str) -> str | None:
+        return BLOCKS[self._tensor(name).type].kind
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
+        """Rows [start, stop) as float32 (a copy); a vector's entries are its rows."""
+        tensor = self._tensor(name)
+        stop = tensor.shape[0] if stop is None else stop
+        values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
+        if self.architecture.norm_offset and name.endswith("norm.weight"):
+            values = values - np.float32(self.architecture.norm_offset)
+        return values.reshape(stop - start, *tensor.shape[1:])
+
+    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+        tensor = self._tensor(name)
+        return quant_rows_of(tensor.type, self._bytes(name, tensor, start, stop))
+
+    def file_of(self, name: str) -> Path:
+        return self._path
+
+    def _tensor(self, name: str) -> GgufTensor:
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelFormatError(f"{self._path} lacks tensor {name!r}")
+        return found
+
+    def _bytes(self, name: str, tensor: GgufTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a row], copied from the file."""
+        if not 0 <= start < stop <= tensor.shape[0]:
+            raise ModelFormatError(f"{self._path}: tensor {name!r} has no rows {start} to {stop} of {tensor.shape[0]}")
+        first, last, pick = start, stop, None
+        heads = next((count for ending, count in self._heads.items() if name.endswith(ending)), 0)
+        if heads:
+            pick = _stored_rows(name, tensor, heads)[start:stop]
+            first, last = int(pick.min()), int(pick.max()) + 1
+        width = (tensor.stop - tensor.start) // tensor.shape[0]
+        begin = tensor.start + first * width
+        data = np.empty((last - first, width), dtype=np.uint8)
+        self._file.read_into(data, begin)
+        return data if pick is None else data[pick - first]
+
+
+def _head_counts(header: GgufHeader) -> dict[str, int]:
+    """Heads by the ending of a tensor's name, for the tensors whose rows are reordered."""
+    prefix = header.value("general.architecture", str)
+    heads = header.value(f"{prefix}.attention.head_count", int)
+    if heads is None or heads < 1:
+        raise ModelFormatError(f"{header.path}: key '{prefix}.attention.head_count' must be a positive integer")
+    kv_heads = header.value(f"{prefix}.attention.head_count_kv", int)
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1:
+        raise ModelFormatError(f"{header.path}: key '{prefix}.attention.head_count_kv' must be a positive integer")
+    return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}
+
+
+def _stored_rows(name: str, tensor: GgufTensor, heads: int) -> npt.NDArray[np.int64]:
+    """Where each row of transformers' order is in the file: (head, half, i) is stored at (head, i, half)."""
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        raise ModelFormatError(f"tensor {name!r} has {rows} rows, which are not {heads} heads of an even size")
+    return np.arange(rows, dtype=np.int64).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,64 @@
+"""What becomes of the tensors of a quantized checkpoint in the packed formats, and how far that is from the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.models.config.quant_config import GROUP
+from kvboost_edge.models.packed.plan import VECTOR, PackEntry, format_name, holds_exactly, is_quantized
+from kvboost_edge.models.weights.source import WeightSource
+
+__all__ = ["ConversionError", "conversion_error", "log_conversions"]
+
+_LOG = logging.getLogger(__name__)
+_SAMPLE_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConversionError:
+    """How far a tensor of a type is from what the file says in a packed format: |difference| / |tensor| in the
+    Euclidean norm, 0 where it is taken over exactly."""
+
+    type: str
+    kind: str
+    relative: float
+
+
+def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionError:
+    """The error of a matrix in the packed format `kind`, measured on its first rows (up to 4 MB of floats)."""
+    count, width = source.shape(name)
+    rows = max(1, min(count, _SAMPLE_BYTES // (4 * width)))
+    stored = source.rows(name, 0, rows)
+    if holds_exactly(kind, source.kind(name)):
+        packed = source.quant_rows(name, 0, rows)
+        zero = {"int8": 128, "int4": 8, "int4m": 0}[packed.kind]
+        values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width]
+        values = values * (packed.codes.astype(np.float32) - zero)
+        if packed.minima is not None:
+            values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
+        error, energy = float(np.square(values - stored).sum()), float(np.square(stored).sum())
+    else:
+        found = pack_rows(stored, KINDS[kind])
+        error, energy = found.error, found.energy
+    return ConversionError(source.type_of(name), kind, (error / energy) ** 0.5 if energy else 0.0)
+
+
+def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
+    """One line for each (type in the file, packed format) of a quantized checkpoint that is not exact: how many
+    tensors, and the error of the first one. A tensor beside a wider one in one matrix takes the wider one's format."""
+    if not is_quantized(source):
+        return
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in plan:
+        for tensor, _ in entry.parts if entry.kind != VECTOR else ():
+            found.setdefault((source.type_of(tensor), entry.kind), []).append(tensor)
+    for (kind, packed), names in sorted(found.items()):
+        error = conversion_error(source, names[0], packed).relative
+        if error > 0:
+            _LOG.info("%s: %d tensors become %s with a relative error of %.2g (%s)",
+                      *(kind, len(names), format_name(packed), error, names[0]))  # fmt: skip

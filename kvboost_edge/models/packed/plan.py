@@ -1,0 +1,205 @@
+"""From a model's spec and a weight format to the list of packed entries: which tensors, in which format, how large."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, packed_sizes
+from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.weights.source import WeightSource
+
+__all__ = [
+    "STORED",
+    "VECTOR",
+    "WEIGHT_FORMATS",
+    "PackEntry",
+    "check_tensors",
+    "format_name",
+    "holds_exactly",
+    "is_quantized",
+    "pack_plan",
+    "plan_bytes",
+    "plan_label",
+]
+
+_INT4_ASYM = "int4-asym"
+# Weight format -> packed kind of the layers' matrices, and of the embedding and the head.
+_KINDS_OF = {
+    "f32": ("f32", "f32"),
+    "bf16": ("bf16", "bf16"),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+    _INT4_ASYM: ("int4m", "int8"),
+}
+WEIGHT_FORMATS = tuple(_KINDS_OF)
+STORED = "auto"
+"""The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
+VECTOR = "vector"
+# From narrow to wide: int4 fits int4m and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
+_WIDENING = ("int4", "int4m", "int8")
+# (format of the tensor, format of the entry) where every stored weight keeps its value.
+_EXACT = {("int8", "int8"), ("int4", "int4"), ("int4m", "int4m"), ("int4", "int4m"), ("int4", "int8")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackEntry:
+    """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
+
+    parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
+    kind    "f32", "bf16", "int8", "int4", "int4m", or "vector"
+    offset  added to a vector's values
+    """
+
+    name: str
+    kind: str
+    parts: tuple[tuple[str, int], ...]
+    inputs: int = 0
+    offset: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.parts)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the codes (or floats), scales and minima; a vector is padded to a multiple of 32 with zeros."""
+        if self.kind == VECTOR:
+            return -(-self.rows // 32) * 32 * 4, 0, 0
+        return packed_sizes(self.rows, self.inputs, KINDS[self.kind])
+
+    @property
+    def sections(self) -> tuple[tuple[str, int], ...]:
+        """Names and bytes of the entry's sections in a packed file."""
+        names = (self.name, f"{self.name}.scales", f"{self.name}.minima")
+        return tuple((name, size) for name, size in zip(names, self.sizes, strict=True) if size)
+
+
+def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None) -> list[PackEntry]:
+    """Entries of a model in the order of use. A tied head is the entry "embed" itself.
+
+    weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or STORED, for a
+    `source` that is quantized: each matrix keeps the format of its tensors; one made of several takes the widest of
+    theirs.
+    """
+    if weights == STORED:
+        if source is None or not is_quantized(source):
+            raise ConfigError(
+                f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has none; "
+                f"give one of {WEIGHT_FORMATS}"
+            )
+        return [_as_stored(entry, source) for entry in pack_plan(spec, "int8")]
+    if weights not in _KINDS_OF:
+        raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
+    inner, outer = _KINDS_OF[weights]
+    vocab = (("model.embed_tokens.weight", spec.vocab_size),)
+    plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
+    for index in range(len(spec.layers)):
+        plan += _layer_plan(spec, inner, index)
+    plan.append(_vector(spec, "norm", "model.norm.weight", spec.hidden_size))
+    if not spec.tied:
+        plan.append(PackEntry("head", outer, (("lm_head.weight", spec.vocab_size),), spec.hidden_size))
+    return plan
+
+
+def is_quantized(source: WeightSource) -> bool:
+    """Whether any tensor of the checkpoint is stored quantized."""
+    return any(source.kind(name) is not None for name in source.names())
+
+
+def holds_exactly(kind: str, stored: str | None) -> bool:
+    """Whether the packed format `kind` holds a tensor whose own is `stored` (None: floats) as it is."""
+    return (stored, kind) in _EXACT
+
+
+def plan_bytes(plan: Sequence[PackEntry]) -> int:
+    """Bytes of all sections: what the packed weights take in memory."""
+    return sum(size for entry in plan for size in entry.sizes)
+
+
+def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
+    """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
+    if weights != STORED:
+        return weights
+    return "+".join(sorted({format_name(entry.kind) for entry in plan if entry.kind != VECTOR}))
+
+
+def format_name(kind: str) -> str:
+    """What users call a packed kind: "int4-asym" for "int4m", else its own name."""
+    return _INT4_ASYM if kind == "int4m" else kind
+
+
+def _as_stored(entry: PackEntry, source: WeightSource) -> PackEntry:
+    if entry.kind == VECTOR:
+        return entry
+    kinds = {source.kind(tensor) or "int8" for tensor, _ in entry.parts}
+    if not kinds <= set(_WIDENING):
+        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(kinds)}, known are {QUANTIZED}")
+    return dataclasses.replace(entry, kind=max(kinds, key=_WIDENING.index))
+
+
+def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
+    return PackEntry(name, VECTOR, ((tensor, count),), offset=spec.family.norm_offset)
+
+
+def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
+    source, to = f"model.layers.{index}.", f"layer{index}."
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    qkv: tuple[tuple[str, int], ...]
+    gate_up: tuple[tuple[str, int], ...]
+    if spec.family.fused:
+        qkv = (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
+        gate_up = (("mlp.gate_up_proj", 2 * wide),)
+    else:
+        qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+        gate_up = (("mlp.gate_proj", wide), ("mlp.up_proj", wide))
+    matrices = [
+        ("qkv", qkv, hidden, spec.qkv_bias),
+        ("out", (("self_attn.o_proj", hidden),), q_rows, spec.output_bias),
+        ("gate_up", gate_up, hidden, spec.mlp_bias),
+        ("down", (("mlp.down_proj", hidden),), wide, spec.mlp_bias),
+    ]
+    plan = []
+    for name, parts, inputs, has_bias in matrices:
+        plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
+        if has_bias:
+            plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
+    for name, tensor in _norm_names(spec).items():
+        plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
+    if spec.family.head_norm:
+        every = spec.family.head_norm == "all"
+        for name, rows in (("q_norm", q_rows), ("k_norm", kv_rows)):
+            tensor = f"{source}self_attn.{name}.weight"
+            plan.append(_vector(spec, to + name, tensor, rows if every else spec.head_dim))
+    return plan
+
+
+def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[tuple[str, int], ...]:
+    return tuple((f"{source}{tensor}.{what}", rows) for tensor, rows in parts)
+
+
+def _norm_names(spec: ModelSpec) -> dict[str, str]:
+    """Norms of a layer: where they stand -> what the checkpoint calls them."""
+    if spec.family.norms == "pre":
+        return {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
+    after = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}
+    if spec.family.norms == "post":
+        return after
+    return {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm", **after}
+
+
+def check_tensors(plan: Sequence[PackEntry], source: WeightSource) -> None:
+    """Every tensor of the plan is there with its shape, and the checkpoint has no weights the plan does not use."""
+    used = set()
+    for entry in plan:
+        for tensor, rows in entry.parts:
+            expected = (rows, entry.inputs) if entry.kind != VECTOR else (rows,)
+            if source.shape(tensor) != expected:
+                raise ModelFormatError(f"tensor {tensor!r} has shape {source.shape(tensor)}, expected {expected}")
+            used.add(tensor)
+    ignored = {"lm_head.weight"}  # a tied head that was saved all the same
+    left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
+    if left:
+        raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")

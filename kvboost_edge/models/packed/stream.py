@@ -1,0 +1,177 @@
+"""The bytes of packed entries as a stream: rows are read and packed a few megabytes at a time, on several threads.
+
+Tensors that are stored quantized keep their codes wherever the entry's format holds them exactly; everything else is
+quantized from float32. Weights that a format cannot hold, NaN and infinity among them, raise ModelFormatError.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.kernels.linear.weights import KINDS, LARGEST, PackedRows, pack_codes, pack_rows
+from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_scales
+from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.packed.plan import VECTOR, PackEntry, format_name, holds_exactly
+from kvboost_edge.models.weights.source import QuantRows, WeightSource
+
+__all__ = ["Piece", "pack_stream", "pieces_of", "read_rows"]
+
+_PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
+_PIECES_PER_THREAD = 2  # so many are under way for each thread: none waits for the writer
+
+_NOTHING = np.empty(0, dtype=np.uint8)
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [start, stop) of an entry; all but an entry's last piece hold whole tiles."""
+
+    entry: PackEntry
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.entry.rows
+
+    @property
+    def parts(self) -> list[tuple[str, int, int]]:
+        """The tensors that the rows come from, with their own first and last row."""
+        found, first = [], 0
+        for tensor, rows in self.entry.parts:
+            low, high = max(self.start, first), min(self.stop, first + rows)
+            if low < high:
+                found.append((tensor, low - first, high - first))
+            first += rows
+        return found
+
+
+def pieces_of(plan: Sequence[PackEntry]) -> Iterator[Piece]:
+    """The entries in order, cut into pieces. Pieces end where a tensor does if a tile does too."""
+    for entry in plan:
+        if entry.kind == VECTOR:
+            yield Piece(entry, 0, entry.rows)
+            continue
+        step = max(LANES, _PIECE_BYTES // (4 * entry.inputs) // LANES * LANES)
+        ends = np.cumsum([rows for _, rows in entry.parts]).tolist()
+        start = 0
+        while start < entry.rows:
+            stop = min(start + step, entry.rows)
+            stop = min([end for end in ends if start < end <= stop and end % LANES == 0], default=stop)
+            yield Piece(entry, start, stop)
+            start = stop
+
+
+def pack_stream(
+    plan: Sequence[PackEntry], source: WeightSource, num_threads: int
+) -> Iterator[tuple[Piece, PackedRows]]:
+    """All pieces of a plan in order with their bytes."""
+    waiting: collections.deque[tuple[Piece, Future[PackedRows]]] = collections.deque()
+    pieces = pieces_of(plan)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="kvboost-pack") as pool:
+        try:
+            for piece in pieces:
+                waiting.append((piece, pool.submit(_pack, piece, source)))
+                if len(waiting) > _PIECES_PER_THREAD * num_threads:
+                    yield _next(waiting)
+            while waiting:
+                yield _next(waiting)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _next(waiting: collections.deque[tuple[Piece, Future[PackedRows]]]) -> tuple[Piece, PackedRows]:
+    piece, future = waiting.popleft()
+    return piece, future.result()
+
+
+def read_rows(piece: Piece, source: WeightSource) -> Floats:
+    """The rows as float32, parts one below the other; a vector's one behind the other. ModelFormatError for weights
+    that the entry's format cannot hold."""
+    rows = [_checked(source, *part, piece.entry.kind) for part in piece.parts]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+
+def _pack(piece: Piece, source: WeightSource) -> PackedRows:
+    entry = piece.entry
+    if entry.kind == VECTOR:
+        return _pack_vector(piece, source)
+    number = KINDS[entry.kind]
+    kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _, _ in piece.parts]
+    if not any(kept):
+        return pack_rows(read_rows(piece, source), number)
+    parts, error, energy = [], 0.0, 0.0
+    for (tensor, start, stop), keep in zip(piece.parts, kept, strict=True):
+        if keep:
+            parts.append(_stored(source, tensor, start, stop, entry.kind))
+            continue
+        packed = pack_rows(_checked(source, tensor, start, stop, entry.kind), number)
+        error, energy = error + packed.error, energy + packed.energy
+        parts.append(_unpacked(packed, stop - start, entry.inputs, entry.kind))
+    codes, scales = np.concatenate([part.codes for part in parts]), np.concatenate([part.scales for part in parts])
+    lowest = [part.minima for part in parts if part.minima is not None]
+    packed = pack_codes(codes, scales, np.concatenate(lowest) if lowest else None, number)
+    return packed._replace(error=error, energy=energy)
+
+
+def _pack_vector(piece: Piece, source: WeightSource) -> PackedRows:
+    entry = piece.entry
+    padded = np.zeros(entry.sizes[0] // 4, dtype=np.float32)
+    padded[: entry.rows] = read_rows(piece, source) + np.float32(entry.offset)
+    return PackedRows(padded.view(np.uint8), _NOTHING, _NOTHING)
+
+
+def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> Floats:
+    rows = source.rows(tensor, start, stop)
+    largest = LARGEST["f32" if kind == VECTOR else kind]
+    low, high = float(rows.min()), float(rows.max())  # both are NaN if any weight is
+    if -largest <= low and high <= largest:
+        return rows
+    where = f"tensor {tensor!r} in {source.file_of(tensor)}"
+    if not np.isfinite([low, high]).all():
+        raise ModelFormatError(
+            f"{where} holds NaN or infinity in rows {start} to {stop - 1}; the checkpoint is damaged"
+        )
+    top = high if high > largest else low
+    raise ModelFormatError(
+        f"{where} holds the weight {top:.6g}; weights={format_name(kind)!r} goes up to {largest:.6g}, "
+        "give weights='f32'"
+    )
+
+
+def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> QuantRows:
+    """Quantized rows as they are, in a format that holds them exactly."""
+    rows = source.quant_rows(tensor, start, stop)
+    if rows.kind == "int4" and kind == "int8":
+        rows = rows._replace(kind=kind, codes=rows.codes + np.uint8(128 - 8))
+    elif rows.kind == "int4" and kind == "int4m":
+        with np.errstate(over="ignore"):  # infinity is found below
+            rows = rows._replace(kind=kind, minima=rows.scales * np.float16(8.0))
+    if not all(np.isfinite(halves).all() for halves in rows[2:] if halves is not None):
+        raise ModelFormatError(
+            f"tensor {tensor!r} in {source.file_of(tensor)} has scales that are not finite in rows {start} to "
+            f"{stop - 1}; the checkpoint is damaged"
+        )
+    return rows
+
+
+def _unpacked(packed: PackedRows, rows: int, inputs: int, kind: str) -> QuantRows:
+    """Packed rows as rows again, so that they can stand in one tile with others."""
+    bits, offset = (8, 128) if kind == "int8" else (4, 8)
+    signed = unpack_codes(packed.codes, rows, inputs, bits)[:rows, :inputs]
+    codes = (signed.astype(np.int16) + offset).astype(np.uint8)
+    scales, minima = (
+        unpack_scales(halves.view(np.float16), rows, inputs)[:rows].astype(np.float16)
+        for halves in (packed.scales, packed.minima if kind == "int4m" else packed.scales)
+    )
+    return QuantRows(kind, codes, scales, minima if kind == "int4m" else None)

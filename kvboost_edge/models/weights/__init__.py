@@ -1,0 +1,1 @@
+"""Tensors as checkpoints store them, checked before they are read."""

@@ -1,0 +1,243 @@
+"""Weight files looked over before anything is loaded: complete, inside their bounds, fitting the config, finite.
+
+Only the headers are trusted with memory, up to a bound; tensor data is read in small pieces. Pickle files are never
+opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.file_memo import FileStamp, recall, remember
+from kvboost_edge.models.config.json_file import read_json_object
+from kvboost_edge.models.weights.finite import DTYPE_BITS, first_non_finite
+from kvboost_edge.models.weights.shapes import check_shapes
+
+__all__ = ["TensorEntry", "WeightSummary", "check_weights", "read_header", "weight_files"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# The format's own limit on the header.
+_MAX_HEADER_BYTES = 100_000_000
+# A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no model reads it.
+_MASK_CONSTANT = ".masked_bias"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file: `start` and `stop` are byte offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightSummary:
+    """What the weight files hold: `nbytes` of tensor data, `dtypes` with the number of parameters in each."""
+
+    files: tuple[Path, ...]
+    num_params: int
+    nbytes: int
+    dtypes: dict[str, int]
+
+
+def check_weights(
+    model_dir: Path | str, config: Mapping[str, Any], *, check_finite: bool = True, cache_dir: Path | None = None
+) -> WeightSummary:
+    """Check all weight files of a model directory, or a GGUF file, against themselves and the config.
+
+    With `check_finite` every float tensor is searched for NaN and infinity; that a file is sound is remembered in
+    the cache directory, so that it is read through once. Raises ModelFormatError that names file and tensor.
+    """
+    directory = Path(model_dir)
+    if directory.is_file():
+        from kvboost_edge.models.gguf.check import check_gguf
+
+        return check_gguf(directory, config, check_finite=check_finite, cache_dir=cache_dir)
+    entries: dict[str, tuple[Path, TensorEntry]] = {}
+    files = weight_files(directory)
+    for path in files:
+        for entry in read_header(path):
+            if entry.name in entries:
+                raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name][0]} and {path}")
+            entries[entry.name] = (path, entry)
+    _check_index(directory, entries)
+    check_shapes({name: (path, entry.shape) for name, (path, entry) in entries.items()}, config)
+    if check_finite:
+        for path in files:
+            _check_finite(
+                path,
+                [e for where, e in entries.values() if where == path and not e.name.endswith(_MASK_CONSTANT)],
+                cache_dir,
+            )
+    dtypes: dict[str, int] = {}
+    for name, (_, entry) in entries.items():
+        # A word of AWQ or GPTQ holds eight weights.
+        count = _count(entry.shape) * (8 if name.endswith(".qweight") and entry.dtype == "I32" else 1)
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
+    nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
+    return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a model directory: the single file, or the shards its index lists, by name."""
+    single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = sorted(set(_weight_map(index).values()))
+        for name in names:
+            if not (model_dir / name).is_file():
+                raise ModelFormatError(f"shard {model_dir / name} is missing; {index} lists {len(names)} shards")
+        return [model_dir / name for name in names]
+    pickles = sorted(p.name for p in model_dir.glob("*") if p.suffix in _PICKLES and "training_args" not in p.name)
+    if pickles:
+        raise ModelFormatError(
+            f"{model_dir / pickles[0]} is a pickle, which can run any code and is never opened; "
+            f"convert the weights to {SINGLE_FILE}"
+        )
+    raise ModelFormatError(f"{model_dir} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """Tensors of a safetensors file, in the order of their data, every offset checked against the file's size."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or not 2 <= length <= size - 8:
+                raise ModelFormatError(
+                    f"{path} is truncated or not a safetensors file: "
+                    f"its header claims {length} bytes, the file has {size}"
+                )
+            if length > _MAX_HEADER_BYTES:
+                raise ModelFormatError(f"{path}: header of {length} bytes is over the limit of {_MAX_HEADER_BYTES}")
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+    return _check_layout(path, _parse_header(path, raw), 8 + length, size)
+
+
+def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path}: the header is not readable JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelFormatError(f"{path}: the header must be a JSON object, got {type(header).__name__}")
+    header.pop("__metadata__", None)
+    if not header:
+        raise ModelFormatError(f"{path} holds no tensor")
+    return header
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
+
+
+def _check_layout(path: Path, header: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
+    """Data must fill the file from the header to the end, without overlap or hole."""
+    entries = sorted(
+        (_entry(path, name, fields, data_start) for name, fields in header.items()), key=lambda e: (e.start, e.stop)
+    )
+    end = data_start
+    for entry in entries:
+        if entry.stop > size:
+            raise ModelFormatError(
+                f"{path}: tensor {entry.name!r} ends at byte {entry.stop}, the file at {size}; the file is truncated"
+            )
+        if entry.start != end:
+            what = "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
+            raise ModelFormatError(f"{path}: tensor {entry.name!r} {what} (starts at {entry.start}, expected {end})")
+        end = entry.stop
+    if end != size:
+        raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor {entries[-1].name!r} belong to none")
+    return entries
+
+
+def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
+    if not isinstance(fields, dict):
+        raise ModelFormatError(f"{path}: tensor {name!r} is not described by an object")
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ModelFormatError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}")
+    if not _sizes(shape):
+        raise ModelFormatError(f"{path}: tensor {name!r} has the bad shape {shape!r}")
+    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ModelFormatError(f"{path}: tensor {name!r} has the bad data_offsets {offsets!r}")
+    bits = _count(shape) * DTYPE_BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        raise ModelFormatError(
+            f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {dtype} takes {bits // 8} bytes, "
+            f"but its offsets span {offsets[1] - offsets[0]}"
+        )
+    return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def _sizes(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > 32:
+        return False
+    return all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value)
+
+
+def _count(shape: tuple[int, ...] | list[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names = read_json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelFormatError(f"{index} lacks the key 'weight_map'")
+    for tensor, name in names.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelFormatError(f"{index}: tensor {tensor!r} is said to be in {name!r}, which is not a shard's name")
+    return names
+
+
+def _check_index(model_dir: Path, entries: Mapping[str, tuple[Path, TensorEntry]]) -> None:
+    index = model_dir / INDEX_FILE
+    if (model_dir / SINGLE_FILE).is_file() or not index.is_file():
+        return
+    for tensor, name in _weight_map(index).items():
+        found = entries.get(tensor)
+        if found is None or found[0].name != name:
+            raise ModelFormatError(f"{model_dir / name} lacks tensor {tensor!r}, which {index} says is there")
+
+
+def _check_finite(path: Path, entries: list[TensorEntry], cache_dir: Path | None) -> None:
+    try:
+        stamp = FileStamp.of(path)
+        if recall(stamp, cache_dir).get("finite") is True:
+            return
+        with ThreadPoolExecutor(default_num_threads()) as pool:
+            where = pool.map(lambda e: first_non_finite(path, e.dtype, e.start, e.stop), entries)
+            for entry, index in zip(entries, where, strict=True):
+                if index is not None:
+                    raise ModelFormatError(
+                        f"{path}: tensor {entry.name!r} holds NaN or infinity (first at element {index} of "
+                        f"{_count(entry.shape)}); the weights are damaged"
+                    )
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+    remember(stamp, {"finite": True}, cache_dir)

@@ -1,0 +1,105 @@
+"""Whether the tensors of a checkpoint are those its config describes: widths, rows and number of layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import size_of
+from kvboost_edge.models.config.json_file import text_config
+
+__all__ = ["check_shapes"]
+
+Shapes = Mapping[str, tuple[Path, tuple[int, ...]]]
+
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight$")
+_HEAD = re.compile(r"^(language_model\.)?(lm_head|embed_out|output)\.weight$")
+_LAYER = re.compile(r"(^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_ATTENTION = re.compile(r"(^|\.)layers\.\d+\.self_attn\.([qkvo])_proj\.weight$")
+_VISION = re.compile(r"(^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector)\.")
+
+
+def check_shapes(shapes: Shapes, config: Mapping[str, Any], said_by: str = "config.json") -> None:
+    """Compare with the config what the config says for sure; ModelFormatError names file, tensor and key.
+
+    `shapes` maps each tensor's name to its file and shape. Tensors of other parts (vision) are left alone. `said_by`:
+    where the config comes from, for messages.
+    """
+    inner = text_config(config)
+    own = {name: found for name, found in shapes.items() if not _VISION.search(name)}
+    _check_vocabulary(own, inner, said_by)
+    _check_layers(own, inner, said_by)
+    _check_attention(own, inner, said_by)
+
+
+def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
+    vocab, hidden = size_of(config, "vocab_size"), size_of(config, "hidden_size")
+    embeddings = [name for name in shapes if _EMBEDDING.search(name)]
+    if not embeddings:
+        path = next(iter(shapes.values()))[0]
+        raise ModelFormatError(f"{_place(path)}: no file holds the token embedding; the weights are of another kind")
+    for name in (*embeddings, *(name for name in shapes if _HEAD.search(name))):
+        path, shape = shapes[name]
+        if len(shape) != 2:
+            raise ModelFormatError(f"{path}: tensor {name!r} has shape {shape}, expected two dimensions")
+        if vocab is not None and shape[0] != vocab:
+            raise ModelFormatError(
+                f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} says vocab_size={vocab}"
+            )
+        # Some families embed into a narrower space than they compute in.
+        if hidden is not None and shape[1] != hidden and "word_embed_proj_dim" not in config:
+            raise ModelFormatError(
+                f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} says hidden_size={hidden}"
+            )
+
+
+def _check_layers(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
+    expected = size_of(config, "num_hidden_layers")
+    found = {int(match[2]): name for name in shapes if (match := _LAYER.search(name))}
+    if expected is None or not found:
+        return
+    missing = next((layer for layer in range(expected) if layer not in found), None)
+    if missing is not None:
+        path = next(iter(shapes.values()))[0]
+        raise ModelFormatError(
+            f"{_place(path)}: no tensor of layer {missing} is there, but {said_by} says num_hidden_layers={expected}"
+        )
+    last = max(found)
+    extra = config.get("num_nextn_predict_layers") or 0  # layers that only speculate, behind the others
+    if last >= expected + extra:
+        raise ModelFormatError(
+            f"{shapes[found[last]][0]}: tensor {found[last]!r} is of layer {last}, "
+            f"but {said_by} says num_hidden_layers={expected}"
+        )
+
+
+def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
+    hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
+    if hidden is None or heads is None:
+        return
+    kv_heads = size_of(config, "num_key_value_heads") or heads
+    head_dim = size_of(config, "head_dim") or hidden // heads
+    rows = {"q": (heads, "num_attention_heads"), "k": (kv_heads, "num_key_value_heads")}
+    rows["v"] = rows["k"]
+    for name, (path, shape) in shapes.items():
+        match = _ATTENTION.search(name)
+        if match is None:
+            continue
+        if match[2] == "o":
+            expected, key = (hidden, heads * head_dim), "num_attention_heads"
+        else:
+            count, key = rows[match[2]]
+            expected = (count * head_dim, hidden)
+        if shape != expected:
+            raise ModelFormatError(
+                f"{path}: tensor {name!r} has shape {shape}, but {said_by} says {expected} "
+                f"({key} x head_dim={head_dim}, hidden_size={hidden})"
+            )
+
+
+def _place(path: Path) -> Path:
+    """A GGUF file is the whole model, a file of safetensors a part of a directory."""
+    return path if path.suffix == ".gguf" else path.parent

@@ -1,0 +1,1 @@
+"""Any causal model of transformers, its attention over paged KV."""

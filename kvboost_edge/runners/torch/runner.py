@@ -1,0 +1,234 @@
+"""Runs any transformers causal language model on paged KV, its modules untouched."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
+from kvboost_edge.models.config.file import context_length
+from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
+from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, PagedPass, ProbePass
+from kvboost_edge.runners.torch.eager_check import check_against_eager
+
+__all__ = ["TorchRunner"]
+
+_LOG = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LOADING_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TorchRunner:
+    """Implements `Runner` over a loaded transformers model.
+
+    A pass of one token at construction finds each layer's KV shape, window, scale, softcap and sinks as transformers
+    itself uses them, and refuses with ModelFormatError what paged attention cannot do; a family that no test covers
+    is compared with eager attention as well. Between forward passes the model is unchanged and usable by its owner.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        model_type: str | None = None,
+        max_context: int | None = None,
+        block_size: int = 16,
+    ) -> None:
+        config = model.config.get_text_config()
+        self.model = model.eval()
+        self._kind = type(model).__name__
+        self._hook = AttentionHook(model)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._backend: Backend | None = None
+        self.device = str(model.device)
+        if model.dtype not in _NAMES:
+            raise ModelFormatError(f"{self._kind} computes in {model.dtype}; supported: {', '.join(_DTYPES)}")
+        self._layers, vocab_size = self._probe(int(config.num_hidden_layers))
+        self.info = RunnerInfo(
+            name="torch",
+            architecture=model_type or model.config.model_type,
+            dtype=_NAMES[model.dtype],
+            vocab_size=vocab_size,
+            max_context=_context_length(config, max_context),
+            weight_bytes=_weight_bytes(model),
+            kv_spec=KVSpec(
+                tuple(LayerKVSpec(layer.num_kv_heads, layer.head_dim) for layer in self._layers),
+                block_size,
+                _NAMES[model.dtype],
+            ),
+        )
+        known = SUPPORTED_ARCHITECTURES.get(self.info.architecture)
+        if known is None or not known.tested:
+            check_against_eager(self)
+
+    @classmethod
+    def from_dir(
+        cls,
+        model_dir: Path | str,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        num_threads: int | None = None,
+        max_context: int | None = None,
+        block_size: int = 16,
+    ) -> TorchRunner:
+        """Load a model directory (safetensors only, no remote code, no network).
+
+        dtype "auto" is the checkpoint's, but float16 becomes float32 on the CPU, where half precision arithmetic is
+        slow. Raises ModelFormatError when the directory cannot be loaded completely.
+        """
+        if dtype != "auto" and dtype not in _DTYPES:
+            raise ConfigError(f"dtype={dtype!r} is not one of {('auto', *_DTYPES)}")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        try:
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+            with _no_progress_bars():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    model_dir,
+                    config=config,
+                    dtype=_resolve_dtype(dtype, config, device),
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
+        except _LOADING_ERRORS as error:
+            raise ModelFormatError(f"{model_dir}: transformers cannot load this model: {error}") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ModelFormatError(f"{model_dir}: {len(missing)} weights are missing, first {missing[0]!r}")
+        return cls(model.to(device), max_context=max_context, block_size=block_size)
+
+    def _probe(self, num_layers: int) -> tuple[list[LayerPlan], int]:
+        """Run one token; return the layers' plans and the width of the logits."""
+        probe = ProbePass()
+        try:
+            with torch.inference_mode(), self._hook.active(probe):
+                logits = self._run(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+        except ModelFormatError as error:
+            raise ModelFormatError(f"{self._kind}: {error}") from error
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise ModelFormatError(
+                f"{self._kind} does not run on paged attention: its layers handle their mask or cache apart from "
+                f"transformers' attention interface ({error})"
+            ) from error
+        if sorted(probe.layers) != list(range(num_layers)):
+            raise ModelFormatError(
+                f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' attention interface; "
+                "layers of another kind keep state that the block pool does not hold"
+            )
+        return [probe.layers[layer] for layer in range(num_layers)], logits.shape[-1]
+
+    def bind(self, backend: Backend) -> None:
+        """Use this backend for the KV of the following passes."""
+        if backend.spec.layers != self.info.kv_spec.layers:
+            raise ConfigError(f"the backend has layers {backend.spec.layers}, the model {self.info.kv_spec.layers}")
+        if backend.array_kind == "torch" and torch.device(backend.device).type != self.model.device.type:
+            raise ConfigError(f"the backend is on device={backend.device!r}, the model on {self.device!r}")
+        self._backend = backend
+
+    def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        """Apply copies, run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
+        backend = self._backend
+        if backend is None:
+            raise ConfigError("forward before bind: the runner has no backend for its KV")
+        if batch.copies:
+            backend.copy_blocks(batch.copies)
+        paged = PagedPass(backend, batch.layout, self._layers)
+        with torch.inference_mode(), self._hook.active(paged):
+            logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
+            paged.check_complete(self._kind)
+            result: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).numpy()
+            paged.blank_broken(result, batch.logit_rows)
+        return result
+
+    def _run(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Logits [num_logits, vocab_size] of a flat batch through the model's own forward, which applies the logit
+        scales and softcaps of its family. `logits_to_keep` spares the head for the other rows."""
+        ids, at, rows = (torch.from_numpy(array).to(self.device) for array in (token_ids, positions, logit_rows))
+        keep = {"logits_to_keep": rows} if self._keeps_rows else {}
+        output = self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, return_dict=True, **keep)
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits[rows]
+
+    def eager_logits(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """float32 logits [num_tokens, vocab_size] of one sequence from transformers' own eager attention, dense and
+        without any cache: the oracle."""
+        rows = np.arange(len(token_ids), dtype=np.int64)
+        with torch.inference_mode(), self._hook.eager():
+            result: npt.NDArray[np.float32] = self._run(token_ids, rows, rows).to("cpu", torch.float32).numpy()
+        return result
+
+    def unbind(self) -> None:
+        """Let go of the backend."""
+        self._backend = None
+
+    def close(self) -> None:
+        """Let go of backend and model: weights nobody else holds are freed, a model with an owner stays his. Only
+        `info` may be read afterwards."""
+        self.unbind()
+        vars(self).pop("model", None)
+
+
+def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
+    """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in the call (dynamic,
+    longrope) are pinned to their first range, where they are constant, so that a batch cannot change a result."""
+    fields = config.to_dict()
+    length = context_length(fields)
+    if asked is not None:
+        length = min(length, asked)
+    pinned = pinned_context(fields)
+    if pinned is not None and pinned.length < length:
+        _LOG.warning(
+            "rope_type=%r: the context is pinned to %d of %d tokens, beyond which its frequencies depend on the batch",
+            pinned.rope_type,
+            pinned.length,
+            length,
+        )
+        length = pinned.length
+    return length
+
+
+def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dtype | str:
+    """The dtype to load in; "auto" leaves it to the checkpoint where the config does not say."""
+    if name != "auto":
+        return _DTYPES[name]
+    stored = config.get_text_config().dtype or config.dtype
+    if stored == torch.float16 and torch.device(device).type == "cpu":
+        _LOG.info("the float16 checkpoint is computed in float32: half precision is slow on the CPU")
+        return torch.float32
+    return stored or "auto"
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of parameters and buffers; tied ones are counted once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,124 @@
+"""/v1/chat/completions: messages in, choices with messages out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.checks import check_priority, room_for
+from kvboost_edge.server.api.logprobs import TokenTexts, chat_logprobs
+from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
+from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.server.work.generation import Order, PromptLogprobs
+
+__all__ = ["chat_order", "encode_messages", "estimate_messages", "size_of"]
+
+
+def chat_order(state: ServerState, body: ChatRequest) -> Order:
+    """How to run and answer a chat request. ApiError for fields that do not go together."""
+    body.check_together()
+    body.check_vocabulary(state.engine.runner_info.vocab_size)
+    wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    texts = TokenTexts(state.engine.tokenizer) if body.logprobs else None
+
+    def encode() -> list[EncodedPrompt]:
+        return [EncodedPrompt(encode_messages(state, body.messages, body.chat_template_kwargs or {}))]
+
+    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
+        return body.sampling(room, body.num_logprobs, choice)
+
+    def choice(index: int, run: Running) -> ChatChoice:
+        return ChatChoice(index, texts, with_ids=bool(body.return_token_ids))
+
+    limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
+    return Order(
+        estimate=estimate_messages(body.messages) + body.num_choices * limit,
+        num_prompts=1,
+        job=Job(
+            encode=encode,
+            size=size_of(body.messages),
+            params=params,
+            per_prompt=body.num_choices,
+            mode=body.mode,
+            cache_salt=body.cache_salt,
+            priority=check_priority(state, body.priority),
+        ),
+        body=body,
+        choice=choice,
+        id_prefix="chatcmpl",
+        kind="chat.completion",
+        chunk_kind="chat.completion.chunk",
+    )
+
+
+def estimate_messages(messages: list[ChatMessage]) -> int:
+    """About how many tokens these are: four characters make one."""
+    return sum(len(message.content) // 4 + 4 for message in messages)
+
+
+def size_of(messages: list[ChatMessage]) -> int:
+    """Characters to read, with those the template may add."""
+    return sum(len(message.content) + 16 for message in messages)
+
+
+def encode_messages(
+    state: ServerState,
+    messages: list[ChatMessage],
+    variables: dict[str, Any],
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
+    plain = [message.for_template() for message in messages]
+    try:
+        ids = state.engine.tokenizer.encode_chat(plain, add_generation_prompt, variables)
+    except RequestError as error:
+        raise bad_field("messages", str(error)) from error
+    if not ids:
+        raise bad_field("messages", "the model's chat template makes no token of these messages")
+    return ids
+
+
+class ChatChoice:
+    """One choice of a chat answer; `texts` is None unless log probabilities are asked for."""
+
+    def __init__(self, index: int, texts: TokenTexts | None, *, with_ids: bool) -> None:
+        self._index = index
+        self._texts = texts
+        self._with_ids = with_ids
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def whole(self, result: GenerationResult) -> dict[str, Any]:
+        message = {"role": "assistant", "content": result.output_text, "refusal": None}
+        tokens = list(result.logprobs or ())
+        return self._piece("message", message, tokens, list(result.output_token_ids), result.finish_reason)
+
+    def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
+        return self._piece("delta", {"role": "assistant", "content": "", "refusal": None}, [], [], None)
+
+    def push(self, event: TokenEvent) -> dict[str, Any] | None:
+        self._ids.append(event.token_id)
+        if event.logprobs is not None:
+            self._logprobs.append(event.logprobs)
+        return self._flush({"content": event.text}, None) if event.text else None
+
+    def close(self, result: GenerationResult) -> dict[str, Any]:
+        return self._flush({}, result.finish_reason)
+
+    def _flush(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        tokens, self._logprobs = self._logprobs, []
+        ids, self._ids = self._ids, []
+        return self._piece("delta", delta, tokens, ids, reason)
+
+    def _piece(
+        self, name: str, content: dict[str, Any], tokens: list[TokenLogprobs], ids: list[int], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = chat_logprobs(self._texts, tokens) if self._texts is not None and ids else None
+        piece = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
+        return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -1,0 +1,190 @@
+"""/v1/completions: text or token ids in, choices with text out; echo, best_of and log probabilities of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.checks import check_priority, room_for
+from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
+from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.server.work.generation import Order, PromptLogprobs
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["completion_order", "encode_text"]
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def completion_order(state: ServerState, body: CompletionRequest) -> Order:
+    """How to run and answer a completion request. ApiError for fields that do not go together."""
+    body.check_together()
+    vocab_size = state.engine.runner_info.vocab_size
+    body.check_vocabulary(vocab_size)
+    tokenizer = state.engine.tokenizer
+    wanted = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    ranked = body.num_sequences > body.num_choices
+    texts = None if body.logprobs is None else TokenTexts(tokenizer)
+
+    def encode() -> list[EncodedPrompt]:
+        return [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
+
+    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        room = room_for(state, len(prompt.token_ids), "prompt", wanted, "max_tokens")
+        logprobs = 0 if ranked and body.logprobs is None else body.logprobs
+        return body.sampling(room, logprobs, choice, prompt_logprobs=body.logprobs if body.echo else None)
+
+    def choice(index: int, run: Running) -> CompletionChoice:
+        prompt = run.prompts[index // body.num_choices] if body.echo else None
+        return CompletionChoice(index, prompt, tokenizer, texts, with_ids=bool(body.return_token_ids))
+
+    def chosen(results: Sequence[GenerationResult]) -> list[GenerationResult]:
+        return _best(results, body.num_sequences, body.num_choices) if ranked else list(results)
+
+    limit = min(wanted, state.engine.runner_info.max_context)
+    sequences = len(body.prompt) * body.num_sequences
+    return Order(
+        estimate=sum(map(_estimate, body.prompt)) + sequences * limit,
+        num_prompts=len(body.prompt),
+        job=Job(
+            encode=encode,
+            size=sum(map(len, body.prompt)),
+            params=params,
+            per_prompt=body.num_sequences,
+            mode=body.mode,
+            cache_salt=body.cache_salt,
+            priority=check_priority(state, body.priority),
+        ),
+        body=body,
+        choice=choice,
+        chosen=chosen,
+        id_prefix="cmpl",
+        kind="text_completion",
+        chunk_kind="text_completion",
+    )
+
+
+def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
+    """Token ids of a text; slow for long ones. ApiError names the field of a text that makes none."""
+    try:
+        ids = tokenizer.encode(text, add_special_tokens)
+    except RequestError as error:
+        raise bad_field(field, str(error)) from error
+    if not ids:
+        raise bad_field(field, "the tokenizer makes no token of this text")
+    return ids
+
+
+def _encode(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest, vocab_size: int) -> EncodedPrompt:
+    if isinstance(prompt, str):
+        ids = encode_text(tokenizer, prompt, body.add_special_tokens, "prompt")
+        return EncodedPrompt(ids, prompt)
+    if max(prompt) >= vocab_size:
+        raise bad_field("prompt", f"token id {max(prompt)} is outside of the model's vocabulary 0..{vocab_size - 1}")
+    text = tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
+    return EncodedPrompt(prompt, text, from_text=False)
+
+
+def _estimate(prompt: str | list[int]) -> int:
+    """About how many tokens this is: four characters make one."""
+    return len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt)
+
+
+def _best(results: Sequence[GenerationResult], per_prompt: int, keep: int) -> list[GenerationResult]:
+    """Of each prompt the sequences with the highest mean log probability, the best first."""
+    chosen: list[GenerationResult] = []
+    for first in range(0, len(results), per_prompt):
+        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[:keep]
+    return chosen
+
+
+def _mean_logprob(result: GenerationResult) -> float:
+    logprobs = [token.logprob for token in result.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0
+
+
+class CompletionChoice:
+    """One choice of a completion; `echo` is the prompt to begin with, `texts` None unless log probabilities are asked
+    for."""
+
+    def __init__(
+        self, index: int, echo: EncodedPrompt | None, tokenizer: Tokenizer, texts: TokenTexts | None, *, with_ids: bool
+    ) -> None:
+        self._index = index
+        self._echo = echo
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._with_ids = with_ids
+        self._offsets = OffsetCounter(tokenizer, len(echo.text) if echo else 0)
+        self._shown = len(echo.text) if echo else 0
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._starts: list[int] = []
+
+    def whole(self, result: GenerationResult) -> dict[str, Any]:
+        text = (self._echo.text if self._echo else "") + result.output_text
+        ids, tokens = list(result.output_token_ids), list(result.logprobs or ())
+        logprobs = None
+        if self._texts is not None:
+            shown, known = self._prompt_tokens(result.prompt_logprobs)
+            offsets = self._prompt_offsets() + [self._offsets.add(token_id) for token_id in ids]
+            offsets = [min(offset, len(text)) for offset in offsets]
+            logprobs = completion_logprobs(self._texts, [*shown, *ids], [*known, *tokens], offsets)
+        return self._piece(text, logprobs, ids, result.finish_reason)
+
+    def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any] | None:
+        if self._echo is None:
+            return None
+        logprobs = None
+        if self._texts is not None:
+            ids, tokens = self._prompt_tokens(prompt_logprobs)
+            logprobs = completion_logprobs(self._texts, ids, tokens, self._prompt_offsets())
+        return self._piece(self._echo.text, logprobs, [], None)
+
+    def push(self, event: TokenEvent) -> dict[str, Any] | None:
+        self._ids.append(event.token_id)
+        self._logprobs.append(event.logprobs)
+        if self._texts is not None:
+            self._starts.append(self._offsets.add(event.token_id))
+        if not event.text:
+            return None
+        self._shown += len(event.text)
+        # A token that begins in text held back, which a stop string may still cut off, waits: so does its offset.
+        count = len(self._ids) if self._texts is None else sum(start < self._shown for start in self._starts)
+        return self._flush(event.text, count, None)
+
+    def close(self, result: GenerationResult) -> dict[str, Any]:
+        return self._flush("", len(self._ids), result.finish_reason)
+
+    def _flush(self, text: str, count: int, reason: str | None) -> dict[str, Any]:
+        """A piece with `text` and the first `count` tokens that wait."""
+        ids, tokens, starts = self._ids[:count], self._logprobs[:count], self._starts[:count]
+        del self._ids[:count], self._logprobs[:count], self._starts[:count]
+        logprobs = None
+        if self._texts is not None and ids:
+            starts = [min(start, self._shown) for start in starts]
+            logprobs = completion_logprobs(self._texts, ids, tokens, starts)
+        return self._piece(text, logprobs, ids, reason)
+
+    def _prompt_tokens(self, logprobs: PromptLogprobs) -> tuple[list[int], list[TokenLogprobs | None]]:
+        if self._echo is None:
+            return [], []
+        return self._echo.token_ids, list(logprobs or [None] * len(self._echo.token_ids))
+
+    def _prompt_offsets(self) -> list[int]:
+        if self._echo is None:
+            return []
+        # A text's own special tokens, such as BOS, are no part of the text.
+        counter = OffsetCounter(self._tokenizer, 0, skip_special=self._echo.from_text)
+        return [min(counter.add(token_id), len(self._echo.text)) for token_id in self._echo.token_ids]
+
+    def _piece(self, text: str, logprobs: Any, ids: list[int], reason: str | None) -> dict[str, Any]:
+        piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -1,0 +1,184 @@
+"""The cache from outside: warm it, reset it, and look at it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.results import GenerationResult, alignment_warning
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.api.answers import Blocks, Reset, Stats, Warmed
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.chat import encode_messages, estimate_messages, size_of
+from kvboost_edge.server.api.checks import check_model, check_priority, room_for
+from kvboost_edge.server.api.completions import encode_text
+from kvboost_edge.server.api.schemas.text import ERRORS, ResetRequest, WarmRequest
+from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.errors import EngineStopped
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.admission import admit
+from kvboost_edge.server.work.bridge import (
+    Answer,
+    EncodedPrompt,
+    Job,
+    off_loop,
+    running,
+    wait_all,
+)
+from kvboost_edge.server.work.streams import dumps, json_response, send_json
+
+__all__ = ["router"]
+
+T = TypeVar("T")
+
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+_NO_STORE = {"Cache-Control": "no-store"}
+_STATES = ("free", "cached", "used", "shared")
+_MOST_DETAILS = 4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
+
+
+@router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": Warmed}})
+async def warm(request: Request, body: WarmRequest) -> Response:
+    """Compute a text once, so that prompts which begin with it find it in the cache."""
+
+    async def work(send: Send) -> None:
+        state = state_of(request)
+        check_model(state, body.model)
+        body.check_together()
+        estimate = estimate_messages(body.messages or []) + len(body.text or "") // 4 + 1
+        job = _warm_job(state, body)
+        async with admit(state, request, estimate) as ticket, running(state, job, ticket) as run:
+            results = await wait_all(state, ticket, run.handles)
+        members = _warmed(results[0], state.engine.config.block_size)
+        figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
+        await send_json(send, dumps({"object": "warm", **members, **figures}))
+
+    return Answer(work)
+
+
+@router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
+async def reset(request: Request, body: ResetRequest | None = None) -> Response:
+    """Forget every cached block that no request uses."""
+    state = state_of(request)
+    dropped = await _of_engine(state, state.engine.reset_cache)
+    return json_response({"object": "cache.reset", "blocks_dropped": dropped})
+
+
+@router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
+async def stats(request: Request) -> Response:
+    """Queue, cache, pool, memory and throughput."""
+    state = state_of(request)
+    return json_response(await _of_engine(state, lambda: _stats(state)), headers=_NO_STORE)
+
+
+@router.get("/v1/blocks", response_class=JSONResponse, responses={200: {"model": Blocks}})
+async def blocks(request: Request) -> Response:
+    """The pool as a picture: one byte for each block. No text, no token."""
+    state = state_of(request)
+    return json_response(await _of_engine(state, lambda: _blocks(state)), headers=_NO_STORE)
+
+
+async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
+    """Ask the engine beside the event loop. EngineStopped (503) when it stopped before or meanwhile."""
+    try:
+        return await off_loop(work)
+    except KVBoostError as error:
+        if state.engine.is_alive():
+            raise
+        raise EngineStopped from error
+
+
+def _warm_job(state: ServerState, body: WarmRequest) -> Job:
+    def encode() -> list[EncodedPrompt]:
+        if body.messages is not None:
+            return [EncodedPrompt(encode_messages(state, body.messages, body.chat_template_kwargs or {}, False))]
+        return [EncodedPrompt(encode_text(state.engine.tokenizer, body.text or "", True, "text"))]
+
+    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        param = "text" if body.messages is None else "messages"
+        return SamplingParams(max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param))
+
+    return Job(
+        encode=encode,
+        size=len(body.text or "") + size_of(body.messages or []),
+        params=params,
+        per_prompt=1,
+        mode=GenerationMode.PREFIX_CACHE,
+        cache_salt=body.cache_salt,
+        priority=check_priority(state, body.priority),
+    )
+
+
+def _warmed(result: GenerationResult, block_size: int) -> dict[str, Any]:
+    chunks, tail = divmod(result.prompt_tokens, block_size)
+    warning = alignment_warning(tail, block_size)
+    return {
+        "chunks_stored": chunks,
+        "token_count": result.prompt_tokens,
+        "chunk_size": block_size,
+        "chunk_boundary_aligned": warning is None,
+        "partial_tail_tokens": tail,
+        "alignment_warning": warning,
+    }
+
+
+def _stats(state: ServerState) -> dict[str, Any]:
+    engine, admission = state.engine, state.admission
+    pool = engine.paged_stats()
+    memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
+    return {
+        "object": "stats",
+        "model": state.model_name,
+        "queue": {
+            "running": engine.num_running(),
+            "waiting": engine.num_waiting(),
+            "waiting_tokens": engine.waiting_tokens(),
+            "in_flight": admission.sequences,
+            "max_in_flight": admission.max_sequences,
+            "refused": admission.refused,
+        },
+        "cache": engine.cache_stats(),
+        "pool": {name: value for name, value in pool.items() if name not in memory},
+        "memory": memory,
+        "throughput": state.metrics.throughput(),
+    }
+
+
+def _blocks(state: ServerState) -> dict[str, Any]:
+    engine = state.engine
+    pool = engine.paged_stats()
+    detailed = pool["num_blocks"] <= _MOST_DETAILS
+    details = engine.block_details(_MOST_DETAILS) if detailed else []
+    states = bytes(detail.state for detail in details) if detailed else bytes(engine.block_map())
+    looked_up = pool["hit_tokens"] + pool["miss_tokens"]
+    return {
+        "num_blocks": pool["num_blocks"],
+        "block_size": pool["block_size"],
+        "states": _base64(states),
+        "refs": _base64(bytes(min(detail.refs, 255) for detail in details)) if detailed else None,
+        "tokens": _base64(bytes(min(detail.tokens, 255) for detail in details)) if detailed else None,
+        "counts": {name: states.count(number) for number, name in enumerate(_STATES)},
+        "running": engine.num_running(),
+        "waiting": engine.num_waiting(),
+        "hit_tokens": pool["hit_tokens"],
+        "miss_tokens": pool["miss_tokens"],
+        "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
+        "memory": {
+            name: pool[name] for name in ("weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes")
+        },
+        "generated_tokens_total": pool["generated_tokens"],
+        "evictions": pool["evictions"],
+        "preemptions": pool["preemptions"],
+    }
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

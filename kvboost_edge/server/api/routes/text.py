@@ -1,0 +1,123 @@
+"""Models, tokenize and detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge.server.api.answers import Detokenized, Model, ModelList, Tokenized
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.chat import encode_messages, estimate_messages, size_of
+from kvboost_edge.server.api.checks import check_model
+from kvboost_edge.server.api.completions import encode_text
+from kvboost_edge.server.api.logprobs import TokenTexts
+from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.text import ERRORS, DetokenizeRequest, TokenizeRequest
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.admission import admit
+from kvboost_edge.server.work.bridge import Answer, off_loop
+from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+
+@router.get("/v1/models", response_class=JSONResponse, responses={200: {"model": ModelList}})
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_model(state_of(request))]})
+
+
+@router.get("/v1/models/{name:path}", response_class=JSONResponse, responses={200: {"model": Model}})
+async def model(request: Request, name: str) -> Response:
+    """The model of this name; 404 if it is not served here."""
+    check_model(state_of(request), name)
+    return json_response(_model(state_of(request)))
+
+
+@router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Token ids of a text or of messages."""
+
+    async def work(send: Send) -> None:
+        state = state_of(request)
+        check_model(state, body.model)
+        body.check_together()
+        text = len(body.content or body.prompt or "")
+        messages = body.messages or []
+        async with admit(state, request, text // 4 + 1 + estimate_messages(messages)):
+            answer = await off_loop(lambda: dumps_long(_tokenize(state, body)), text + size_of(messages))
+            await send_json(send, answer)
+
+    return Answer(work)
+
+
+@router.post("/detokenize", response_class=JSONResponse, responses={200: {"model": Detokenized}})
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """Text of token ids."""
+
+    async def work(send: Send) -> None:
+        state = state_of(request)
+        check_model(state, body.model)
+        vocab_size = state.engine.runner_info.vocab_size
+        if body.tokens and max(body.tokens) >= vocab_size:
+            raise bad_field("tokens", f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}")
+        async with admit(state, request, len(body.tokens)):
+            await send_json(send, await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens)))
+
+    return Answer(work)
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    info = state.engine.runner_info
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "kvboost-edge",
+        "root": state.model_name,
+        "parent": None,
+        "max_model_len": info.max_context,
+        "meta": {
+            "architecture": info.architecture,
+            "dtype": info.dtype,
+            "runner": info.name,
+            "vocab_size": info.vocab_size,
+            "weight_bytes": info.weight_bytes,
+        },
+    }
+
+
+def _detokenize(state: ServerState, ids: list[int]) -> bytes:
+    text = state.engine.tokenizer.decode(ids, skip_special_tokens=False)
+    return dumps_long({"content": text, "prompt": text})
+
+
+def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    tokenizer = state.engine.tokenizer
+    text = body.prompt if body.content is None else body.content
+    if body.messages is not None:
+        variables = body.chat_template_kwargs or {}
+        ids = encode_messages(state, body.messages, variables, body.add_generation_prompt)
+    elif text:
+        ids = encode_text(tokenizer, text, body.with_special_tokens, "content" if body.prompt is None else "prompt")
+    else:
+        ids = []
+    most = int(COUNTS["pieces"].high)
+    if len(ids) > most and (body.with_pieces or body.return_token_strs):
+        field = "with_pieces" if body.with_pieces else "return_token_strs"
+        raise bad_field(field, f"the text has {len(ids)} tokens; at most {most} are shown one by one")
+    texts = TokenTexts(tokenizer)
+    answer: dict[str, Any] = {
+        "tokens": [{"id": i, "piece": texts.text(i)} for i in ids] if body.with_pieces else ids,
+        "count": len(ids),
+        "max_model_len": state.engine.runner_info.max_context,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [texts.text(i) for i in ids]
+    return answer

@@ -1,0 +1,1 @@
+"""What bodies may hold, route by route."""

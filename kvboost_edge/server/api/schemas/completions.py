@@ -1,0 +1,97 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded
+from kvboost_edge.server.api.schemas.shared import (
+    NotBuilt,
+    SamplingFields,
+    bad_field,
+    check_token_ids,
+    field_error,
+    is_text,
+)
+
+__all__ = ["CompletionRequest"]
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """One prompt or a list of them, as text or as token ids, to a list; all of one kind."""
+    count, tokens = COUNTS["prompts"], COUNTS["prompt_tokens"]
+    if isinstance(value, list) and value and type(value[0]) is int:
+        value = [value]
+    prompts = [value] if isinstance(value, str) else value
+    if not isinstance(prompts, list):
+        raise field_error("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not count.low <= len(prompts) <= count.high:
+        raise field_error("prompt", f"must hold {count.describe()} prompts, not {len(prompts)}")
+    if isinstance(prompts[0], str):
+        if not all(prompt and is_text(prompt) for prompt in prompts):
+            raise field_error("prompt", "each prompt must be a string with at least one character")
+        if (longest := max(map(len, prompts))) > COUNTS["text"].high:
+            raise field_error("prompt", f"one has {longest} characters; at most {COUNTS['text'].high} are allowed")
+        return prompts
+    for prompt in prompts:
+        if not tokens.low <= len(check_token_ids(prompt)) <= tokens.high:
+            raise field_error("prompt", f"each prompt must have {tokens.describe()} token ids, not {len(prompt)}")
+    return prompts
+
+
+_TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": COUNTS["text"].high}
+_IDS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": BOUNDS["token_id"].high},
+}
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT_SCHEMA,
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": COUNTS["prompts"].high,
+                    "items": _TEXT_SCHEMA,
+                },
+                _IDS_SCHEMA,
+                {"type": "array", "minItems": 1, "maxItems": COUNTS["prompts"].high, "items": _IDS_SCHEMA},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(SamplingFields):
+    """`prompt` is a list after validation. `max_tokens` is 16 unless given, as in OpenAI's API; 0 only with `echo`."""
+
+    prompt: Prompts
+    max_tokens: Annotated[int, bounded("max_tokens")] | None = None
+    best_of: Annotated[int, bounded("best_of")] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, bounded("logprobs")] | None = None
+    add_special_tokens: bool = Field(True, description="put the tokenizer's own BOS before text prompts")
+    suffix: NotBuilt = None
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_field("max_tokens", "max_tokens=0 is only allowed with echo=true")
+        if self.best_of is not None and self.best_of < self.num_choices:
+            raise bad_field("best_of", f"best_of={self.best_of} must be at least n={self.num_choices}")
+        if self.stream and self.num_sequences > self.num_choices:
+            raise bad_field("best_of", f"best_of={self.best_of} above n cannot be streamed: the best is known last")
+        total, limit = self.num_sequences * len(self.prompt), COUNTS["sequences"]
+        if total > limit.high:
+            raise bad_field("n", f"prompts times n or best_of make {total} sequences; at most {limit.high} are allowed")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences computed for each prompt."""
+        return self.num_choices if self.best_of is None else self.best_of

@@ -1,0 +1,330 @@
+"""What every request body has in common: strict fields, sampling, and what is refused or ignored by name.
+
+A field is honoured, ignored by name (neutral ones, which change nothing about the answer), refused by name
+(`NotBuilt`) or unknown; the last two answer 400 and name the field. null means "not given" where a field is optional.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
+from kvboost_edge.server.errors import ApiError
+
+__all__ = [
+    "CacheSalt",
+    "ModelName",
+    "NotBuilt",
+    "OnlyEmpty",
+    "OnlyFalse",
+    "OnlyNone",
+    "OnlyOne",
+    "SamplingFields",
+    "StreamOptions",
+    "Strict",
+    "TokenIds",
+    "bad_field",
+    "check_text",
+    "check_token_ids",
+    "field_error",
+    "is_text",
+]
+
+
+class Strict(BaseModel):
+    """JSON types as they are: "1" is no number, true is no integer, an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+def field_error(kind: str, message: str) -> PydanticCustomError:
+    """An error of the field that is being validated. Braces in the message stay as they are."""
+    return PydanticCustomError(kind, "{message}", {"message": message})
+
+
+def bad_field(name: str, message: str) -> ApiError:
+    """The error of a field that is right alone and wrong beside another one."""
+    return ApiError(400, message, param=name, code="invalid_value")
+
+
+def _refuse(value: Any) -> None:
+    if value is not None:
+        raise field_error("not_built", "not built in this server; leave it out")
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise field_error("not_built", "true is not built in this server; leave it out")
+    return value
+
+
+def _only_empty(value: Any) -> None:
+    if value is not None and value != []:
+        raise field_error("not_built", "anything but an empty list is not built in this server; leave it out")
+
+
+def _only_none(value: Any) -> None:
+    if value is not None and value != "none":
+        raise field_error("not_built", "anything but 'none' is not built in this server; leave it out")
+
+
+def _only_one(value: Any) -> None:
+    if value is not None and (type(value) is not int or value != 1):
+        raise field_error("not_built", "anything but 1 is not built in this server; leave it out")
+
+
+def _constant(value: Any) -> Any:
+    return WithJsonSchema({"anyOf": [value, {"type": "null"}]})
+
+
+OnlyEmpty = Annotated[None, PlainValidator(_only_empty), _constant({"type": "array", "maxItems": 0})]
+OnlyNone = Annotated[None, PlainValidator(_only_none), _constant({"const": "none"})]
+OnlyOne = Annotated[None, PlainValidator(_only_one), _constant({"const": 1})]
+"""Fields that clients send with the value that means nothing."""
+
+NotBuilt = Annotated[None, BeforeValidator(_refuse)]
+"""A field that OpenAI's API has and this server has not: null or absent."""
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})] | None
+"""A switch that is off here."""
+
+
+def is_text(value: Any) -> bool:
+    """True for a string that is valid Unicode: JSON can spell lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_text(value: str) -> str:
+    """The string, if it is valid Unicode."""
+    if not is_text(value):
+        raise field_error("text", "holds a lone surrogate; it is no valid text")
+    return value
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    count, name, text = COUNTS["metadata"], COUNTS["metadata_name"], COUNTS["metadata_value"]
+    if not isinstance(value, dict) or not all(map(is_text, (*value, *value.values()))):
+        raise field_error("metadata", "must map strings to strings")
+    if len(value) > count.high:
+        raise field_error("metadata", f"holds {len(value)} entries; at most {count.high} are allowed")
+    if not all(name.low <= len(key) <= name.high and len(item) <= text.high for key, item in value.items()):
+        raise field_error("metadata", f"names must have {name.describe()} characters, values {text.describe()}")
+    return value
+
+
+def check_token_ids(value: Any) -> list[int]:
+    """A list of token ids in their bounds. One pass of C code: prompts of a million ids are validated too."""
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise field_error("token_ids", "must be a list of token ids (integers)")
+    bound = BOUNDS["token_id"]
+    if value and not (bound.low <= min(value) and max(value) <= bound.high):
+        raise field_error("token_ids", f"token ids must be in {bound.describe()}")
+    return value
+
+
+def _stop_token_ids(value: Any) -> list[int]:
+    ids = check_token_ids(value)
+    if len(ids) > COUNTS["stop_token_ids"].high:
+        raise field_error(
+            "too_long", f"holds {len(ids)} token ids; at most {COUNTS['stop_token_ids'].high} are allowed"
+        )
+    return ids
+
+
+TokenIds = Annotated[
+    list[int],
+    PlainValidator(check_token_ids),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": BOUNDS["token_id"].high},
+        }
+    ),
+]
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    count, length = COUNTS["stop"], COUNTS["stop_length"]
+    if not isinstance(stops, list) or not all(map(is_text, stops)):
+        raise field_error("stop", "must be a string or a list of strings")
+    if not count.low <= len(stops) <= count.high:
+        raise field_error("stop", f"must hold {count.describe()} strings, not {len(stops)}")
+    for stop in stops:
+        if not length.low <= len(stop) <= length.high:
+            raise field_error("stop", f"each stop string must have {length.describe()} characters, not {len(stop)}")
+    return tuple(stops)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    bound, count = BOUNDS["logit_bias"], COUNTS["logit_bias"]
+    if not isinstance(value, dict):
+        raise field_error("logit_bias", "must map token ids to numbers")
+    if len(value) > count.high:
+        raise field_error("logit_bias", f"holds {len(value)} entries; at most {count.high} are allowed")
+    checked: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise field_error("logit_bias", "each key must be a token id")
+        if type(number) not in (int, float) or not bound.low <= number <= bound.high:
+            raise field_error("logit_bias", f"each value must be a number in {bound.describe()}")
+        checked[int(key)] = float(number)
+    return checked
+
+
+Stop = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": COUNTS["stop_length"].high},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": COUNTS["stop"].high,
+                    "items": {"type": "string", "minLength": 1, "maxLength": COUNTS["stop_length"].high},
+                },
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": COUNTS["logit_bias"].high,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": BOUNDS["logit_bias"].low,
+                "maximum": BOUNDS["logit_bias"].high,
+            },
+        }
+    ),
+]
+
+
+Metadata = Annotated[
+    dict[str, str],
+    PlainValidator(_metadata),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": COUNTS["metadata"].high,
+            "propertyNames": {"minLength": 1, "maxLength": COUNTS["metadata_name"].high},
+            "additionalProperties": {"type": "string", "maxLength": COUNTS["metadata_value"].high},
+        }
+    ),
+]
+ModelName = Annotated[str, AfterValidator(check_text), counted("model")]
+CacheSalt = Annotated[str, AfterValidator(check_text), counted("cache_salt")]
+Label = Annotated[str, AfterValidator(check_text), counted("label")]
+
+
+class StreamOptions(Strict):
+    """OpenAI's stream options. Chunks are not padded, so `include_obfuscation` may only be false."""
+
+    include_usage: bool | None = None
+    include_obfuscation: OnlyFalse = None
+
+
+class SamplingFields(Strict):
+    """Fields that both generating endpoints share, OpenAI's first, then vLLM's and llama.cpp's."""
+
+    model: ModelName | None = None
+    temperature: Annotated[float, bounded("temperature")] | None = None
+    top_p: Annotated[float, bounded("top_p")] | None = None
+    presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[int, bounded("seed")] | None = None
+    n: Annotated[int, bounded("n")] | None = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: Annotated[int, bounded("top_k")] | None = None
+    min_p: Annotated[float, bounded("min_p")] | None = None
+    repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[TokenIds, AfterValidator(_stop_token_ids)] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Annotated[int, bounded("priority")] | None = None
+    cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
+
+    # Neutral: accepted and ignored.
+    user: Label | None = None
+    metadata: Metadata | None = None
+    store: OnlyFalse = None
+    service_tier: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
+
+    def check_together(self) -> None:
+        """What no field shows alone; ApiError names the field."""
+        if self.stream_options is not None and not self.stream:
+            raise bad_field("stream_options", "stream_options is only allowed when stream is true")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ApiError for a token id that the model does not have."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if ids and max(ids) >= vocab_size:
+                raise bad_field(name, f"token id {max(ids)} is outside of the model's vocabulary 0..{vocab_size - 1}")
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def mode(self) -> GenerationMode:
+        return GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
+
+    def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, **more: Any) -> SamplingParams:
+        """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless given; choice i of a
+        seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine; others count modulo 2^64."""
+        seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            seed=seed,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or None,
+            logprobs=logprobs,
+            stop=self.stop or (),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            max_new_tokens=max_new_tokens,
+            **more,
+        )

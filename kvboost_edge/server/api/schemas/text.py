@@ -1,0 +1,115 @@
+"""Bodies of the small routes (tokenize, detokenize, warm), and the errors of all."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field
+
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.schemas.chat import ChatMessage, TemplateVariables
+from kvboost_edge.server.api.schemas.shared import (
+    CacheSalt,
+    ModelName,
+    Strict,
+    TokenIds,
+    bad_field,
+    check_text,
+    field_error,
+)
+
+__all__ = ["ERRORS", "DetokenizeRequest", "ErrorAnswer", "ResetRequest", "TokenizeRequest", "WarmRequest"]
+
+
+class ErrorDetail(BaseModel):
+    """`code` is for programs, `message` for people, `param` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+"""For the OpenAPI document."""
+
+
+def _few_tokens(ids: list[int]) -> list[int]:
+    if len(ids) > COUNTS["tokens"].high:
+        raise field_error("too_long", f"holds {len(ids)} token ids; at most {COUNTS['tokens'].high} are allowed")
+    return ids
+
+
+Text = Annotated[str, AfterValidator(check_text), counted("text")]
+Messages = Annotated[list[ChatMessage], counted("messages")]
+
+
+# Fields of /tokenize that concern one kind of text only.
+_BELONGS_TO = {
+    "add_special": ("content",),
+    "add_special_tokens": ("prompt",),
+    "add_generation_prompt": ("messages",),
+    "chat_template_kwargs": ("messages",),
+}
+
+
+class TokenizeRequest(Strict):
+    """llama.cpp's form (`content`, special tokens only if asked for) or vLLM's (`prompt` or `messages`, with special
+    tokens unless told otherwise)."""
+
+    content: Text | None = None
+    add_special: bool = False
+    with_pieces: bool = False
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
+    return_token_strs: bool = False
+    model: ModelName | None = None
+
+    def check_together(self) -> None:
+        """ApiError unless exactly one kind of text is given."""
+        given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise bad_field(given[1] if given else "content", "give exactly one of content, prompt and messages")
+        for name, kinds in _BELONGS_TO.items():
+            if name in self.model_fields_set and getattr(self, name) is not None and given[0] not in kinds:
+                raise bad_field(name, f"{name} goes with {' or '.join(kinds)}, not with {given[0]}")
+
+    @property
+    def with_special_tokens(self) -> bool:
+        return self.add_special if self.content is not None else self.add_special_tokens is not False
+
+
+class DetokenizeRequest(Strict):
+    tokens: Annotated[TokenIds, AfterValidator(_few_tokens)]
+    model: ModelName | None = None
+
+
+class WarmRequest(Strict):
+    """A text that prompts will begin with, or messages that conversations will begin with."""
+
+    text: Annotated[Text, Field(min_length=1)] | None = None
+    messages: Messages | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Annotated[int, bounded("priority")] | None = None
+    model: ModelName | None = None
+
+    def check_together(self) -> None:
+        """ApiError unless exactly one of the two is given."""
+        if (self.text is None) == (self.messages is None):
+            raise bad_field("text", "give exactly one of text and messages")
+        if self.text is not None and self.chat_template_kwargs is not None:
+            raise bad_field("chat_template_kwargs", "chat_template_kwargs goes with messages, not with text")
+
+
+class ResetRequest(Strict):
+    """Nothing: a reset has no options."""

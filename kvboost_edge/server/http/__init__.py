@@ -1,0 +1,1 @@
+"""HTTP itself: the protocol with its deadlines, hosts, keys, headers, and the web page's files."""

@@ -1,0 +1,157 @@
+"""What every request passes before it reaches a route. Plain ASGI: nothing here hides a disconnect or holds a stream.
+
+`Envelope` (outermost) gives the request its id, checks host and origin, adds the security headers, turns whatever
+fails into an OpenAI-shaped answer, and writes the log line. `Gate` asks for the key, bounds the body, and turns
+generating requests away while the queue is full, before their bodies are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvboost_edge.server.errors import ApiError, as_api_error, error_response, log_failure
+from kvboost_edge.server.http.headers import SECURITY_HEADERS
+from kvboost_edge.server.http.hosts import HostList
+from kvboost_edge.server.http.keys import KeyRing
+from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.state import ServerState
+
+__all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_request_id"]
+
+# They show or change what all tenants share: totals of hits and blocks tell one what another does.
+ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/v1/blocks", "/v1/stats"})
+# Routes that work inside `admit`: a full queue turns them away before their bodies are read.
+ADMITTED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/warm", "/tokenize", "/detokenize"})
+_RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+_CLIENT_GONE = 499
+
+
+class Envelope:
+    """Around everything: request id, host and origin, headers, failures, log line."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, hosts: HostList) -> None:
+        self._app = app
+        self._state = state
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        facts = scope.setdefault("kvboost", {"id": new_request_id()})
+        started = time.perf_counter()
+        status = _CLIENT_GONE
+
+        async def send_dressed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = list(message["headers"])
+                names = {name.lower() for name, _ in headers}
+                headers += [header for header in _RAW_HEADERS if header[0] not in names]
+                message["headers"] = [*headers, (b"x-request-id", facts["id"].encode())]
+            await send(message)
+
+        try:
+            self._hosts.check(scope)
+            await self._app(scope, receive, send_dressed)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            answer = as_api_error(error, engine_alive=self._state.engine.is_alive())
+            if answer.status_code == 500:
+                log_failure(scope, error)
+            if status == _CLIENT_GONE:  # nothing was sent yet
+                await error_response(answer)(scope, receive, send_dressed)
+        finally:
+            facts = {name: value for name, value in facts.items() if name != "tenant"}
+            # What the connection itself answered, because the rest of the body did not come or was malformed.
+            status = facts.pop("refused", status)
+            route = getattr(scope.get("route"), "path", "unmatched")
+            account(self._state, route, status, time.perf_counter() - started, method=scope["method"], **facts)
+
+
+def new_request_id() -> str:
+    """What a client may quote and the log knows."""
+    return f"req-{secrets.token_hex(12)}"
+
+
+def account(state: ServerState, route: str, status: int, seconds: float, *, id: str, **facts: object) -> None:
+    """One answer in the metrics and in the log."""
+    state.metrics.observe_http(route, status, seconds)
+    shown = {"route": route, "status": status, "ms": round(seconds * 1e3, 2)}
+    log_facts(logging.INFO, "request", request_id=id, **{**facts, **shown})
+
+
+class Gate:
+    """Key, size of the body, and a place in the queue.
+
+    `open_paths` need no key. They are compared with the raw path, byte by byte: whatever needs decoding or
+    normalising to become one of them needs a key.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, keys: KeyRing, open_paths: Iterable[str]) -> None:
+        self._app = app
+        self._state = state
+        self._keys = keys
+        self._open_paths = frozenset(path.encode("ascii") for path in open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._let_in(scope)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        body = _Body(receive, self._state)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self._state.admission.free_body(body.num_bytes)
+
+    def _let_in(self, scope: Scope) -> None:
+        """ApiError for who may not come in; nothing of the body was read yet."""
+        if self._keys and scope["raw_path"] not in self._open_paths:
+            tenant = scope["kvboost"]["tenant"] = self._keys.tenant(scope["headers"])
+            if scope["path"] in ADMIN_PATHS:  # the decoded path, as routes are found by
+                self._keys.check_admin(tenant)
+        limit = self._state.settings.max_body_bytes
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > limit:
+                raise _too_large(limit)
+        if scope["method"] == "POST" and scope["path"] in ADMITTED_PATHS:
+            self._state.admission.check()
+
+
+class _Body:
+    """A request's body: bounded whatever was declared, and counted among all bodies until the request has ended."""
+
+    def __init__(self, receive: Receive, state: ServerState) -> None:
+        self.num_bytes = 0
+        self._receive = receive
+        self._admission = state.admission
+        self._limit = state.settings.max_body_bytes
+
+    async def receive(self) -> Message:
+        """The next message; ApiError 413 for a body over the limit, 503 when the bodies of all requests are."""
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        if self.num_bytes + size > self._limit:
+            raise _too_large(self._limit)
+        self._admission.hold_body(size)
+        self.num_bytes += size
+        return message
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes", code="request_too_large"
+    )

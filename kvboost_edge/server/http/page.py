@@ -1,0 +1,91 @@
+"""The web page at `/`: a fixed table of files from the package, served with headers that allow nothing else.
+
+The files are read once, when the module is imported, and every path is a route of its own: no path of a request ever
+reaches a file system. They hold nothing secret and need no API key; what the page asks of the server does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request, Response
+
+from kvboost_edge.server.http.headers import PAGE_HEADERS
+
+__all__ = ["STATIC_FILES", "router"]
+
+_HTML = "text/html; charset=utf-8"
+_SCRIPT = "text/javascript; charset=utf-8"
+
+# File name -> media type. The first is the page itself.
+STATIC_FILES = {
+    "index.html": _HTML,
+    "style.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+    "answer.js": _SCRIPT,
+    "api.js": _SCRIPT,
+    "chat.js": _SCRIPT,
+    "conversation.js": _SCRIPT,
+    "dom.js": _SCRIPT,
+    "figures.js": _SCRIPT,
+    "format.js": _SCRIPT,
+    "live.js": _SCRIPT,
+    "main.js": _SCRIPT,
+    "poolmap.js": _SCRIPT,
+    "settings.js": _SCRIPT,
+    "sparkline.js": _SCRIPT,
+    "sse.js": _SCRIPT,
+    "storage.js": _SCRIPT,
+    "theme.js": _SCRIPT,
+}
+
+
+class _Asset(NamedTuple):
+    """A file as it is sent: its bytes, its media type, and a strong entity tag made from the bytes."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+def _read(name: str) -> _Asset:
+    body = (files("kvboost_edge.server.http") / "static" / name).read_bytes()
+    return _Asset(body, STATIC_FILES[name], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+def _answer(asset: _Asset, request: Request) -> Response:
+    """The asset; 304 without a body where the client's copy is the same; no body for HEAD."""
+    headers = {**PAGE_HEADERS, "ETag": asset.etag, "Cache-Control": "no-cache"}
+    if _matches(request.headers.get("if-none-match", ""), asset.etag):
+        return Response(status_code=304, headers=headers)
+    if request.method == "HEAD":
+        headers["Content-Length"] = str(len(asset.body))
+        return Response(headers=headers, media_type=asset.media_type)
+    return Response(asset.body, headers=headers, media_type=asset.media_type)
+
+
+def _matches(if_none_match: str, etag: str) -> bool:
+    """Whether the header names this entity tag; the weak form counts too, as RFC 9110 wants for this header."""
+    tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
+    return etag in tags or "*" in tags
+
+
+def _handler(asset: _Asset) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(request: Request) -> Response:
+        return _answer(asset, request)
+
+    return serve
+
+
+def _build() -> APIRouter:
+    made = APIRouter()
+    for name in STATIC_FILES:
+        path = "/" if name == "index.html" else f"/static/{name}"
+        made.add_api_route(path, _handler(_read(name)), methods=["GET", "HEAD"], include_in_schema=False)
+    return made
+
+
+router = _build()

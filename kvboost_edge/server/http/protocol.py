@@ -1,0 +1,287 @@
+"""uvicorn's HTTP/1.1 protocol with the deadlines that it lacks, and nothing lenient.
+
+A head must be complete within `header_seconds`, a body within `body_seconds`; a client that takes nothing for
+`write_seconds` is dropped; connections are counted. A request that could be read in two ways (Content-Length beside
+Transfer-Encoding, more headers than anybody sends) is refused. Each deadline is one timer of the event loop, so slow
+clients cost others nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import json
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState as UvicornState
+
+from kvboost_edge.server.errors import ApiError, error_body
+from kvboost_edge.server.http.headers import SECURITY_HEADERS
+from kvboost_edge.server.http.middleware import account, new_request_id
+from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.server.state import ServerState
+
+__all__ = ["make_protocol"]
+
+_MAX_HEADERS = 100
+_MAX_HEAD_BYTES = 16 * 1024
+_LINGER_SECONDS = 2.0  # how long the rest of a refused body is read, so that the client sees the answer
+_LINGER_BYTES = 4 * 1024 * 1024
+_MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
+_WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # public, not in its __all__
+_MESSAGES = {
+    400: ("the HTTP request is malformed", "malformed_request"),
+    408: ("the request did not arrive in time", "request_timeout"),
+    431: ("the request's head is too large", "headers_too_large"),
+    503: ("the server has as many connections as it takes; see --max-connections", "too_many_connections"),
+}
+
+
+class _StrictConnection(h11.Connection):
+    """h11's server side that refuses ambiguous requests and tells its protocol how far a request has come."""
+
+    def __init__(self, protocol: DeadlineProtocol) -> None:
+        super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+        self._protocol = protocol
+        self.error_status = 400
+
+    @property
+    def num_buffered(self) -> int:
+        """Bytes received and not looked at yet."""
+        return len(self._receive_buffer)
+
+    def next_event(self) -> Any:
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                _check_head(event)
+                event = _origin_form(event)
+        except h11.RemoteProtocolError as error:
+            self.error_status = error.error_status_hint if error.error_status_hint == 431 else 400
+            raise
+        if isinstance(event, h11.Request):
+            self._protocol.head_complete()
+        elif isinstance(event, h11.EndOfMessage):
+            self._protocol.body_complete()
+        return event
+
+
+class DeadlineProtocol(H11Protocol):
+    """One connection. `kv` and `settings` are set by `make_protocol`."""
+
+    kv: ServerState
+    settings: ServerSettings
+    conn: _StrictConnection
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: UvicornState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn = _StrictConnection(self)
+        self.access_log = False
+        self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]  # a timer takes floats
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._lingering_bytes: int | None = None
+        self._reading_since = self.loop.time()
+
+    # Beginning and end.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        if len(self.connections) > self.settings.max_connections:
+            self._refuse(503)
+            return
+        self._read_within(self.settings.header_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_reading_clock()
+        self._stop_writing_clock()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    # Reading.
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._lingering_bytes is not None:
+            self._lingering_bytes += len(data)
+            if self._lingering_bytes > _LINGER_BYTES:
+                self._close()
+                return
+        if self._read_timer is None and self._between_requests():
+            self._reading_since = self.loop.time()
+            self._read_within(self.settings.header_seconds)
+        super().data_received(data)
+        if self.flow.read_paused and self.conn.their_state in _WAITING:
+            # h11 waits for our answer before it looks at what follows. Reading goes on nevertheless: only who reads
+            # learns that the client has gone. Who sends more ahead than a client would is not read, so not served.
+            if self.conn.num_buffered > _MAX_PIPELINED:
+                self.transport.abort()
+                return
+            self.flow.resume_reading()
+
+    def head_complete(self) -> None:
+        """The request line and headers are there; the body's clock starts. What was written before is taken, unless
+        the transport says otherwise."""
+        self._read_within(self.settings.body_seconds)
+        if not self.flow.write_paused:
+            self._stop_writing_clock()
+
+    def body_complete(self) -> None:
+        """The whole request is there; what follows is the answer's time."""
+        self._stop_reading_clock()
+        self._lingering_bytes = None
+
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _read_within(self, seconds: float) -> None:
+        self._stop_reading_clock()
+        self._read_timer = self.loop.call_later(seconds, self._too_slow)
+
+    def _stop_reading_clock(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _too_slow(self) -> None:
+        self._read_timer = None
+        if not self.transport.is_closing():
+            self._refuse(408)
+
+    # Writing.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._drain_within(self.settings.write_seconds)
+
+    def resume_writing(self) -> None:
+        self._stop_writing_clock()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            # The answer came before the body's end: read on for a moment, so that the answer is not lost in a reset.
+            self._lingering_bytes = 0
+            self._read_within(_LINGER_SECONDS)
+        self._drain_before_idle()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._drain_before_idle()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._drain_before_idle()
+
+    def _drain_before_idle(self) -> None:
+        """Nothing more will be written soon; what the client has not taken must go within the same time."""
+        if self.transport.get_write_buffer_size():
+            self._drain_within(self.settings.write_seconds)
+
+    def _drain_within(self, seconds: float) -> None:
+        if self._write_timer is None:
+            size = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(seconds, self._check_progress, seconds, size)
+
+    def _stop_writing_clock(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _check_progress(self, seconds: float, size: int) -> None:
+        """Drop a client that took nothing since `size` bytes waited; a slow one gets as much time again. Nothing is
+        written while the clock runs, so what waits can only become less."""
+        self._write_timer = None
+        waiting = self.transport.get_write_buffer_size()
+        if waiting >= size > 0:
+            self.transport.abort()
+        elif waiting:
+            self._drain_within(seconds)
+
+    # Refusing.
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this for whatever h11 could not read."""
+        self._refuse(self.conn.error_status)
+
+    def _refuse(self, status: int) -> None:
+        """Answer in OpenAI's shape if no answer has begun, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self._close()
+            return
+        message, code = _MESSAGES[status]
+        body = json.dumps(error_body(ApiError(status, message, code=code))).encode()
+        request_id = self._account(status)
+        headers = {**SECURITY_HEADERS, "Content-Type": "application/json", "Content-Length": str(len(body))}
+        headers |= {"Connection": "close", "x-request-id": request_id}
+        if status == 503:
+            headers["Retry-After"] = str(self.kv.admission.retry_after())
+        start = h11.Response(
+            status_code=status,
+            reason=http.HTTPStatus(status).phrase.encode(),
+            headers=[(name.encode(), value.encode()) for name, value in headers.items()],
+        )
+        events = (start, h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self._close()
+
+    def _account(self, status: int) -> str:
+        """Count and log a refusal; the request's id. A request that the app works on already is counted there."""
+        if not self._between_requests():
+            facts: dict[str, Any] = self.cycle.scope.setdefault("kvboost", {"id": new_request_id()})  # type: ignore[typeddict-item]
+            facts["refused"] = status
+            return str(facts["id"])
+        request_id = new_request_id()
+        account(self.kv, "unread", status, self.loop.time() - self._reading_since, id=request_id)
+        return request_id
+
+    def _close(self) -> None:
+        self._stop_reading_clock()
+        self.transport.close()
+        self._drain_before_idle()
+
+
+def make_protocol(state: ServerState) -> type[DeadlineProtocol]:
+    """The protocol class for uvicorn, bound to this server."""
+    return type("BoundProtocol", (DeadlineProtocol,), {"kv": state, "settings": state.settings})
+
+
+def _origin_form(request: h11.Request) -> h11.Request:
+    """A request for "http://host/path" as one for "/path" of that host, whatever its Host header says (RFC 9112)."""
+    scheme, separator, rest = request.target.partition(b"://")
+    if not separator or scheme.lower() not in (b"http", b"https"):
+        return request
+    end = min((at for at in (rest.find(b"/"), rest.find(b"?")) if at >= 0), default=len(rest))
+    path = rest[end:]
+    return h11.Request(
+        method=request.method,
+        target=path if path.startswith(b"/") else b"/" + path,
+        headers=[(name, rest[:end] if name == b"host" else value) for name, value in request.headers],
+        http_version=request.http_version,
+    )
+
+
+def _check_head(request: h11.Request) -> None:
+    """h11 bounds a head that is incomplete; one that came in a single piece is measured here."""
+    names = [name for name, _ in request.headers]
+    if len(request.target) + sum(len(name) + len(value) for name, value in request.headers) > _MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError(f"a head of more than {_MAX_HEAD_BYTES} bytes", error_status_hint=431)
+    if len(names) > _MAX_HEADERS:
+        raise h11.RemoteProtocolError(f"more than {_MAX_HEADERS} headers", error_status_hint=431)
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")

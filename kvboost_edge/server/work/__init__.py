@@ -1,0 +1,1 @@
+"""From an admitted request to the engine and back: the queue, the bridge, streams."""

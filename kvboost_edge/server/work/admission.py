@@ -1,0 +1,208 @@
+"""Who may come in: the bounded queue, the deadline, and the end of the work when the client has gone.
+
+`async with admit(state, request, num_tokens) as ticket` encloses the whole life of a generating request. Entering
+costs microseconds and comes before anything dear, so a full server says so at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from kvboost_edge.server.errors import ApiError, ClientGone, DeadlineExceeded, EngineStopped, QueueFull, ShuttingDown
+from kvboost_edge.server.http.keys import tenant_of
+from kvboost_edge.server.work.grouping import PrefixGroups
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.server.settings import ServerSettings
+    from kvboost_edge.server.state import ServerState
+
+__all__ = ["Admission", "Ticket", "admit"]
+
+_MAX_RETRY_AFTER = 60
+_LARGEST_BODIES = 8  # bodies of --max-body-bytes that are held at once
+_QUEUE_TOKENS_PER_POOL = 16  # without --max-queue-tokens: what so many fillings of the pool hold
+
+
+class Admission:
+    """Counts what is in flight; only the event loop's thread touches it."""
+
+    def __init__(self, engine: CPUPagedEngine, settings: ServerSettings) -> None:
+        self.max_sequences = settings.max_batch_size + settings.max_queue_size
+        stats = engine.paged_stats()
+        self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
+        self.max_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
+        self.max_body_bytes = _LARGEST_BODIES * settings.max_body_bytes
+        self.sequences = 0
+        self.tokens = 0
+        self.body_bytes = 0
+        self.refused = 0
+        self.tickets: set[Ticket] = set()
+        self.groups = PrefixGroups(settings.batch_window_ms / 1e3, int(stats["block_size"]))
+        self._batch = settings.max_batch_size
+        self._mean_seconds = 1.0
+
+    def check(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
+        """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they never could."""
+        if num_sequences > self.max_sequences:
+            raise ApiError(
+                400,
+                f"the request asks for {num_sequences} sequences, the server takes {self.max_sequences} at once; "
+                "ask for fewer, or raise --max-queue-size",
+                code="request_too_large",
+            )
+        if num_tokens > self.max_tokens:
+            raise ApiError(
+                400,
+                f"the request holds about {num_tokens} tokens, the server takes {self.max_tokens} at once; "
+                "send less, or raise --max-queue-tokens",
+                code="request_too_large",
+            )
+        if self.sequences + num_sequences > self.max_sequences:
+            self._refuse(f"{self.sequences} requests are in flight, the limit is {self.max_sequences}")
+        if self.tokens + num_tokens > self.max_tokens:
+            self._refuse(f"requests with {self.tokens} tokens are in flight, the limit is {self.max_tokens}")
+
+    def hold_body(self, num_bytes: int) -> None:
+        """Count bytes of a body that came; QueueFull when all bodies together are too large."""
+        if self.body_bytes + num_bytes > self.max_body_bytes:
+            self._refuse(f"bodies of {self.body_bytes} bytes are held, the limit is {self.max_body_bytes}")
+        self.body_bytes += num_bytes
+
+    def free_body(self, num_bytes: int) -> None:
+        """The request of these bytes has ended."""
+        self.body_bytes -= num_bytes
+
+    def retry_after(self) -> int:
+        """Seconds until a place is likely free: one batch of those in flight, by the time requests took lately."""
+        seconds = self._mean_seconds * max(1, self.sequences) / self._batch
+        return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
+
+    def cancel_all(self) -> None:
+        """End every request in flight."""
+        for ticket in list(self.tickets):
+            ticket.cancel(ShuttingDown())
+
+    def took(self, seconds: float) -> None:
+        """Learn how long a request was in flight."""
+        self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        raise QueueFull(f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", self.retry_after())
+
+
+class Ticket:
+    """One admitted request. When the client goes or the deadline passes, the task inside the `async with` is
+    cancelled, and leaving the block raises the ApiError that says why."""
+
+    def __init__(self, state: ServerState, request: Request, num_tokens: int, num_sequences: int) -> None:
+        self.tenant = tenant_of(request.scope)
+        self.deadline = time.monotonic() + state.settings.request_timeout
+        self._state = state
+        self._request = request
+        self._num_tokens = num_tokens
+        self._num_sequences = num_sequences
+        self._reason: ApiError | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._group: bytes | None = None
+        self._num_observed = 0
+        self._entered = 0.0
+
+    async def __aenter__(self) -> Ticket:
+        state = self._state
+        if not state.engine.is_alive():
+            raise EngineStopped
+        if state.draining:
+            raise ShuttingDown
+        admission = state.admission
+        admission.check(self._num_sequences, self._num_tokens)
+        admission.sequences += self._num_sequences
+        admission.tokens += self._num_tokens
+        admission.tickets.add(self)
+        loop = asyncio.get_running_loop()
+        self._entered = time.monotonic()
+        self._task = asyncio.current_task()
+        seconds = state.settings.request_timeout
+        self._timer = loop.call_later(self.deadline - self._entered, self.cancel, DeadlineExceeded(seconds))
+        self._watch = loop.create_task(self._await_disconnect())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        admission = self._state.admission
+        admission.sequences -= self._num_sequences
+        admission.tokens -= self._num_tokens
+        admission.tickets.discard(self)
+        admission.took(time.monotonic() - self._entered)
+        self.first_token()
+        if self._reason is not None or isinstance(error, (DeadlineExceeded, ShuttingDown)):
+            self._state.metrics.observe_aborted(self._num_sequences - self._num_observed)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        # A task that was cancelled keeps the error, and its traceback leads to this ticket. Holding the task as well
+        # would make a circle of all that belongs to the request, which only the garbage collector could free.
+        self._watch = None
+        if self._reason is None or self._task is None:
+            return
+        if not isinstance(error, asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)  # the block ended by itself; take the cancellation that is still on its way
+        if not self._task.uncancel() and isinstance(error, asyncio.CancelledError):
+            raise self._reason from None
+
+    def cancel(self, reason: ApiError) -> None:
+        """End the work inside the block; leaving it raises `reason`."""
+        if self._reason is None and self._task is not None:
+            self._reason = reason
+            self._task.cancel()
+
+    def observe(self, result: GenerationResult) -> None:
+        """Count a finished sequence in the metrics and in the log line of the request."""
+        self._num_observed += 1
+        self._state.metrics.observe(result)
+        facts = self._request.scope.setdefault("kvboost", {})
+        for name in ("prompt_tokens", "cached_tokens", "generated_tokens"):
+            facts[name] = facts.get(name, 0) + getattr(result, name)
+
+    async def group(self, prompt_ids: Sequence[int]) -> None:
+        """Wait, at most the batch window, while another request computes the same first block. Call it right before
+        the prompt is submitted."""
+        groups = self._state.admission.groups
+        if self._group is None:
+            self._group = await groups.join(self.tenant, prompt_ids)
+
+    def first_token(self) -> None:
+        """The prompt is computed: nobody waits for this request's prefix any more."""
+        if self._group is not None:
+            self._state.admission.groups.leave(self._group)
+            self._group = None
+
+    async def _await_disconnect(self) -> None:
+        """The body was read before, so the next thing that can arrive is the end of the connection."""
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel(ClientGone())
+
+
+def admit(state: ServerState, request: Request, num_tokens: int = 0, num_sequences: int = 1) -> Ticket:
+    """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt and output, estimated
+    before tokenization; `num_sequences` counts prompts x choices. The body must have been read.
+
+    Entering raises QueueFull, ShuttingDown, EngineStopped (503) or ApiError 400 for what could never fit.
+    """
+    return Ticket(state, request, num_tokens, num_sequences)

@@ -1,0 +1,242 @@
+"""From the event loop to the engine and back: nothing here blocks the loop, and nothing runs on once nobody waits.
+
+Tokenizing, chat templates and submitting happen in worker threads, short prompts excepted; results and tokens arrive
+through the handles. A cancelled task (client gone, deadline, shutdown) cancels its requests in every phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.request import Entry, SamplingParams
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
+from kvboost_edge.server.work.admission import Ticket
+
+if TYPE_CHECKING:
+    from kvboost_edge.server.state import ServerState
+
+__all__ = [
+    "Answer",
+    "EncodedPrompt",
+    "Job",
+    "Running",
+    "finished",
+    "merged",
+    "off_loop",
+    "running",
+    "wait_all",
+]
+
+T = TypeVar("T")
+
+_SHORT = 1000  # characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as long
+_FEW = 8  # sequences submitted without such a hop
+_LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks)."""
+
+    token_ids: list[int]
+    text: str = ""
+    from_text: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a request body asks of the engine.
+
+    encode         tokenizes; runs in a worker thread unless the prompts are short
+    params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
+    per_prompt     sequences computed for each prompt
+    size           characters or tokens of all prompts, and some for each message
+    """
+
+    encode: Callable[[], list[EncodedPrompt]]
+    size: int
+    params: Callable[[EncodedPrompt, int], SamplingParams]
+    per_prompt: int
+    mode: GenerationMode
+    cache_salt: str | None
+    priority: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """Requests in the engine: those of prompt 0 first, `per_prompt` of each."""
+
+    prompts: list[EncodedPrompt]
+    handles: list[RequestHandle]
+    per_prompt: int
+    tokenize_ms: float
+
+    def prompt_of(self, index: int) -> EncodedPrompt:
+        """The prompt that sequence `index` continues."""
+        return self.prompts[index // self.per_prompt]
+
+
+class Answer(Response):
+    """A response that does its work while it is sent: all of it happens in the request's own task, inside the app's
+    error handlers, so an error before the first byte still gets its status."""
+
+    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._work(send)
+
+
+async def off_loop(work: Callable[[], T], size: int = 0) -> T:
+    """Run in a worker thread. A cancelled caller does not wait for it; the work must end by itself.
+
+    `size` is the number of characters or tokens to read: long ones have threads of their own, so that a short request
+    never waits until somebody's book is tokenized.
+    """
+    if size > _LONG:
+        return await asyncio.get_running_loop().run_in_executor(_long_workers(), work)
+    return await asyncio.to_thread(work)
+
+
+@functools.cache
+def _long_workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="ThreadPoolExecutor-long")
+
+
+@asynccontextmanager
+async def running(state: ServerState, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
+    """Tokenize, queue, and cancel whatever is not done when the block is left."""
+    started = time.perf_counter()
+    prompts = job.encode() if job.size <= _SHORT else await off_loop(job.encode, job.size)
+    tokenize_ms = (time.perf_counter() - started) * 1e3
+    if job.mode is GenerationMode.PREFIX_CACHE and job.cache_salt is None:
+        await ticket.group(prompts[0].token_ids)
+    handles = await _submit(state.engine, job, ticket, prompts, Entry(started, prompt_text=""))
+    try:
+        yield Running(prompts, handles, job.per_prompt, tokenize_ms)
+    finally:
+        for handle in handles:
+            handle.cancel()
+
+
+async def _submit(
+    engine: CPUPagedEngine, job: Job, ticket: Ticket, prompts: Sequence[EncodedPrompt], entry: Entry
+) -> list[RequestHandle]:
+    """Queue every sequence, or none: an error or a cancel meanwhile takes back those that were queued."""
+    handles: list[RequestHandle] = []
+    abandoned = False
+
+    def submit() -> None:
+        try:
+            planned = [(prompt, job.params(prompt, choice)) for prompt in prompts for choice in range(job.per_prompt)]
+            for prompt, params in planned:
+                if abandoned:
+                    return
+                handles.append(
+                    engine.submit(
+                        prompt.token_ids,
+                        sampling=params,
+                        entry=entry,
+                        mode=job.mode,
+                        tenant=ticket.tenant,
+                        cache_salt=job.cache_salt,
+                        priority=job.priority,
+                        deadline=ticket.deadline,
+                    )
+                )
+        except BaseException:
+            cancel()
+            raise
+
+    def cancel() -> None:
+        for handle in handles:
+            handle.cancel()
+
+    def abandon(done: asyncio.Future[None]) -> None:
+        done.exception()  # nobody else asks for it
+        cancel()
+
+    if job.size <= _SHORT and len(prompts) * job.per_prompt <= _FEW:
+        submit()
+        return handles
+    task = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        abandoned = True
+        task.add_done_callback(abandon)
+        raise
+    return handles
+
+
+async def wait_all(state: ServerState, ticket: Ticket, handles: Sequence[RequestHandle]) -> list[GenerationResult]:
+    """All results in order. The first error is raised; the caller's `running` block cancels the rest."""
+    results = []
+    for handle in handles:
+        results.append(finished(state, ticket, await handle.aresult()))
+    return results
+
+
+def finished(state: ServerState, ticket: Ticket, result: GenerationResult) -> GenerationResult:
+    """Count a result; ApiError for one that was ended from outside."""
+    ticket.first_token()
+    ticket.observe(result)
+    if result.finish_reason == "timeout":
+        raise DeadlineExceeded(state.settings.request_timeout)
+    if result.finish_reason == "cancelled":
+        raise ShuttingDown
+    return result
+
+
+async def merged(
+    handles: Sequence[RequestHandle],
+) -> AsyncGenerator[list[tuple[int, TokenEvent | GenerationResult]]]:
+    """Events of all handles as they come, with the handle's number, in lists of all that is there; the last item of
+    each handle is its result. An error of any handle is raised."""
+    if len(handles) == 1:
+        async with aclosing(handles[0].abatches()) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                yield [(0, item) for item in batch]
+        return
+    queue: asyncio.Queue[list[tuple[int, TokenEvent | GenerationResult]] | Exception] = asyncio.Queue()
+
+    async def pump(index: int, handle: RequestHandle) -> None:
+        try:
+            async for batch in handle.abatches():
+                queue.put_nowait([(index, item) for item in batch])
+        except Exception as error:
+            queue.put_nowait(error)
+
+    pumps = [asyncio.ensure_future(pump(index, handle)) for index, handle in enumerate(handles)]
+    try:
+        open_handles = len(handles)
+        while open_handles:
+            found = [await queue.get()]
+            while not queue.empty():
+                found.append(queue.get_nowait())
+            items: list[tuple[int, TokenEvent | GenerationResult]] = []
+            for part in found:
+                if isinstance(part, Exception):
+                    raise part
+                items += part
+            open_handles -= sum(isinstance(item, GenerationResult) for _, item in items)
+            yield items
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,156 @@
+"""The course of a generating request, the same for both endpoints: admit, run, answer whole or as a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.types import Send
+
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.server.api.schemas.shared import SamplingFields
+from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.admission import Ticket, admit
+from kvboost_edge.server.work.bridge import Job, Running, finished, merged, off_loop, running, wait_all
+from kvboost_edge.server.work.streams import AnswerHead, EventStream, dumps, send_json
+
+__all__ = ["Choice", "Order", "respond"]
+
+Json = dict[str, Any]
+PromptLogprobs = Sequence[TokenLogprobs | None] | None
+
+
+class Choice(Protocol):
+    """Writes one choice of an answer, either whole, or piece by piece."""
+
+    def whole(self, result: GenerationResult) -> Json: ...
+
+    def opening(self, prompt_logprobs: PromptLogprobs) -> Json | None:
+        """What a stream shows before the first token, if anything."""
+        ...
+
+    def push(self, event: TokenEvent) -> Json | None:
+        """The next piece; None while there is no text to show. What belongs to the token waits for it."""
+        ...
+
+    def close(self, result: GenerationResult) -> Json:
+        """The last piece, with the reason of the end."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One request, ready to run.
+
+    estimate    tokens it may hold, guessed before tokenization
+    num_prompts, job, body    what is computed
+    choice      (number of the choice, the running requests) -> its writer
+    chosen      the results to show, in order
+    id_prefix, kind, chunk_kind    how the answer calls itself
+    """
+
+    estimate: int
+    num_prompts: int
+    job: Job
+    body: SamplingFields
+    choice: Callable[[int, Running], Choice]
+    chosen: Callable[[Sequence[GenerationResult]], list[GenerationResult]] = list
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+
+
+async def respond(request: Request, send: Send, order: Order) -> None:
+    """Do the work and send the answer. Raises only while nothing was sent."""
+    state = state_of(request)
+    if order.body.stream:
+        head = AnswerHead.make(state, order.id_prefix, order.chunk_kind)
+        stream = EventStream(send, head, include_usage=order.body.include_usage)
+        await _respond_stream(request, order, stream)
+        return
+    async with (
+        admit(state, request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
+        running(state, order.job, ticket) as run,
+    ):
+        results = await wait_all(state, ticket, run.handles)
+        if len(results) > 1 or results[0].logprobs is not None:
+            # Ten thousands of tokens with their alternatives take a while to write down.
+            body = await off_loop(lambda: _whole(state, order, run, results))
+        else:
+            body = _whole(state, order, run, results)
+    await send_json(send, body)
+
+
+def _whole(state: ServerState, order: Order, run: Running, results: list[GenerationResult]) -> bytes:
+    shown = order.chosen(results)
+    head = AnswerHead.make(state, order.id_prefix, order.kind)
+    return dumps(
+        {
+            **head.members,
+            "choices": [order.choice(index, run).whole(result) for index, result in enumerate(shown)],
+            **_figures(results, run),
+        }
+    )
+
+
+async def _respond_stream(request: Request, order: Order, stream: EventStream) -> None:
+    state = state_of(request)
+    try:
+        async with (
+            admit(state, request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
+            running(state, order.job, ticket) as run,
+        ):
+            await _stream(state, ticket, order, run, stream)
+            await stream.end()
+    except Exception as error:
+        if not stream.started:
+            raise
+        api_error = as_api_error(error, engine_alive=state.engine.is_alive())
+        if api_error.status_code == 500:
+            log_failure(request.scope, error)
+        if not isinstance(api_error, ClientGone):
+            await stream.fail(api_error)
+
+
+async def _stream(state: ServerState, ticket: Ticket, order: Order, run: Running, stream: EventStream) -> None:
+    choices = [order.choice(index, run) for index in range(len(run.handles))]
+    opened: set[int] = set()
+    results: dict[int, GenerationResult] = {}
+    async with aclosing(merged(run.handles)) as batches:
+        async for batch in batches:
+            for index, item in batch:
+                choice = choices[index]
+                if isinstance(item, GenerationResult):
+                    results[index] = finished(state, ticket, item)
+                if index not in opened:
+                    opened.add(index)
+                    ticket.first_token()
+                    opening = choice.opening(run.handles[index].prompt_logprobs)
+                    if opening is not None:
+                        stream.chunk([opening])
+                if isinstance(item, GenerationResult):
+                    last = len(results) == len(choices) and not order.body.include_usage
+                    members = _figures(_in_order(results), run) if last else {}
+                    members.pop("usage", None)  # only who asks for it gets it in a stream
+                    stream.chunk([choice.close(item)], **members)
+                elif (piece := choice.push(item)) is not None:
+                    stream.chunk([piece])
+            if len(results) < len(choices):
+                await stream.flush()
+    if order.body.include_usage:
+        stream.chunk([], **_figures(_in_order(results), run))
+
+
+def _in_order(results: Mapping[int, GenerationResult]) -> list[GenerationResult]:
+    return [results[index] for index in range(len(results))]
+
+
+def _figures(results: Sequence[GenerationResult], run: Running) -> Json:
+    """usage, timings and kvboost."""
+    return {"usage": usage_of(results, run.per_prompt), **costs(results, run.per_prompt, run.tokenize_ms)}

@@ -1,0 +1,157 @@
+"""The batch functions over a transformers model, against the same model one prompt at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvboost_edge.compat.hf_batches import (
+    batched_decode,
+    broadcast_kv,
+    find_common_chunk_prefix,
+    group_by_prefix,
+    pad_and_mask,
+)
+from kvboost_edge.errors import RequestError
+from tiny_models import EOS_ID, PAD_ID, build_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def test_find_common_chunk_prefix() -> None:
+    find = find_common_chunk_prefix
+    assert find([], 4) == 0
+    assert find([[1, 2, 3]], 4) == 3, "one prompt: its length"
+    assert find([[1, 2, 3, 4, 5]] * 3, 2) == 4
+    assert find([[1, 2, 3, 4, 5], [1, 2, 3, 9, 5]], 2) == 2
+    assert find([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], 2) == 4
+    assert find([[1, 2], [2, 2]], 1) == 0
+    assert find([[1, 2], []], 1) == 0
+    assert find([[1] * 7, [1] * 9, [1] * 8], 8) == 0
+    with pytest.raises(RequestError, match="chunk_size=0"):
+        find([[1], [1]], 0)
+
+
+def test_group_by_prefix() -> None:
+    ids = [[1, 2, 3, 4, 9], [5, 6, 7, 8], [1, 2, 3, 4, 7, 7], [1, 2, 3], [1, 2, 3], [1, 2], [], []]
+    groups = group_by_prefix("abcdefgh", ids, 2, n_prefix_chunks=2)
+    assert list(groups.values()) == [[0, 2], [1], [3, 4, 5], [6, 7]]
+    assert list(group_by_prefix("ab", [[1, 2, 3], [1, 2, 4]], 4).values()) == [[0], [1]], "no whole chunk: whole prompt"
+    assert group_by_prefix([], [], 4) == {}
+    with pytest.raises(RequestError, match="1 prompts and 0 lists"):
+        group_by_prefix(["a"], [], 4)
+
+
+def test_broadcast_is_a_view() -> None:
+    kv = ((torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)),)
+    wide = broadcast_kv(kv, 3)
+    assert wide[0][0].shape == (3, 2, 5, 4)
+    assert wide[0][0].data_ptr() == kv[0][0].data_ptr()
+    assert torch.equal(wide[0][1][2], kv[0][1][0])
+
+
+def test_pad_and_mask() -> None:
+    ids, masks = pad_and_mask([[1, 2, 3], [4], [5, 6]], 9)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]
+    assert masks.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+    for bad in ([], [[1], []]):
+        with pytest.raises(RequestError, match="at least one"):
+            pad_and_mask(bad, 0)
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return build_tiny_model(request.param)
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], count: int, eos: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == eos:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build_tiny_model("llama")
+
+
+@pytest.mark.parametrize("eos", [EOS_ID, None])
+def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama: Any, eos: int | None) -> None:
+    """A shared prefix computed once: the flow the functions are made for."""
+    model = llama
+    prefix = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
+    suffixes = [[7, 8, 9, 10, 11], [20], [30, 31, 32]]
+    singles = [greedy(model, prefix[0].tolist() + s, 12, -1 if eos is None else eos) for s in suffixes]
+    if eos is not None:
+        eos = singles[0][3]  # so that rows end at different times
+        singles = [row[: row.index(eos) + 1] if eos in row else row for row in singles]
+    with torch.inference_mode():
+        cache = model(prefix, use_cache=True).past_key_values
+        kv = tuple((layer.keys, layer.values) for layer in cache.layers)
+        ids, masks = pad_and_mask(suffixes, PAD_ID)
+        full = torch.cat([torch.ones(3, 20, dtype=torch.int64), masks], dim=1)
+        shared = DynamicCache([tuple(pair) for pair in broadcast_kv(kv, 3)])
+        positions = (20 + masks.cumsum(1) - 1).clamp(min=0)
+        out = model(ids, attention_mask=full, position_ids=positions, past_key_values=shared, use_cache=True)
+    first = out.logits[:, -1].argmax(-1)
+    past = tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
+    starts = [20 + len(s) for s in suffixes]
+    outputs, grown = batched_decode(model, past, first, starts, 12, eos, attention_mask=full)
+    assert outputs == singles
+    assert grown[0][0].shape[0] == 3
+    with pytest.raises(RequestError, match="do not agree"):
+        batched_decode(model, past, first, 20, 4, None, attention_mask=full)
+
+
+@pytest.mark.parametrize("hole", ["front", "middle", "end"])
+def test_hidden_slots_anywhere_do_not_matter(model: Any, hole: str) -> None:
+    """Rows of different lengths whose KV was computed alone; windows too count positions, not slots."""
+    prompts = [list(range(40, 40 + n)) for n in (30, 17, 24)]
+    longest = 30
+    rows, masks, first = [], [], []
+    for prompt in prompts:
+        with torch.inference_mode():
+            out = model(torch.tensor([prompt]), past_key_values=DynamicCache(), use_cache=True)
+        first.append(int(out.logits[0, -1].argmax()))
+        missing = longest - len(prompt)
+        at = {"front": 0, "middle": 9, "end": len(prompt)}[hole]
+        junk = torch.full((1, 2, missing, 16), 50.0)
+        rows.append(
+            [
+                tuple(torch.cat([part[:, :, :at], junk, part[:, :, at:]], dim=2) for part in (layer.keys, layer.values))
+                for layer in out.past_key_values.layers
+            ]
+        )
+        masks.append([1] * at + [0] * missing + [1] * (len(prompt) - at))
+    kv = tuple(tuple(torch.cat(parts) for parts in zip(*layer, strict=True)) for layer in zip(*rows, strict=True))
+    mask = None if hole == "front" else torch.tensor(masks)
+    outputs, _ = batched_decode(model, kv, first, [len(p) for p in prompts], 10, None, attention_mask=mask)
+    assert outputs == [greedy(model, prompt, 10, -1) for prompt in prompts]
+
+
+def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model: Any) -> None:
+    prompts = torch.randint(0, 256, (4, 9), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        out = model(prompts, use_cache=True)
+    first = out.logits[:, -1].argmax(-1)
+
+    def past() -> Any:
+        return tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
+
+    outputs, _ = batched_decode(model, past(), first, 9, 6, [])
+    assert outputs == [greedy(model, row.tolist(), 6, -1) for row in prompts]
+    cold, _ = batched_decode(model, past(), first, 9, 6, None, temperature=0.0, do_sample=True)
+    assert cold == outputs, "temperature 0 is greedy"
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(batched_decode(model, past(), first, 9, 6, None, temperature=2.0, do_sample=True)[0])
+    assert drawn[0] == drawn[1] != outputs
+    assert batched_decode(model, past(), first.tolist(), 9, 1, None)[0] == [[int(token)] for token in first]

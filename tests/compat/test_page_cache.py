@@ -1,0 +1,180 @@
+"""The page cache for payloads: its forebear's faults tested away (leaks, short hashes, foreign pages, no-op drafts)."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvboost_edge.compat.page_cache import KVCache
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+from kvcache_cases import BASELINE, held
+
+# ---- attach, get, detach ---------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_forebears() -> None:
+    cache = KVCache()
+    cache.attach(1, list(range(600)))
+    assert cache.stats() == {
+        "total_sequences": 1,
+        "total_pages": 10000,
+        "allocated_pages": 2,
+        "free_pages": 9998,
+        "prefix_shares": 0,
+        "prefix_map_size": 0,
+        "shared_pages_count": 0,
+        "total_page_refs": 2,
+    }
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("prefix_length", [None, 0, 1, 4, 7, 20])
+def test_get_gives_back_what_was_attached(length: int, prefix_length: int | None) -> None:
+    cache = KVCache(page_size=4, max_pages=8)
+    payloads = [f"kv{i}" for i in range(length)]
+    for seq_id in ("a", "b"):
+        cache.attach(seq_id, payloads, None if prefix_length is None else list(range(prefix_length)))
+        assert cache.get(seq_id) == payloads
+        cache.check_invariants()
+    assert cache.get("c") is None
+
+
+def test_detaching_gives_everything_back_and_an_unknown_id_is_no_error() -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    cache.attach(1, list(range(9)), [1, 2, 3, 4])
+    cache.detach(2)
+    assert cache.get(1) == list(range(9))
+    cache.detach(1)
+    cache.detach(1)
+    assert cache.get(1) is None
+    assert held(cache) == BASELINE
+
+
+def test_a_live_id_is_replaced() -> None:
+    cache = KVCache(page_size=4, max_pages=3)
+    cache.attach("s", list(range(12)), [1, 2, 3, 4])
+    cache.attach("s", list("abcdefghi"), [1, 2, 3, 4])  # a full pool: the old pages make the room
+    assert cache.get("s") == list("abcdefghi")
+    cache.attach("s", ["x"])
+    assert (cache.get("s"), cache.stats()["allocated_pages"]) == (["x"], 1)
+    cache.check_invariants()
+
+
+def test_what_does_not_fit_is_refused_and_leaves_the_cache_as_it_was() -> None:
+    cache = KVCache(page_size=4, max_pages=4)
+    prefix = [1, 2, 3, 4]
+    cache.attach("a", list(range(8)), prefix)
+    cache.attach("b", list(range(8)), prefix)  # a page shared, a page each
+    before = cache.stats()
+    for seq_id in ("a", "c"):
+        with pytest.raises(CapacityError, match=r"17 payloads need 5 pages of 4, .* enlarge max_pages or detach"):
+            cache.attach(seq_id, list(range(17)), prefix)
+        assert cache.stats() == before
+        cache.check_invariants()
+    with pytest.raises(CapacityError):
+        cache.attach("a", list(range(100, 116)), prefix)  # 4 pages, but b keeps 2
+    assert cache.get("a") == cache.get("b") == list(range(8))
+    cache.attach("a", list(range(12)), prefix)  # 3 pages, of which b shares one: fits exactly
+    assert cache.stats()["free_pages"] == 0
+    cache.check_invariants()
+
+
+def test_pages_that_the_new_sequence_shares_with_the_replaced_one_make_no_room() -> None:
+    cache = KVCache(page_size=4, max_pages=4)
+    cache.attach("other", ["x"])
+    cache.attach("a", list(range(8)), [1, 2, 3, 4])
+    with pytest.raises(CapacityError, match="16 payloads need 4 pages of 4, 1 of them shared; 2 of 4 are available"):
+        cache.attach("a", list(range(16)), [1, 2, 3, 4])
+    assert cache.get("a") == list(range(8))
+    cache.attach("a", list(range(12)), [1, 2, 3, 4])
+    assert cache.get("a") == list(range(12))
+    cache.check_invariants()
+
+
+def test_bad_arguments_are_refused_and_nothing_leaks() -> None:
+    for options in ({"page_size": 0}, {"page_size": 1.5}, {"max_pages": 0}, {"max_pages": True}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            KVCache(**options)
+    with pytest.raises(ConfigError, match="enable_prefix_sharing"):
+        KVCache(enable_prefix_sharing=1)  # type: ignore[arg-type]
+    cache = KVCache(page_size=4, max_pages=100)
+    for prefix in ([-1], [2**32], ["a"]):
+        with pytest.raises(RequestError, match="token ids"):
+            cache.attach(1, [0], prefix)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="hashable"):
+        cache.attach([1], [0], [1])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="not attached"):
+        cache.hook_speculative_decode(1, [0])
+    assert held(cache) == BASELINE
+    cache.check_invariants()
+
+
+# ---- payloads --------------------------------------------------------------------------------------------------------
+
+
+def test_no_caller_can_change_what_another_sequence_sees() -> None:
+    cache = KVCache(page_size=2, max_pages=10)
+    mine = [[1, 2], {"k": [3]}]
+    cache.attach("a", mine, [1, 2])
+    cache.attach("b", [[1, 2], {"k": [3]}], [1, 2])
+    assert cache.stats()["shared_pages_count"] == 1
+    mine[0].append(9)  # type: ignore[attr-defined]
+    got = cache.get("a")
+    assert got is not None
+    got[1]["k"].append(9)
+    got.append("more")
+    assert cache.get("a") == cache.get("b") == [[1, 2], {"k": [3]}]
+
+
+def test_arrays_are_shared_when_equal_in_shape_dtype_and_every_element() -> None:
+    base = np.arange(6, dtype=np.float32)
+    others = [base.copy(), base.astype(np.float64), base.reshape(2, 3), base.reshape(1, 6), base + 1, base[:1]]
+    for other, shared in zip(others, [1, 0, 0, 0, 0, 0], strict=True):
+        cache = KVCache(page_size=1, max_pages=10)
+        cache.attach("a", [(base, base)], [1])
+        cache.attach("b", [(other, other)], [1])
+        assert cache.stats()["shared_pages_count"] == shared
+        got = cache.get("b")
+        assert got is not None
+        np.testing.assert_array_equal(got[0][0], other)
+        assert got[0][0].dtype == other.dtype
+
+
+def test_equal_values_of_different_types_are_not_exchanged() -> None:
+    cache = KVCache(page_size=2, max_pages=10)
+    for seq_id, payloads in enumerate([[1, True], [1.0, True], [1, 1], [{"k": 1}, 1], [{"k": 1.0}, 1], [[1], (1,)]]):
+        cache.attach(seq_id, payloads, [7, 8])
+        assert repr(cache.get(seq_id)) == repr(payloads)
+
+
+def test_payloads_of_any_kind_are_kept() -> None:
+    class Contrary:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("not comparable")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    lock, contrary, loop = threading.Lock(), Contrary(), []  # type: ignore[var-annotated]
+    loop.append(loop)
+    cache = KVCache(page_size=1, max_pages=10)
+    for seq_id in ("a", "b"):
+        cache.attach(seq_id, [lock, contrary, None, loop], [1, 2, 3, 4])
+        got = cache.get(seq_id)
+        assert got is not None
+        assert got[0] is lock
+        assert isinstance(got[1], Contrary)
+        assert got[2] is None
+        assert got[3][0] is got[3]
+    assert cache.stats()["shared_pages_count"] == 1  # the lock; whatever follows a doubtful page is not compared
+    cache.check_invariants()
+
+
+def test_payloads_are_dropped_with_their_pages() -> None:
+    cache = KVCache(page_size=2, max_pages=4)
+    cache.attach("a", list("abcd"))
+    draft = cache.hook_speculative_decode("a", ["e"])
+    draft.reject()
+    cache.detach("a")
+    assert cache._payloads == [[], [], [], []]

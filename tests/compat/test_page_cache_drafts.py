@@ -1,0 +1,114 @@
+"""The page cache for payloads: drafts are accepted in part, rejected without a trace, and close with their sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost_edge.compat.page_cache import KVCache
+from kvboost_edge.errors import CapacityError, RequestError
+from kvcache_cases import BASELINE, held
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_accepted_drafts_are_appended_and_the_rest_is_dropped(length: int, num_drafts: int, prefixed: bool) -> None:
+    payloads, drafts = [f"kv{i}" for i in range(length)], [f"draft{i}" for i in range(num_drafts)]
+    for kept in range(num_drafts + 1):
+        cache = KVCache(page_size=4, max_pages=100)
+        cache.attach("s", payloads, list(range(length)) if prefixed else None)
+        draft = cache.hook_speculative_decode("s", drafts)
+        assert cache.get("s") == payloads
+        assert draft.get() == payloads + drafts
+        cache.check_invariants()
+        draft.accept(kept)
+        assert cache.get("s") == payloads + drafts[:kept]
+        assert cache.stats()["allocated_pages"] == -(-(length + kept) // 4)
+        cache.check_invariants()
+        cache.detach("s")
+        assert held(cache) == BASELINE
+
+
+def test_a_rejected_draft_leaves_no_trace() -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    cache.attach("s", list(range(6)), list(range(6)))
+    before = cache.stats()
+    draft = cache.hook_speculative_decode("s", list(range(20)))
+    assert cache.stats()["allocated_pages"] == 2 + 1 + 5  # the copied tail and five new pages
+    draft.reject()
+    assert cache.stats() == before
+    assert cache.get("s") == list(range(6))
+    assert not draft.is_open
+    draft.reject()  # once more is no error
+    with pytest.raises(RequestError, match="closed"):
+        draft.accept(0)
+    with pytest.raises(RequestError, match="closed"):
+        draft.get()
+
+
+def test_drafts_write_into_no_page_of_another_sequence() -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    cache.attach("a", list("abcdef"), list(range(6)))
+    cache.attach("b", list("abcdef"), list(range(6)))
+    assert cache.stats()["shared_pages_count"] == 2
+    draft = cache.hook_speculative_decode("a", ["x", "y"])
+    draft.accept(2)
+    assert (cache.get("a"), cache.get("b")) == (list("abcdefxy"), list("abcdef"))
+    cache.attach("c", list("abcdef"), list(range(6)))
+    assert cache.get("c") == list("abcdef")
+    cache.check_invariants()
+
+
+def test_a_second_draft_closes_with_the_first_that_is_accepted() -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    cache.attach("s", [0])
+    one, two = cache.hook_speculative_decode("s", ["x"]), cache.hook_speculative_decode("s", ["y", "z"])
+    assert (one.get(), two.get()) == ([0, "x"], [0, "y", "z"])
+    two.accept(1)
+    assert cache.get("s") == [0, "y"]
+    assert not one.is_open
+    with pytest.raises(RequestError, match="its sequence has changed"):
+        one.accept(1)
+    assert cache.stats()["allocated_pages"] == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_drafts_close_with_their_sequence(replaced: bool) -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    cache.attach("s", list(range(5)))
+    draft = cache.hook_speculative_decode("s", [9])
+    if replaced:
+        cache.attach("s", [1])
+    else:
+        cache.detach("s")
+    assert not draft.is_open
+    with pytest.raises(RequestError):
+        draft.accept(1)
+    cache.detach("s")
+    assert held(cache) == BASELINE
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 1.0, None, True])
+def test_accept_takes_a_number_of_drafts(bad: Any) -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    cache.attach("s", [0])
+    draft = cache.hook_speculative_decode("s", [1, 2])
+    with pytest.raises(RequestError, match="from 0 to the 2 drafts"):
+        draft.accept(bad)
+    draft.accept(2)
+    assert cache.get("s") == [0, 1, 2]
+
+
+def test_a_draft_that_does_not_fit_changes_nothing() -> None:
+    cache = KVCache(page_size=4, max_pages=3)
+    cache.attach("s", list(range(5)))
+    before = cache.stats()
+    with pytest.raises(CapacityError):
+        cache.hook_speculative_decode("s", list(range(4)))  # a copy of the tail and one more: three, and one is free
+    assert cache.stats() == before
+    draft = cache.hook_speculative_decode("s", list(range(3)))
+    draft.accept(3)  # exactly full
+    assert cache.get("s") == [0, 1, 2, 3, 4, 0, 1, 2]
+    cache.check_invariants()

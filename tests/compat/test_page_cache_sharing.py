@@ -1,0 +1,128 @@
+"""The page cache for payloads: equal prefixes hold their pages once, no page leaks and none is a foreign one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from kvboost_edge.compat.page_cache import KVCache
+from kvcache_cases import BASELINE, held
+
+
+def test_equal_prefixes_hold_their_pages_once() -> None:
+    cache = KVCache(page_size=4, max_pages=100)
+    prefix = list(range(8))
+    for seq_id in range(10):
+        cache.attach(seq_id, [*prefix, seq_id], prefix)
+    stats = cache.stats()
+    assert stats["allocated_pages"] == 2 + 10
+    assert (stats["shared_pages_count"], stats["total_page_refs"], stats["prefix_shares"]) == (2, 30, 9)
+    assert stats["prefix_map_size"] == 2
+    assert all(cache.get(seq_id) == [*prefix, seq_id] for seq_id in range(10))
+
+
+def test_a_prefix_shorter_than_a_page_shares_a_page_of_equal_payloads() -> None:
+    cache = KVCache(page_size=512, max_pages=100)
+    cache.attach(1, list(range(300)), list(range(100)))
+    cache.attach(2, list(range(300)), list(range(100)))
+    cache.attach(3, list(range(301)), list(range(100)))
+    assert [cache.get(i) for i in (1, 2, 3)] == [list(range(300)), list(range(300)), list(range(301))]
+    assert (cache.stats()["prefix_shares"], cache.stats()["allocated_pages"]) == (1, 2)
+
+
+def test_shared_pages_with_divergent_payloads_are_copied() -> None:
+    cache = KVCache(page_size=2, max_pages=100)
+    prefix = list(range(6))
+    cache.attach("a", list("abcdef"), prefix)
+    cache.attach("b", list("abXdef"), prefix)
+    assert (cache.get("a"), cache.get("b")) == (list("abcdef"), list("abXdef"))
+    assert (cache.stats()["allocated_pages"], cache.stats()["shared_pages_count"]) == (5, 1)
+    cache.detach("a")
+    cache.attach("c", list("abXdef"), prefix)
+    assert (cache.get("b"), cache.get("c")) == (list("abXdef"), list("abXdef"))
+    cache.check_invariants()
+
+
+def test_divergent_payloads_over_an_idle_page_replace_it() -> None:
+    cache = KVCache(page_size=2, max_pages=2)
+    cache.attach("a", list("abcd"), [1, 2, 3, 4])
+    cache.detach("a")
+    cache.attach("b", list("abXY"), [1, 2, 3, 4])
+    cache.detach("b")
+    cache.attach("c", list("abXY"), [1, 2, 3, 4])
+    assert cache.get("c") == list("abXY")
+    assert cache.stats()["prefix_shares"] == 2
+    cache.check_invariants()
+
+
+def test_the_whole_prefix_counts_and_not_its_first_hundred_tokens() -> None:
+    cache = KVCache(page_size=16, max_pages=100)
+    first = list(range(128))
+    second = [*range(127), 999]
+    payloads = [f"kv{i}" for i in range(128)]
+    cache.attach("a", payloads, first)
+    cache.attach("b", payloads, second)
+    assert cache.stats()["shared_pages_count"] == 7
+    cache.attach("c", payloads, [999, *range(1, 128)])
+    assert cache.stats()["allocated_pages"] == 8 + 1 + 8
+
+
+def test_without_sharing_every_sequence_has_its_own_pages() -> None:
+    cache = KVCache(page_size=4, max_pages=100, enable_prefix_sharing=False)
+    for seq_id in range(3):
+        cache.attach(seq_id, list(range(8)), list(range(8)))
+    assert cache.stats() == {
+        "total_sequences": 3,
+        "total_pages": 100,
+        "allocated_pages": 6,
+        "free_pages": 94,
+        "prefix_shares": 0,
+        "prefix_map_size": 0,
+        "shared_pages_count": 0,
+        "total_page_refs": 6,
+    }
+
+
+def test_thousands_of_cycles_leak_no_page_and_hand_out_no_foreign_one() -> None:
+    rng = random.Random(7)
+    cache = KVCache(page_size=4, max_pages=100)
+    prefixes = [[family] * 9 + list(range(family)) for family in range(5)]
+    expected: dict[int, list[Any]] = {}
+    for cycle in range(4_000):
+        seq_id = rng.randrange(12)
+        if rng.random() < 0.3:
+            cache.detach(seq_id)
+            expected.pop(seq_id, None)
+        else:
+            prefix = rng.choice(prefixes)
+            payloads: list[Any] = [("kv", token) for token in prefix[: rng.randrange(len(prefix) + 1)]]
+            payloads += [(seq_id, cycle, i) for i in range(rng.randrange(10))]
+            cache.attach(seq_id, payloads, prefix)
+            expected[seq_id] = payloads
+        if seq_id in expected and rng.random() < 0.4:
+            draft = cache.hook_speculative_decode(seq_id, [("draft", cycle, i) for i in range(3)])
+            if rng.random() < 0.7:
+                kept = rng.randrange(4)
+                draft.accept(kept)
+                expected[seq_id] = expected[seq_id] + [("draft", cycle, i) for i in range(kept)]
+            elif rng.random() < 0.5:
+                draft.reject()
+        if cycle % 50 == 0:
+            cache.check_invariants()
+            assert {seq: cache.get(seq) for seq in expected} == expected
+    for seq_id in expected:
+        cache.detach(seq_id)
+    assert held(cache) == BASELINE
+    cache.check_invariants()
+    cache.attach("all", list(range(400)))  # every page can still be had
+    assert cache.get("all") == list(range(400))
+
+
+def test_a_pool_of_a_hundred_pages_survives_the_cycle_that_emptied_the_forebears() -> None:
+    cache = KVCache(page_size=16, max_pages=100)
+    prefix = list(range(32))
+    for cycle in range(1_000):
+        cache.attach(cycle, [*prefix, *range(cycle, cycle + 16)], prefix)
+        if cycle >= 4:
+            cache.detach(cycle - 4)
+    assert cache.stats()["allocated_pages"] == 2 + 4

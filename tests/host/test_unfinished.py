@@ -1,0 +1,69 @@
+"""Unfinished files: removed when their writer was killed, left alone while it writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.host import unfinished
+from kvboost_edge.host.unfinished import finish_file, open_unfinished
+
+_WRITER = """
+import sys
+from pathlib import Path
+from kvboost_edge.host.unfinished import open_unfinished
+file = open_unfinished(Path(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_is_named_when_it_is_complete(tmp_path: Path) -> None:
+    file = open_unfinished(tmp_path)
+    file.write(b"all of it")
+    assert [name[:5] for name in _names(tmp_path)] == [".new-"]
+    finish_file(file, tmp_path / "done")
+    assert _names(tmp_path) == ["done"]
+    assert (tmp_path / "done").read_bytes() == b"all of it"
+    assert (tmp_path / "done").stat().st_mode & 0o777 == 0o400
+    again = open_unfinished(tmp_path)
+    again.write(b"more")
+    finish_file(again, tmp_path / "done")
+    assert (tmp_path / "done").read_bytes() == b"more"
+
+
+def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+        (theirs,) = tmp_path.iterdir()
+        mine = open_unfinished(tmp_path)
+        assert theirs.exists()
+        writer.kill()
+        writer.wait()
+    other = open_unfinished(tmp_path)
+    assert _names(tmp_path) == sorted(Path(file.name).name for file in (mine, other))
+    mine.close()
+    other.close()
+
+
+def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "_lock", lambda handle, wait: None)
+    for name, age in ((".new-old", 2 * 24 * 3600), (".new-young", 60)):
+        (tmp_path / name).write_bytes(b"x")
+        when = time.time() - age
+        os.utime(tmp_path / name, (when, when))
+    open_unfinished(tmp_path).close()
+    names = _names(tmp_path)
+    assert ".new-young" in names
+    assert ".new-old" not in names

@@ -1,0 +1,288 @@
+"""The attention kernel against dense attention, and its promise that a row's bits depend on its own sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from kvboost_edge.kernels.attention.storage import merge_state, to_storage
+from kvboost_edge.kernels.reference import attention as reference
+from paged_cases import DTYPES, NUMPY_DTYPES, Case, assert_close, make_case, num_blocks_for, random_rows
+
+Span = tuple[int, int, int]  # sequence, first position, position after the last
+Result = tuple[np.ndarray, np.ndarray]
+
+# Decode and prefill, deep and shallow, around tiles of 64 and spans of 512.
+LENGTHS = ((1, 1), (63, 63), (1, 65), (70, 600), (1, 1100), (5, 513), (130, 130), (1, 512), (3, 1537))
+OPTIONS = {
+    "plain": AttentionOptions(0.2),
+    "window 1": AttentionOptions(0.2, window=1),
+    "window 64": AttentionOptions(0.2, window=64),
+    "window 100": AttentionOptions(0.2, window=100),
+    "window 700": AttentionOptions(0.2, window=700),
+    "softcap": AttentionOptions(0.2, softcap=3.0),
+    "sinks": AttentionOptions(0.2, sinks=np.array([-30, -1, 0, 1, 2, 30], np.float32)),
+    "all": AttentionOptions(0.2, window=530, softcap=6.0, sinks=np.array([3, 2, 1, 0, -1, -2], np.float32)),
+}
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[AttentionWorkspace]:
+    space = AttentionWorkspace(2)
+    yield space
+    space.close()
+
+
+def ragged(seed: int, lengths: Sequence[tuple[int, int]] = LENGTHS, *, dim: int = 32, block_size: int = 16) -> Case:
+    return make_case(
+        np.random.default_rng(seed),
+        lengths,
+        kv_heads=2,
+        per_group=3,
+        dim=dim,
+        block_size=block_size,
+    )
+
+
+def poisoned_pool(case: Case, dtype: str = "float32") -> KVPool:
+    _, heads, dim = case.keys[0].shape
+    blocks, size, kind = num_blocks_for(case.lengths, case.block_size), case.block_size, NUMPY_DTYPES[dtype]
+    pool = KVPool(aligned_empty((blocks, heads, dim, size), kind), aligned_empty((blocks, heads, size, dim), kind))
+    for array in pool:
+        array[...] = to_storage(np.full(1, np.nan, np.float32), kind)[0]
+    return pool
+
+
+def write(case: Case, pool: KVPool, spans: Sequence[Span]) -> None:
+    slots = case.layout(spans).slot_mapping
+    reference.write_kv(case.rows(case.keys, spans), case.rows(case.values, spans), pool, slots)
+
+
+def filled_pool(case: Case, dtype: str = "float32") -> KVPool:
+    pool = poisoned_pool(case, dtype)
+    write(case, pool, [(sequence, 0, total) for sequence, (_, total) in enumerate(case.lengths)])
+    return pool
+
+
+def attend(
+    case: Case, pool: KVPool, spans: Sequence[Span], options: AttentionOptions, space: AttentionWorkspace | None = None
+) -> Result:
+    layout = case.layout(spans)
+    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
+    return paged_attention(case.rows(case.queries, spans), pool, batch, options, space)
+
+
+def assert_same_bits(got: Result, expected: Result) -> None:
+    for mine, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine, other)
+        assert np.isfinite(mine).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equals_dense_attention(options: AttentionOptions, dtype: str, two_threads: AttentionWorkspace) -> None:
+    case = ragged(1)
+    got = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
+    assert_close(got, case.expected(case.spans, options, dtype))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 20, 48, 72, 112, 160, 192, 256])
+def test_head_dims(dim: int) -> None:
+    """Channels are summed in panels of 64, 32 and 16, and what is left over is padded."""
+    case = ragged(2, ((40, 90), (1, 70)), dim=dim)
+    options = AttentionOptions(dim**-0.5)
+    assert_close(attend(case, filled_pool(case), case.spans, options), case.expected(case.spans, options, "float32"))
+
+
+@pytest.mark.parametrize(("kv_heads", "per_group"), [(1, 1), (4, 1), (1, 5), (2, 16), (1, 71), (8, 2)])
+def test_groups_of_heads(kv_heads: int, per_group: int) -> None:
+    lengths = ((30, 80), (1, 70))
+    sizes = {"kv_heads": kv_heads, "per_group": per_group, "dim": 16, "block_size": 16}
+    case = make_case(np.random.default_rng(3), lengths, **sizes)
+    options = AttentionOptions(0.25, window=40)
+    assert_close(attend(case, filled_pool(case), case.spans, options), case.expected(case.spans, options, "float32"))
+
+
+def test_the_specification_itself_equals_dense_attention() -> None:
+    case = ragged(4, ((5, 40), (1, 70)))
+    layout = case.layout(case.spans)
+    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
+    queries = case.rows(case.queries, case.spans)
+    for options in OPTIONS.values():
+        got = reference.paged_attention(queries, filled_pool(case), batch, options)
+        assert_close(got, case.expected(case.spans, options, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "dim"),
+    [
+        (OPTIONS["plain"], "float32", 32),
+        (OPTIONS["plain"], "float16", 40),
+        (OPTIONS["plain"], "bfloat16", 64),
+        (OPTIONS["window 100"], "float32", 64),
+        (OPTIONS["window 700"], "float16", 32),
+        (OPTIONS["all"], "float32", 24),
+        (OPTIONS["all"], "bfloat16", 32),
+    ],
+)
+def test_a_row_alone_equals_the_row_in_any_batch(
+    options: AttentionOptions, dtype: str, dim: int, two_threads: AttentionWorkspace
+) -> None:
+    case = ragged(5, dim=dim)
+    pool = filled_pool(case, dtype)
+    together = attend(case, pool, case.spans, options)
+    assert_same_bits(attend(case, pool, case.spans, options, two_threads), together)
+    row = 0
+    for sequence, start, stop in case.spans:
+        expected = tuple(part[row : row + stop - start] for part in together)
+        assert_same_bits(attend(case, pool, [(sequence, start, stop)], options, two_threads), expected)
+        for position in {start, (start + stop) // 2, stop - 1}:
+            alone = attend(case, pool, [(sequence, position, position + 1)], options, two_threads)
+            assert_same_bits(alone, tuple(part[position - start : position - start + 1] for part in expected))
+        row += stop - start
+    order = np.random.default_rng(6).permutation(len(case.spans))
+    shuffled = attend(case, pool, [case.spans[i] for i in order], options, two_threads)
+    rows = np.split(np.arange(row), np.cumsum([stop - start for _, start, stop in case.spans])[:-1])
+    picked = np.concatenate([rows[i] for i in order])
+    assert_same_bits(shuffled, (together[0][picked], together[1][picked]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "dtype", "dim"), [("plain", "float32", 32), ("all", "float16", 40)])
+def test_chunks_equal_the_whole(name: str, dtype: str, dim: int, seed: int, two_threads: AttentionWorkspace) -> None:
+    """Written and computed in random chunks, beside another sequence's, into memory full of NaN."""
+    case = ragged(7, ((700, 700), (620, 620)), dim=dim)
+    options = OPTIONS[name]
+    whole = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
+    rng = np.random.default_rng(seed)
+    pool, results = poisoned_pool(case, dtype), ([], [])
+    done = [0, 0]
+    while done != [700, 620]:
+        steps = [
+            min(int(rng.choice([1, 7, 16, 50, 64, 200, 511])), end - at)
+            for at, end in zip(done, (700, 620), strict=True)
+        ]
+        spans = [(sequence, done[sequence], done[sequence] + steps[sequence]) for sequence in range(2)]
+        write(case, pool, [span for span in spans if span[1] < span[2]])
+        out, lse = attend(case, pool, spans, options, two_threads if rng.random() < 0.5 else None)
+        for sequence, rows in enumerate((slice(0, steps[0]), slice(steps[0], None))):
+            results[sequence].append((out[rows], lse[rows]))
+            done[sequence] += steps[sequence]
+    chunks = [*results[0], *results[1]]
+    assert_same_bits((np.concatenate([out for out, _ in chunks]), np.concatenate([lse for _, lse in chunks])), whole)
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_where_blocks_lie_and_how_large_they_are_changes_no_bit(block_size: int) -> None:
+    lengths = ((1, 600), (40, 70))
+    small, large = ragged(8, lengths), ragged(9, lengths, block_size=block_size)
+    for name in ("queries", "keys", "values"):
+        getattr(large, name)[:] = getattr(small, name)
+    for options in OPTIONS.values():
+        expected = attend(small, filled_pool(small), small.spans, options)
+        assert_same_bits(attend(large, filled_pool(large), large.spans, options), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 16, 50, 600])
+def test_blocks_before_the_window_are_not_read(window: int, dtype: str, two_threads: AttentionWorkspace) -> None:
+    """NaN blocks there, and within the window's first block NaN tokens, change no bit."""
+    case = ragged(10, ((1, 1300), (20, 700), (90, 1000)))
+    options = AttentionOptions(0.2, window=window)
+    expected = attend(case, filled_pool(case, dtype), case.spans, options)
+    for sequence, start, _ in case.spans:
+        case.keys[sequence][: max(0, start - window + 1)] = np.nan
+        case.values[sequence][: max(0, start - window + 1)] = np.nan
+    pool = filled_pool(case, dtype)
+    assert_same_bits(attend(case, pool, case.spans, options), expected)
+    assert_same_bits(attend(case, pool, case.spans, options, two_threads), expected)
+
+
+def test_the_future_is_not_read() -> None:
+    case = ragged(11, ((100, 200),))
+    options = AttentionOptions(0.2)
+    expected = attend(case, filled_pool(case), case.spans, options)
+    for changed in (150, 170, 199):
+        for rows in (case.keys, case.values):
+            rows[0][changed:] = random_rows(np.random.default_rng(changed), *rows[0][changed:].shape)
+        got = attend(case, filled_pool(case), case.spans, options)
+        assert_same_bits(
+            tuple(part[: changed - 100] for part in got), tuple(part[: changed - 100] for part in expected)
+        )
+        assert (got[0][changed - 100 :] != expected[0][changed - 100 :]).all(axis=(1, 2)).all()
+        expected = got
+
+
+def test_parts_over_disjoint_keys_merge_to_the_whole() -> None:
+    """A decode row over the first 37 blocks and over the rest, merged, equals the row over all."""
+    case = ragged(12, ((1, 1000),))
+    pool, options, cut = filled_pool(case), AttentionOptions(0.2), 37
+    whole = attend(case, pool, case.spans, options)
+    query = case.queries[0][-1:]
+    parts = []
+    for table, length in ((case.tables[:, :cut], cut * 16), (case.tables[:, cut:], 1000 - cut * 16)):
+        batch = PagedBatch(np.array([0, 1], np.int32), np.array([length], np.int32), table)
+        parts.append(paged_attention(query, pool, batch, options))
+    assert_close(merge_state(*parts[0], *parts[1]), whole)
+
+
+def test_sinks_of_minus_infinity_are_no_sinks() -> None:
+    case = ragged(13, ((4, 90),))
+    none = AttentionOptions(0.2, sinks=np.full(6, -np.inf, np.float32))
+    assert_same_bits(
+        attend(case, filled_pool(case), case.spans, none), attend(case, filled_pool(case), case.spans, OPTIONS["plain"])
+    )
+
+
+@pytest.mark.parametrize("scale", [50.0, -50.0, 1e30])
+def test_scores_of_any_size_stay_finite(scale: float) -> None:
+    """Far apart scores: the row is its best key's value. The keys grow, so the running maximum moves all the time."""
+    case = ragged(14, ((1, 700),))
+    case.keys[0] *= np.linspace(0.1, 1.0, 700, dtype=np.float32)[:, None, None]
+    out, lse = attend(case, filled_pool(case), case.spans, AttentionOptions(scale))
+    scores = np.einsum("hd,thd->ht", case.queries[0][-1].astype(np.float64), np.repeat(case.keys[0], 3, axis=1)) * scale
+    best = scores.argmax(axis=1)
+    gap = np.diff(np.sort(scores, axis=1)[:, -2:]).ravel()
+    assert (gap > 20).any()
+    expected = np.stack([case.values[0][token, head // 3] for head, token in enumerate(best)])
+    np.testing.assert_allclose(out[0][gap > 20], expected[gap > 20], atol=1e-6)
+    np.testing.assert_allclose(lse[0], scores.max(axis=1), rtol=1e-3)
+
+
+def test_a_wide_spread_below_zero_underflows_to_nothing() -> None:
+    case = ragged(15, ((1, 130),))
+    case.queries[0][:] = 0
+    case.queries[0][:, :, 0] = 1
+    case.keys[0][:, :, 0] = -200
+    case.keys[0][7, :, 0] = 0
+    out, lse = attend(case, filled_pool(case), case.spans, AttentionOptions(1.0))
+    np.testing.assert_array_equal(out[0], np.repeat(case.values[0][7], 3, axis=0))
+    np.testing.assert_array_equal(lse, np.zeros((1, 6)))
+
+
+def test_a_workspace_serves_calls_of_any_size(two_threads: AttentionWorkspace) -> None:
+    options = AttentionOptions(0.2)
+    for seed, dim, lengths in ((16, 16, ((1, 20),)), (17, 96, ((200, 900), (1, 2000))), (18, 16, ((1, 20),))):
+        case = ragged(seed, lengths, dim=dim)
+        got = attend(case, filled_pool(case), case.spans, options, two_threads)
+        assert_close(got, case.expected(case.spans, options, "float32"))
+
+
+def test_queries_that_do_not_fit_the_pool_are_refused() -> None:
+    case = ragged(19, ((1, 20),))
+    pool = filled_pool(case)
+    for heads, dim in ((6, 16), (5, 32)):
+        case.queries[0] = np.zeros((20, heads, dim), np.float32)
+        with pytest.raises(ConfigError, match="2 kv heads of 32"):
+            attend(case, pool, case.spans, OPTIONS["plain"])
+
+
+def test_sinks_that_do_not_fit_the_heads_are_refused() -> None:
+    case = ragged(20, ((1, 20),))
+    with pytest.raises(ConfigError, match=r"sinks .*6"):
+        attend(case, filled_pool(case), case.spans, AttentionOptions(0.2, sinks=np.zeros(5, np.float32)))

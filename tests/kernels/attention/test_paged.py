@@ -1,0 +1,113 @@
+"""The plan covers the work exactly once, positions are right, and pools that kernels cannot read are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.paged import (
+    SPAN,
+    KVPool,
+    PagedBatch,
+    aligned_empty,
+    plan_work,
+    query_positions,
+    storage_kind,
+)
+from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32
+
+
+def random_batch(rng: np.random.Generator) -> PagedBatch:
+    num_seqs = int(rng.integers(1, 7))
+    totals = rng.integers(1, 5 * SPAN, num_seqs)
+    new = np.array([rng.choice([0, 1, rng.integers(1, total + 1)]) for total in totals])
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    return PagedBatch(starts, totals.astype(np.int32), np.zeros((num_seqs, 1), np.int32))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_plan_covers_every_span_of_every_row_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch, group, heads = random_batch(rng), int(rng.choice([1, 3, 8, 100])), int(rng.integers(1, 9))
+    window, threads = int(rng.choice([0, 1, 100, 512, 1000])), int(rng.integers(1, 9))
+    plan = plan_work(batch, group, heads, window, threads)
+    assert plan.items.dtype == np.int32
+    assert plan.items.flags.c_contiguous
+    done: dict[tuple[int, int], list[int]] = {}
+    groups: dict[int, list[tuple[int, ...]]] = {}
+    for sequence, first, rows, first_span, end_span, number, group_span, num_spans, part in plan.items.tolist():
+        assert 0 < rows <= plan.tile_rows
+        assert first_span < end_span
+        for row in range(first, first + rows):
+            done.setdefault((sequence, row), []).extend(range(first_span, end_span))
+        if number >= 0:
+            assert end_span == first_span + 1
+            groups.setdefault(number, []).append((sequence, first, group_span, num_spans, part, first_span))
+    lengths = np.diff(batch.cu_seqlens_q)
+    assert set(done) == {(sequence, row) for sequence, length in enumerate(lengths) for row in range(length)}
+    for (sequence, row), spans in done.items():
+        position = int(batch.seq_lens[sequence] - lengths[sequence]) + row
+        seen = range(max(0, position - window + 1) if window else 0, position + 1)
+        assert sorted(set(spans)) == sorted(spans), "no span twice"
+        assert {token // SPAN for token in (seen[0], seen[-1])} <= set(spans)
+        assert set(range(seen[0] // SPAN, seen[-1] // SPAN + 1)) <= set(spans)
+    assert sorted(groups) == list(range(plan.num_groups))
+    parts = []
+    for members in groups.values():
+        assert len({member[:5] for member in members}) == 1
+        _, _, group_span, num_spans, part, _ = members[0]
+        assert sorted(member[5] for member in members) == list(range(group_span, group_span + num_spans))
+        parts.extend(range(part, part + num_spans))
+    assert sorted(parts) == list(range(plan.num_parts)), "parts do not overlap"
+    if threads == 1:
+        assert plan.num_groups == 0
+
+
+def test_a_window_leaves_out_the_spans_before_it() -> None:
+    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * SPAN], np.int32), np.zeros((1, 1), np.int32))
+    items = plan_work(batch, 1, 1, 100, 4).items
+    assert items[:, 3:5].tolist() == [[9, 10]]
+
+
+def test_a_long_decode_is_split_over_the_threads() -> None:
+    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * SPAN], np.int32), np.zeros((1, 1), np.int32))
+    assert len(plan_work(batch, 4, 1, 0, 2).items) == 10
+    assert len(plan_work(batch, 4, 1, 0, 1).items) == 1
+
+
+def test_positions_of_query_rows() -> None:
+    batch = PagedBatch(np.array([0, 4, 4, 5], np.int32), np.array([20, 7, 33], np.int32), np.zeros((3, 3), np.int32))
+    assert query_positions(batch).tolist() == [16, 17, 18, 19, 32]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float32, KIND_F32), (np.float16, KIND_F16), (np.uint16, KIND_BF16)])
+def test_kinds_of_pools(dtype: type, kind: int) -> None:
+    assert storage_kind(KVPool(np.zeros((2, 1, 24, 16), dtype), np.zeros((2, 1, 16, 24), dtype))) == kind
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        (np.zeros((2, 1, 24, 16)), np.zeros((2, 1, 16, 24)), "float64"),
+        (np.zeros((2, 1, 24, 16), np.float32), np.zeros((2, 1, 16, 24), np.float16), "must both be one of"),
+        (np.zeros((4, 1, 24, 16), np.float32)[::2], np.zeros((2, 1, 16, 24), np.float32), "C-contiguous"),
+        (np.zeros((2, 1, 24, 16), np.float32), np.zeros((4, 1, 16, 24), np.float32)[::2], "C-contiguous"),
+        (np.zeros((2, 1, 24, 16), np.float32), np.zeros((2, 1, 24, 16), np.float32), "blocks, heads, block, dim"),
+        (np.zeros((2, 1, 24, 8), np.float32), np.zeros((2, 1, 8, 24), np.float32), "multiple of 16"),
+    ],
+)
+def test_pools_that_kernels_cannot_read_are_refused(keys: np.ndarray, values: np.ndarray, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        storage_kind(KVPool(keys, values))
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 16)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
+def test_arrays_start_at_a_cache_line(shape: tuple[int, ...], dtype: type) -> None:
+    arrays = [aligned_empty(shape, dtype) for _ in range(8)]
+    for array in arrays:
+        assert array.ctypes.data % 64 == 0
+        assert (array.shape, array.dtype) == (shape, dtype)
+        assert array.flags.c_contiguous
+        assert array.flags.writeable

@@ -1,0 +1,139 @@
+"""Compiled attention on quantized blocks against the specification, which takes the same rounding steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from llvmlite import binding
+
+from coded_cases import before_new, make_backend, random_passes, run, run_all, whole, write
+from kvboost_edge.backends.base import AttentionParams
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS
+from paged_cases import Case, make_case
+
+OPTIONS = (
+    AttentionParams(0.3),
+    AttentionParams(0.2, window=70, sinks=np.arange(4, dtype=np.float32)),
+    AttentionParams(0.15, softcap=4.0),
+)
+
+
+def some_case(seed: int, dim: int, size: int, per_group: int) -> Case:
+    lengths = ((1, 30), (3, 600), (20, 81), (17, 17))
+    rng = np.random.default_rng([seed, dim])
+    return make_case(rng, lengths, kv_heads=4 // per_group, per_group=per_group, dim=dim, block_size=size)
+
+
+def attend(
+    name: str, case: Case, bits: tuple[int, int], params: AttentionParams, threads: int = 1
+) -> tuple[np.ndarray, ...]:
+    backend = make_backend(name, case, bits, threads=threads)
+    write(backend, case, before_new(case))
+    try:
+        return run(backend, case, case.spans, params)
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("dim", "size", "per_group"), [(16, 16, 1), (24, 32, 4), (64, 16, 2), (80, 64, 4), (128, 16, 4), (256, 48, 2)]
+)
+def test_equal_to_the_specification(dim: int, size: int, per_group: int, bits: tuple[int, int]) -> None:
+    case = some_case(0, dim, size, per_group)
+    params = OPTIONS[(dim // 8 + bits[0] + bits[1] // 4) % 3]._replace(softmax_scale=dim**-0.5)
+    mine, plain = (attend(name, case, bits, params) for name in ("cpu", "reference"))
+    for half, other in zip(mine, plain, strict=True):
+        np.testing.assert_allclose(half, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
+def test_threads_batches_and_chunks_change_no_bit(bits: tuple[int, int]) -> None:
+    """Spans of a long sequence are split over the threads, which merge them in order."""
+    rng = np.random.default_rng(5)
+    case = make_case(rng, ((1, 1600), (40, 700), (3, 90)), kv_heads=2, per_group=7, dim=64, block_size=16)
+    params = AttentionParams(0.125, window=900)
+    wanted = None
+    for threads, passes in (
+        (1, [whole(case)]),
+        (2, [before_new(case), case.spans]),
+        (3, random_passes(rng, case, 200)),
+        (2, [[span] for span in whole(case)]),
+    ):
+        backend = make_backend("cpu", case, bits, threads=threads)
+        got = run_all(backend, case, passes, params)
+        backend.close()
+        # The last 40 rows are computed in every make-up; all rows are compared between those that compute all.
+        tails = [tuple(array[-1:] for array in pair) for pair in got]
+        if wanted is None:
+            wanted = got
+        for mine, plain in zip(tails, wanted, strict=True):
+            for half, other in zip(mine, plain, strict=True):
+                np.testing.assert_array_equal(half, other[-1:])
+        for mine, plain in zip(got, wanted, strict=True):
+            for half, other in zip(mine, plain, strict=True):
+                np.testing.assert_array_equal(half, other[-len(half) :])
+
+
+def test_large_biases_of_keys_cost_no_accuracy() -> None:
+    """Keys like Qwen2's: a few channels 300 times the others, constant in the text. Scores of the rest must survive."""
+    case = some_case(1, 64, 16, 2)
+    bias = np.zeros(64, np.float32)
+    bias[[28, 31, 60, 63]] = [300, -250, 280, 310]
+    biased = case.__class__(**{**case.__dict__, "keys": [keys + bias for keys in case.keys]})
+    params = AttentionParams(0.125)
+    plain, _ = attend("cpu", case, (8, 8), params)
+    # A constant added to every key changes no softmax: only float16 rounding of the biased channels is left to differ.
+    queries = [rows.copy() for rows in case.queries]
+    for rows in queries:
+        rows[:, :, [28, 31, 60, 63]] *= 0.1
+    exact = case.__class__(**{**case.__dict__, "queries": queries})
+    biased = biased.__class__(**{**biased.__dict__, "queries": queries})
+    plain, _ = attend("cpu", exact, (8, 8), params)
+    got, _ = attend("cpu", biased, (8, 8), params)
+    assert np.linalg.norm(got - plain) <= 0.02 * np.linalg.norm(plain)
+
+
+PROGRAM = """
+import hashlib
+import numpy as np
+from coded_cases import make_backend, run, whole
+from kvboost_edge.backends.base import AttentionParams
+from kvboost_edge.kernels.coded.dot import coded_dot_form
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS
+from paged_cases import make_case
+
+case = make_case(np.random.default_rng(0), ((1, 30), (3, 600)), kv_heads=2, per_group=7, dim=64, block_size=16)
+digest = hashlib.sha256()
+for bits in BIT_PAIRS:
+    backend = make_backend("cpu", case, bits)
+    for array in run(backend, case, whole(case), AttentionParams(0.125, window=300)):
+        digest.update(array.tobytes())
+    backend.close()
+print(coded_dot_form(), digest.hexdigest())
+"""
+
+
+def _digest(features: str | None) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if features is not None:
+        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same() -> None:
+    """The plain form is the one furthest from the others; test_kv_dot.py has the sums of all."""
+    without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod")
+    flags = binding.get_host_cpu_features().items()
+    plain = ",".join(("+" if on and not name.startswith(without) else "-") + name for name, on in flags)
+    form, digest = _digest(plain)
+    assert form == "plain"
+    assert digest == _digest(None)[1]

@@ -1,0 +1,116 @@
+"""What test_amx.py runs in a process of its own, compiled for AMX: on emulated tile registers, or the processor's own.
+
+    python tests/kernels/linear/amx_checks.py CHECK
+
+Ends with status 0 and a JSON line on stdout: whether tiles were emulated, the instructions that were, and what the
+check adds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import binding
+
+import amx_emulator
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.kernels.linear import amx_choice
+from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
+from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, pack_rows
+from kvboost_edge.runners.native import runner as native
+from linear_driver import Extra, block_sizes, run_linear
+from paged_driver import PagedDriver
+from tiny_checkpoints import save_tiny_checkpoint
+
+# Linux shows the flags where it gives tiles; there, without asking, some of the instructions would run and others trap.
+EMULATED = not binding.get_host_cpu_features().get("amx-int8", False)
+
+
+def matrices() -> dict[str, Any]:
+    """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens that are not finite:
+    the bits of AVX512-VNNI."""
+    rng = np.random.default_rng(0)
+    for kind in QUANTIZED:
+        for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):
+            x = rng.standard_normal((tokens, inputs)).astype(np.float32)
+            x[:, :32] = rng.choice([-1, 1], (tokens, 32))
+            x[3, 5], x[9, 6], x[12, 1], x[20] = np.inf, -np.inf, np.nan, -0.0
+            packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
+            bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))
+            for fine in (False, True):
+                sizes = block_sizes(tokens, Extra(fine=fine, matrix=1))
+                assert sizes[0] == (MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS), sizes
+                for extra in (Extra(fine=fine), Extra(bias, before, 0.5, fine=fine, threads=2)):
+                    expected, _ = run_linear(kind, x, packed, rows, extra)
+                    out, _ = run_linear(kind, x, packed, rows, extra._replace(matrix=1))
+                    np.testing.assert_array_equal(out, expected, err_msg=f"{kind} {tokens, rows, inputs} {extra}")
+    return {}
+
+
+def models() -> dict[str, Any]:
+    """A tiny model's logits: cold, in chunks that cut its blocks of tokens, on two threads, without AMX."""
+    prompt = np.random.default_rng(1).integers(0, 256, 90).tolist()
+    for weights, inner in (("int4", 96), ("int8", 1096)):  # one operation for the gated layer, or three
+        with tempfile.TemporaryDirectory() as directory:
+            save_tiny_checkpoint("qwen2", Path(directory), hidden_size=96, intermediate_size=inner, num_hidden_layers=2)
+            logits = []
+            for matrix, threads, chunk in ((0, 1, 90), (1, 1, 90), (1, 2, 90), (1, 2, 41)):
+                native.amx_choice = lambda used=matrix: amx_choice.AmxChoice(bool(used), "")
+                one = native.NativeRunner.from_dir(directory, weights=weights, num_threads=threads)
+                driver = PagedDriver(one, CPUBackend(one.info.kv_spec, 64, num_threads=threads))
+                before = amx_emulator.counts()["tdpbssd"]
+                logits.append(driver.prefill(driver.open(prompt), chunk))
+                assert (amx_emulator.counts()["tdpbssd"] > before) == (bool(matrix) and EMULATED)
+                one.close()
+            for other in logits[1:]:
+                np.testing.assert_array_equal(other, logits[0])
+    return {}
+
+
+def choice() -> dict[str, Any]:
+    """What is decided where tiles are refused, timed, said to be fast, and wrong by one bit."""
+    decide = amx_choice.amx_choice
+    found = {}
+
+    def decided(name: str) -> None:
+        decide.cache_clear()
+        before = amx_emulator.counts()["tdpbssd"]
+        one = decide()
+        found[name] = {"used": one.used, "reason": one.reason, "tiles": amx_emulator.counts()["tdpbssd"] - before}
+
+    amx_choice._ask_for_tiles = lambda: "no tiles"
+    decided("refused")
+    amx_choice._ask_for_tiles = lambda: ""
+    decided("timed")
+    seconds, result = amx_choice._seconds, amx_choice._Trial.result
+    amx_choice._seconds = lambda trial: 1e-5 if trial._function is amx_choice._amx_trial else 2e-5
+    decided("fast")
+    amx_choice._seconds = seconds
+
+    def wrong_result(trial: Any) -> Any:
+        out = result(trial)
+        if trial._function is amx_choice._amx_trial:
+            out.view(np.uint32)[7, 3] ^= 1
+        return out
+
+    amx_choice._Trial.result = wrong_result
+    decided("wrong")
+    return found
+
+
+def main() -> None:
+    if EMULATED:
+        amx_emulator.install()
+    else:
+        assert amx_choice._ask_for_tiles() == ""
+    found = {"matrices": matrices, "models": models, "choice": choice}[sys.argv[1]]()
+    print(json.dumps(found | {"emulated": EMULATED, "instructions": amx_emulator.counts()}))
+
+
+if __name__ == "__main__":
+    main()

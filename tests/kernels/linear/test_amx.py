@@ -1,0 +1,88 @@
+"""The kernels for Intel's AMX, in a process compiled for it: on emulated tile registers where there are no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llvmlite import binding
+
+from kvboost_edge.kernels.linear import amx as linear_amx
+from kvboost_edge.kernels.linear.dot import dot_form
+from kvboost_edge.kernels.linear.tiles import INT_KINDS
+from tile_assembly import tile_assembly
+
+pytestmark = pytest.mark.skipif(
+    dot_form() != "vnni512" or platform.system() != "Linux",
+    reason="the kernels for AMX are used beside those for AVX512-VNNI, and emulated on Linux",
+)
+PROGRAM = Path(__file__).with_name("amx_checks.py")
+
+
+def _check(name: str) -> dict[str, Any]:
+    features = {**binding.get_host_cpu_features(), "amx-tile": True, "amx-int8": True}
+    flags = ",".join(("+" if present else "-") + flag for flag, present in features.items())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": flags}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), name],
+        capture_output=True, text=True, timeout=600, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("check", ["matrices", "models"])
+def test_same_bits_as_without_amx(check: str) -> None:
+    """The program compares; here it is seen that tiles were multiplied, and left in their first state."""
+    found = _check(check)
+    ran = found["instructions"]
+    assert (ran["tdpbssd"] > 1000) == found["emulated"]
+    assert ran["tileloadd"] == ran["tilestored"] == ran["tilezero"] == ran["tdpbssd"]
+    assert ran["ldtilecfg"] == ran["tilerelease"]
+
+
+def test_amx_is_used_only_where_a_trial_speaks_for_it() -> None:
+    """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds them to be."""
+    found = _check("choice")
+    emulated = found["emulated"]
+    once = 2 * 28 * 6 * 4 * int(emulated)  # both kinds: groups, blocks of tokens, multiplications
+    assert found["refused"] == {"used": False, "reason": "no tiles", "tiles": 0}
+    rates = re.fullmatch(
+        r"(slower here: )?\d+\.\d\d TOPS a thread, AVX512-VNNI \d+\.\d\d, the same bits", found["timed"]["reason"]
+    )
+    assert rates is not None
+    assert found["timed"]["used"] == (rates[1] is None)
+    assert not (emulated and found["timed"]["used"])
+    assert found["timed"]["tiles"] == once + 10 * 8 * once // 2
+    # 11,010,048 operations in 10 us, and in 20.
+    reason = "1.10 TOPS a thread, AVX512-VNNI 0.55, the same bits"
+    assert found["fast"] == {"used": True, "reason": reason, "tiles": once}
+    reason = "it gives other results than AVX512-VNNI here"
+    assert found["wrong"] == {"used": False, "reason": reason, "tiles": once // 2}
+
+
+def _assembly(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The microkernel as compiled for a processor with AMX."""
+    monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
+    monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
+    tiles = linear_amx.AmxTiles(kind, fine)
+    return tile_assembly(tiles, "x86_64-unknown-linux-gnu", "sapphirerapids", optimize=True)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", INT_KINDS)
+def test_a_group_takes_four_multiplications(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at every entry."""
+    assembly = _assembly(kind, fine, monkeypatch)
+    for instruction in ("tdpbssd", "tilezero", "tilestored", "tileloadd"):
+        assert assembly.count(instruction) == 2 * 4
+    assert "zmm" in assembly
+    assert "memset" not in assembly

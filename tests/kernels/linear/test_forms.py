@@ -1,0 +1,126 @@
+"""Every form of the integer dot product gives the same bits: each is compiled in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from llvmlite import binding
+
+from kvboost_edge.kernels.linear.dot import KIND_INT8, dot_form
+from kvboost_edge.kernels.linear.tiles import IntTiles
+from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED
+from tile_assembly import tile_assembly
+
+PROGRAM = """
+import hashlib
+import numba
+import numpy as np
+from kvboost_edge.kernels.reference import linear as reference
+from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4M, KIND_INT8, dot_form
+from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
+
+KINDS = {"int8": KIND_INT8, "int4": KIND_INT4, "int4m": KIND_INT4M}
+GROUPS = 3
+rng = np.random.default_rng(0)
+stored = rng.integers(0, 256, (GROUPS, 512)).astype(np.uint8)
+stored[1] = rng.choice([0, 255], 512)
+weights = np.array([0.01, 1, -3, 0.5] * 4 * GROUPS, np.float16)
+minima = np.array([2, 0.25, -1, 0.125] * 4 * GROUPS, np.float16)
+digest = hashlib.sha256()
+for kind, number in KINDS.items():
+    for tokens, fine in ((1, False), (2, False), (2, True)):
+        tile = int_tile[number, 1, tokens, fine]
+
+        @numba.njit(nogil=True, error_model="numpy")
+        def run(where, panel, target):
+            tile(where, panel, target)
+
+        x = rng.standard_normal((tokens, GROUPS * 32)).astype(np.float32)
+        x[:, 32:64] = rng.choice([-1, 1], (tokens, 32))
+        panel = reference.pack_panel(x, kind, [tokens], fine=fine)
+        out = np.zeros((tokens, 16), np.float32)
+        addresses = [array.ctypes.data for array in (stored, weights, minima)]
+        where = Tile(*addresses, 0, 0, GROUPS, 1, 0)
+        run(where, panel.ctypes.data, Target(out.ctypes.data, 64, 0, 0, 0, np.float32(1)))
+        codes = reference.unpack_codes(stored.reshape(-1)[: GROUPS * (512 if kind == "int8" else 256)],
+                                       16, GROUPS * 32, 8 if kind == "int8" else 4)
+        scales, lows = (reference.unpack_scales(a, 16, GROUPS * 32) for a in (weights, minima))
+        quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
+        expected = reference.linear_int(quantized, token_scales, codes + 8 * (kind == "int4m"), scales,
+                                        lows if kind == "int4m" else None)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+        digest.update(out.tobytes())
+print(dot_form(), digest.hexdigest())
+"""
+_WITHOUT = {"vnni256": (), "avx2": ("avxvnni",), "plain": ("avxvnni", "avx2", "dotprod")}
+
+
+def _features(form: str) -> str:
+    """Feature flags of this machine without what `form` does not have."""
+    flags = []
+    for name, present in binding.get_host_cpu_features().items():
+        wide = name.startswith(("avx512", "avx10", "evex512", "amx"))
+        keep = present and not wide and name not in _WITHOUT[form]
+        flags.append(("+" if keep else "-") + name)
+    return ",".join(flags)
+
+
+def _run(form: str) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if form != "host":
+        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": _features(form)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def _forms() -> list[str]:
+    """What this machine can run besides its own form."""
+    features = binding.get_host_cpu_features()
+    needs = {"vnni256": ("avxvnni",), "avx2": ("avx2",), "plain": ("sse2", "neon")}
+    return [form for form, any_of in needs.items() if any(map(features.get, any_of)) and form != dot_form()]
+
+
+@pytest.fixture(scope="module")
+def host_digest() -> str:
+    """The program also compares each result with the specification."""
+    return _run("host")[1]
+
+
+@pytest.mark.parametrize("form", [*_forms(), "host"])
+def test_same_bits_as_the_hosts_own_form(form: str, host_digest: str) -> None:
+    name, digest = _run(form)
+    assert name == (dot_form() if form == "host" else form)
+    assert digest == host_digest
+
+
+def _assembly(kind: int, form: str, cpu: str, *, fine: bool = False) -> str:
+    """A tile against four tokens, compiled for another processor."""
+    return tile_assembly(IntTiles(kind, 1, 4, fine, form), "aarch64-unknown-linux-gnu", cpu)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", [KINDS[name] for name in QUANTIZED])
+def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
+    """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
+    assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
+    assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", [KINDS[name] for name in QUANTIZED])
+def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -> None:
+    """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few instructions, so that compiling
+    them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes."""
+    assembly, planes = _assembly(kind, "plain", "cortex-a72", fine=fine), 2 if fine else 1
+    products = 8 * 8 * 4 * planes
+    assert "sdot" not in assembly
+    multiplied = sum(line.split()[0] in ("mul", "mla") for line in assembly.splitlines() if ".8h" in line)
+    added = sum(line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line)
+    assert multiplied == products
+    assert added == 4 * 4 * planes * (8 if kind == KIND_INT8 else 1)

@@ -1,0 +1,177 @@
+"""What runs, what is tested, and why the rest is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config import architectures
+from kvboost_edge.models.config.architectures import (
+    SUPPORTED_ARCHITECTURES,
+    PinnedContext,
+    check_model_compatibility,
+    pinned_context,
+)
+from kvboost_edge.models.config.file import read_config
+from tiny_models import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings() -> None:
+    architectures._warn_once.cache_clear()
+
+
+def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None:
+    in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()}
+    assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
+
+
+@pytest.mark.parametrize("model_type", sorted(SUPPORTED_ARCHITECTURES))
+def test_listed_families_are_causal_models_of_transformers(model_type: str) -> None:
+    assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    report = check_model_compatibility({"model_type": model_type}, strict=False)
+    assert report.supported
+    assert report.tested == SUPPORTED_ARCHITECTURES[model_type].tested
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+    "state space": ({"model_type": "mamba"}, "recurrent state"),
+    "hybrid": ({"model_type": "qwen3_next"}, "recurrent state"),
+    "alibi": ({"model_type": "bloom"}, "alibi"),
+    "own attention": ({"model_type": "falcon"}, "inside its own modules"),
+    "latent": ({"model_type": "deepseek_v3"}, "latent"),
+    "unknown": ({"model_type": "nobody_knows"}, "nobody_knows"),
+    "remote code": ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "code.New"),
+    "quantized": ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    config, reason = REFUSED[name]
+    with pytest.raises(ModelFormatError, match=reason):
+        check_model_compatibility(config)
+    report = check_model_compatibility(config, strict=False)
+    assert not report.supported
+    assert not report.tested
+    assert reason in f"{report.model_type} {report.reason}"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "llama3"},
+        {"rope_type": "yarn"},
+        {"rope_type": "default"},
+        {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+        {"rope_type": "dynamic", "factor": 2.0},
+        None,
+    ],
+)
+def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope: Any) -> None:
+    config = {"model_type": "llama", "rope_scaling": rope, "max_position_embeddings": 4096}
+    report = check_model_compatibility(config)
+    assert (report.supported, report.reason) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("config", "rope_type", "length"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, "longrope", 4096),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": 4096},
+            "longrope", 4096,
+        ),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, "longrope", 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, "longrope", 64),
+        ({"rope_scaling": {"type": "dynamic", "original_max_position_embeddings": 64}}, "dynamic", 64),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 99},
+                                 "sliding_attention": {"rope_type": "default"}}},
+            "dynamic", 99,
+        ),
+        (
+            {"text_config": {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 80,
+                             "max_position_embeddings": 131072}},
+            "longrope", 80,
+        ),
+    ],
+)  # fmt: skip
+def test_rope_that_depends_on_the_length_pins_the_context(config: dict[str, Any], rope_type: str, length: int) -> None:
+    config = {"model_type": "llama", "max_position_embeddings": 131072, **config}
+    assert pinned_context(config) == PinnedContext(rope_type, length)
+    report = check_model_compatibility(config)
+    assert report.supported
+    assert report.tested
+    assert f"pinned to {length} tokens" in report.reason
+    assert rope_type in report.reason
+
+
+@pytest.mark.parametrize("length", [0, -1, "4096", 4096.0, True])
+def test_a_range_that_is_no_length_is_refused(length: Any) -> None:
+    rope = {"type": "longrope", "original_max_position_embeddings": length}
+    with pytest.raises(ModelFormatError, match="original_max_position_embeddings="):
+        check_model_compatibility({"model_type": "llama", "rope_scaling": rope})
+
+
+def test_known_family_with_code_in_its_repository_runs_the_installed_library() -> None:
+    config = {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
+    assert check_model_compatibility(config).tested
+
+
+def test_untested_warns_once_and_only_when_strict() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = check_model_compatibility({"model_type": "cohere"}, strict=False)
+    assert report.supported
+    assert not report.tested
+    with pytest.warns(UserWarning, match="cohere"):
+        check_model_compatibility({"model_type": "cohere"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_model_compatibility({"model_type": "cohere"})
+
+
+def test_takes_a_directory_a_config_or_a_model(tiny_model_dir: Path) -> None:
+    class Model:
+        config = LlamaConfig()
+
+    for model in (tiny_model_dir, str(tiny_model_dir), LlamaConfig(), Model()):
+        assert check_model_compatibility(model).model_type == "llama"
+
+
+@pytest.mark.parametrize("model", [{}, {"model_type": ""}, {"model_type": 3}, 3, object()])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ModelFormatError):
+        check_model_compatibility(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True, "d_model": 8, "num_layers": 1}, "encoder-decoder"),
+        ({"model_type": "mamba", "hidden_size": 8}, "recurrent state"),
+    ],
+)
+def test_a_directory_of_another_kind_hears_the_reason_not_that_a_key_is_missing(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=reason):
+        check_model_compatibility(tmp_path)
+    with pytest.raises(ModelFormatError, match=reason):
+        check_model_compatibility(read_config(tmp_path))
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
+        check_model_compatibility(tmp_path)

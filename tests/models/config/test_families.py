@@ -1,0 +1,200 @@
+"""Configs read into specs: the defaults of each family, rope kinds, and what is refused with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import FAMILIES, describe_model
+from kvboost_edge.models.config.rope_kinds import rope_kind
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def _spec(model_type: str, **fields: Any) -> Any:
+    return describe_model({"model_type": model_type, **SIZES, **fields})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    """A config.json that leaves out what equals the default means the same here as there."""
+    extra = {"head_dim": 32} if model_type == "mistral" else {}
+    config = AutoConfig.for_model(model_type, pad_token_id=0, **SIZES, **extra)
+    spec = _spec(model_type, **extra)
+    assert spec.eps == config.rms_norm_eps
+    assert spec.tied == config.tie_word_embeddings
+    assert spec.head_dim == (getattr(config, "head_dim", None) or 16)
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) or 0
+    if types:
+        assert [layer.window for layer in spec.layers] == [window * (t == "sliding_attention") for t in types]
+    else:
+        assert {layer.window for layer in spec.layers} == {window}
+    for written in (config.to_dict(), config.to_diff_dict()):
+        assert describe_model({**written, "model_type": model_type}) == spec
+
+
+def test_older_config_keys() -> None:
+    old = _spec("llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    new = _spec("llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0})
+    assert old == new
+    old = _spec("gemma3_text", rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6)
+    assert old == _spec("gemma3_text")
+    assert [layer.rope for layer in old.layers] == [1, 1, 1, 1, 1, 0, 1, 1]
+
+
+def test_layers_without_rope() -> None:
+    assert [layer.rope for layer in _spec("smollm3").layers] == [0, 0, 0, -1, 0, 0, 0, -1]
+    spec = _spec("smollm3", no_rope_layers=[1, 0] * 4)
+    assert [layer.rope for layer in spec.layers] == [0, -1] * 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16, "mscale": 0.7,
+         "mscale_all_dim": 0.5},
+    ],
+)  # fmt: skip
+def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
+    settings = {**settings, "rope_theta": 10000.0}
+    found = rope_kind(settings, 64, 512)
+    config = AutoConfig.for_model("llama", **{**SIZES, "hidden_size": 256}, rope_parameters=settings)
+    if settings["rope_type"] == "default":
+        expected, factor = 1 / 10000 ** (np.arange(0, 64, 2) / 64), 1.0
+    else:
+        tensor, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, "cpu")
+        expected = tensor.numpy()
+    np.testing.assert_allclose(found.frequencies, expected, rtol=1e-6)
+    assert found.factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("mixtral", {}, "mixtral"),
+        ("llama", {"hidden_act": "relu"}, "relu"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types"),
+        ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope settings"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_reason(model_type: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        _spec(model_type, **fields)
+
+
+NAN, INF = float("nan"), float("inf")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("value", ["x", None, NAN, -1, INF, True, []])
+def test_eps_must_be_a_number(value: Any) -> None:
+    with pytest.raises(ModelFormatError, match=r"rms_norm_eps=.* must be a number from 0 to 1"):
+        _spec("llama", rms_norm_eps=value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "key"),
+    [
+        ("mistral", {"sliding_window": "a"}, "sliding_window"),
+        ("mistral", {"sliding_window": -3}, "sliding_window"),
+        ("gemma2", {"sliding_window": 4.5}, "sliding_window"),
+        ("mistral", {"layer_types": 5}, "layer_types"),
+        ("gemma2", {"layer_types": [["sliding_attention"]] * 8}, "layer_types"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers"),
+        ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern"),
+        ("gemma3_text", {"rope_scaling": 5}, "rope settings 5"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 5, "sliding_attention": {}}}, "rope settings"),
+        ("gemma2", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma2", {"attn_logit_softcapping": NAN}, "attn_logit_softcapping"),
+        ("gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping"),
+        ("granite", {"attention_multiplier": NAN}, "attention_multiplier"),
+        ("granite", {"residual_multiplier": 1e40}, "residual_multiplier"),
+        ("granite", {"logits_scaling": 1e-40}, "logits_scaling"),
+        ("smollm3", {"no_rope_layer_interval": "x"}, "no_rope_layer_interval"),
+        ("smollm3", {"no_rope_layers": 5}, "no_rope_layers"),
+        ("llama", {"hidden_act": ["silu"]}, "activation"),
+        ("llama", {"partial_rotary_factor": "x"}, "partial_rotary_factor"),
+        ("llama", {"partial_rotary_factor": 7}, "partial_rotary_factor"),
+        ("llama", {"rope_theta": INF}, "rope_theta"),
+        ("llama", {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta=1 must be above 1"),
+        ("llama", {"rope_scaling": {**YARN, "beta_fast": "x"}}, "beta_fast"),
+        ("llama", {"rope_scaling": {**YARN, "beta_slow": -1}}, "beta_slow"),
+        ("llama", {"rope_scaling": {**YARN, "attention_factor": "x"}}, "attention_factor"),
+        ("llama", {"rope_scaling": {**YARN, "mscale": "x", "mscale_all_dim": 1}}, "mscale"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2}},
+         "high_freq_factor=2 must be above"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_in_range_is_named(model_type: str, fields: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelFormatError, match=key):
+        _spec(model_type, **fields)
+
+
+def test_null_and_zero_mean_none() -> None:
+    spec = _spec("gemma2", sliding_window=None, layer_types=["full_attention"] * 8, attn_logit_softcapping=None,
+                 final_logit_softcapping=None)  # fmt: skip
+    assert (spec.softcap, spec.logit_cap) == (0.0, 0.0)
+    assert {layer.window for layer in spec.layers} == {0}
+    assert {layer.window for layer in _spec("mistral", sliding_window=None).layers} == {0}
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [3.0] * 8}
+
+
+@pytest.mark.parametrize("extra", [{}, {"factor": 3.0}, {"attention_factor": 1.5}])
+@pytest.mark.parametrize(("longest", "original"), [(512, 64), (64, 64), (64, 512)])
+def test_longrope_is_that_of_its_first_range(extra: dict[str, Any], longest: int, original: int) -> None:
+    settings = {**LONG, **extra, "original_max_position_embeddings": original}
+    sizes = {**SIZES, "max_position_embeddings": longest}
+    spec = describe_model({"model_type": "llama", **sizes, "rope_parameters": settings})
+    config = AutoConfig.for_model("llama", **sizes, rope_parameters={**settings, "rope_theta": 10000.0})
+    tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
+    assert spec.ropes[0].factor == pytest.approx(factor)
+    assert spec.max_context == min(longest, original)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("original", [64, None])
+def test_names_and_length_of_phi3s_longrope(name: str, original: int | None) -> None:
+    """Its length stands beside the rope settings, and is 4096 where the config does not give it."""
+    settings = {**{key: value for key, value in LONG.items() if key != "rope_type"}, "type": name}
+    outer = {} if original is None else {"original_max_position_embeddings": original}
+    sizes = {**SIZES, "max_position_embeddings": 8192}
+    spec = describe_model({"model_type": "phi3", **sizes, **outer, "rope_scaling": settings})
+    config = AutoConfig.for_model(
+        "phi3", pad_token_id=0, **sizes, **outer, rope_scaling={**settings, "type": "longrope"}
+    )
+    tensor, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
+    assert spec.ropes[0].factor == pytest.approx(factor)
+    assert spec.max_context == (original or 4096)

@@ -1,0 +1,164 @@
+"""config.json and generation_config.json: sizes under all their names, every EOS id, damage refused by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import (
+    context_length,
+    generation_defaults,
+    integer_of,
+    number_of,
+    read_config,
+    read_generation_config,
+)
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+def write(directory: Path, config: Any, generation: Any = None) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def test_sound_config(tmp_path: Path) -> None:
+    assert read_config(write(tmp_path, CONFIG)) == CONFIG
+
+
+def test_names_of_older_architectures(tmp_path: Path) -> None:
+    old = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 1024}
+    assert read_config(write(tmp_path, old)) == old
+    assert context_length(old) == 1024
+
+
+def test_parts_of_a_larger_config_may_leave_sizes_out(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_hidden_layers": 1}}
+    assert read_config(write(tmp_path, config)) == config
+
+
+@pytest.mark.parametrize("key", [key for key in CONFIG if key != "num_key_value_heads"])
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ModelFormatError, match=f"config.json.*{key}"):
+        read_config(write(tmp_path, {name: value for name, value in CONFIG.items() if name != key}))
+
+
+@pytest.mark.parametrize("key", [key for key in CONFIG if key != "model_type"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [], 1 << 40])
+def test_a_size_that_is_none_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ModelFormatError, match=f"config.json.*{key}"):
+        read_config(write(tmp_path, {**CONFIG, key: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"num_key_value_heads": 3}, "num_key_value_heads=3"), ({"hidden_size": 66}, "66"), ({"head_dim": 0}, "head_dim")],
+)
+def test_heads_must_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        read_config(write(tmp_path, {**CONFIG, **changes}))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"\xff", b"null", b"[" * 100_000])
+def test_damaged_file_is_named(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(raw)
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"config\.json is missing"):
+        read_config(tmp_path)
+
+
+def test_a_sliding_window_does_not_limit_the_context() -> None:
+    assert context_length({**CONFIG, "sliding_window": 16}) == 4096
+    assert context_length({"text_config": {"max_position_embeddings": 77}}) == 77
+    with pytest.raises(ModelFormatError, match="max_position_embeddings"):
+        context_length({})
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "expected"),
+    [
+        ({"eos_token_id": 2}, None, None, (2,)),
+        ({"eos_token_id": [7, 2]}, None, 7, (2, 7)),
+        ({"eos_token_id": 2}, {"eos_token_id": [5, 9]}, 11, (2, 5, 9, 11)),
+        ({}, {"eos_token_id": 0}, None, (0,)),
+        ({"eos_token_id": None}, {"eos_token_id": -1}, None, ()),
+        ({"text_config": {"eos_token_id": 4}, "eos_token_id": [1]}, {}, None, (1, 4)),
+    ],
+)
+def test_all_eos_ids(
+    tmp_path: Path, config: dict[str, Any], generation: Any, tokenizer: int | None, expected: tuple[int, ...]
+) -> None:
+    directory = write(tmp_path, {**CONFIG, **config}, generation)
+    assert read_generation_config(directory, tokenizer_eos=tokenizer).eos_token_ids == expected
+    assert (
+        generation_defaults({**CONFIG, **config}, generation or {}, tokenizer_eos=tokenizer).eos_token_ids == expected
+    )
+
+
+def test_bos_and_pad() -> None:
+    found = generation_defaults({"bos_token_id": 1, "pad_token_id": 3}, {"bos_token_id": 2})
+    assert (found.bos_token_id, found.pad_token_id, found.eos_token_ids) == (2, 3, ())
+
+
+@pytest.mark.parametrize("value", ["2", [2, None], 2.0, True])
+def test_bad_eos_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelFormatError, match=r"generation_config\.json.*eos_token_id"):
+        read_generation_config(write(tmp_path, CONFIG, {"eos_token_id": value}))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_directory_of_one_gguf_file_names_it(number: int, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf")[:number]:
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelFormatError, match="is missing") as caught:
+        read_config(tmp_path)
+    assert (f"give the file {tmp_path / 'a.gguf'} as the model" in str(caught.value)) == (number == 1)
+
+
+@pytest.mark.parametrize("value", [[], 0, "awq", True])
+def test_a_quantization_config_that_is_no_object(value: Any, tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match="quantization_config must be an object, got"):
+        read_config(tmp_path)
+
+
+def test_layers_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 10**9}))
+    with pytest.raises(ModelFormatError, match="num_hidden_layers=1000000000 must be an integer from 1 to 10000"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", None, True, float("nan"), -0.1, 1.1, [1]])
+def test_a_number_out_of_range_is_named(value: Any) -> None:
+    assert number_of({"a": 1}, "a", 0, 1) == 1.0
+    with pytest.raises(ModelFormatError, match=r"here: a=.* must be a number from 0 to 1"):
+        number_of({"a": value}, "a", 0, 1, "here")
+    with pytest.raises(ModelFormatError, match=r"config: a=.* must be an integer from 2 to"):
+        integer_of({"a": value}, "a", 2)
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "attention_multiplier", "logits_scaling"])
+@pytest.mark.parametrize("value", ["x", float("nan"), -1, 1e40])
+def test_a_damaged_number_is_refused_whatever_the_runner(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=rf"config\.json: {key}=.* must be a number from"):
+        read_config(write(tmp_path, {**CONFIG, key: value}))
+    assert read_config(write(tmp_path, {**CONFIG, key: 0.5}))[key] == 0.5

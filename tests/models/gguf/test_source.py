@@ -1,0 +1,382 @@
+"""GGUF files as models: tensors, configs and logits equal those of the safetensors model they were written from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from safetensors.numpy import load_file, save_file
+
+from gguf_models import gguf_tensors, write_gguf
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import read_config, read_generation_config
+from kvboost_edge.models.fingerprint import model_fingerprint
+from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.weights.safetensors_check import check_weights
+from kvboost_edge.models.weights.source import SafetensorsSource, open_source
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver
+from tiny_models import save_tiny_model
+
+# What GGUF cannot say has to have the value that llama.cpp knows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-llama3rope": {},
+    "llama-yarn": {},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {"no_rope_layers": None},
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+
+
+def _logits(path: Path, weights: str = "f32") -> np.ndarray:
+    runner = NativeRunner.from_dir(path, weights=weights)
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    logits = driver.prefill(driver.open(np.random.default_rng(7).integers(0, 256, 45).tolist()), 23)
+    runner.close()
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
+    model = save_tiny_model(name, tmp_path / "model", **FAMILIES[name])
+    path = write_gguf(model, tmp_path / "m.gguf")
+    exact = not name.startswith("gemma")
+    with GgufSource(path) as ours, SafetensorsSource(model) as theirs:
+        assert ours.names() == theirs.names() - {"lm_head.weight" if FAMILIES[name].get("tie_word_embeddings") else ""}
+        for tensor in ours.names():
+            assert ours.shape(tensor) == theirs.shape(tensor)
+            # Gemma's norms are stored with one more, which rounds.
+            np.testing.assert_allclose(ours.rows(tensor), theirs.rows(tensor), rtol=0, atol=0 if exact else 2e-7)
+    spec, expected = describe_model(read_config(path)), describe_model(read_config(model))
+    for field in spec.__dataclass_fields__:
+        if name != "mistral" or field not in ("model_type", "family"):
+            assert getattr(spec, field) == getattr(expected, field), field
+    ours_logits, theirs_logits = _logits(path), _logits(model)
+    if exact:
+        np.testing.assert_array_equal(ours_logits, theirs_logits)
+    else:
+        assert np.linalg.norm(ours_logits - theirs_logits) <= 1e-5 * np.linalg.norm(theirs_logits)
+
+
+def test_rows_of_permuted_quantized_tensors(tmp_path: Path) -> None:
+    """Any range of rows, in transformers' order, equals the package's floats of those rows."""
+    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
+    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"):
+        path = write_gguf(model, tmp_path / f"{kind}.gguf", kind=kind)
+        number = GGMLQuantizationType[kind]
+        stored = gguf_tensors(model)["blk.1.attn_k.weight"]
+        rounded = quants.dequantize(quants.quantize(stored, number), number)
+        expected = rounded.reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(128, 256)
+        name = "model.layers.1.self_attn.k_proj.weight"
+        with GgufSource(path) as source:
+            assert source.kind(name) == BLOCKS[kind].kind
+            for start, stop in ((0, 128), (5, 70), (127, 128)):
+                np.testing.assert_array_equal(source.rows(name, start, stop), expected[start:stop])
+                if source.kind(name) is not None:
+                    rows = source.quant_rows(name, start, stop)
+                    assert rows.codes.shape == (stop - start, 256)
+                    assert rows.scales.shape == (stop - start, 8)
+            np.testing.assert_array_equal(source.rows(name), expected)
+            with pytest.raises(ModelFormatError, match="no rows 100 to 200"):
+                source.rows(name, 100, 200)
+            with pytest.raises(ModelFormatError, match="lacks tensor 'nothing'"):
+                source.rows("nothing")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_engine_equals_safetensors(kind: str, tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model")
+    path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
+    if kind == "F16":  # the same roundings on the other side
+        _round_to_half(model)
+    results = []
+    for source in (path, str(model)):
+        options = {"weights": "f32", "runner": "native", "backend": "cpu", "num_blocks": 32}
+        with CPUPagedEngine.from_pretrained(source, **options) as engine:
+            ids = engine.tokenizer.encode("the quick brown fox")
+            messages = [{"role": "user", "content": "hi there"}]
+            results.append(
+                (
+                    ids,
+                    engine.logits(ids).tolist(),
+                    engine.generate("hello", max_new_tokens=12).output_token_ids,
+                    engine.generate(messages, max_new_tokens=4).output_token_ids,
+                    engine.tokenizer.encode_chat(messages),
+                )
+            )
+    assert results[0] == results[1]
+
+
+def _round_to_half(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    halves = {n: t.astype(np.float16).astype(np.float32) if t.ndim == 2 else t for n, t in tensors.items()}
+    save_file(halves, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def _q4_k_m(name: str) -> str:
+    """The mixture that llama.cpp calls Q4_K_M."""
+    return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_M", "Q5_K"])
+def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
+    path = write_gguf(model, tmp_path / "m.gguf", kind=_q4_k_m if kind == "Q4_K_M" else kind)
+    logits = []
+    for weights in ("auto", "f32"):
+        with (
+            caplog.at_level(logging.INFO, "kvboost_edge"),
+            CPUPagedEngine.from_pretrained(path, weights=weights, num_blocks=16) as engine,
+        ):
+            assert engine.runner_info.name == "native"
+            logits.append(engine.logits(list(range(40, 70))))
+    # What is left is the rounding of activations, and of the formats that are quantized again.
+    assert np.linalg.norm(logits[0] - logits[1]) <= 5e-2 * np.linalg.norm(logits[1])
+    stated = {
+        "Q5_1": "Q5_1: 16 tensors become int8",
+        "Q5_K": "Q5_K: 16 tensors become int8",
+        "Q4_K_M": "Q6_K: 4 tensors become int8",
+    }
+    assert stated.get(kind, "") in caplog.text
+    assert ("tensors become" in caplog.text) == (kind in stated)
+
+
+def test_torch_runner_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model"), tmp_path / "m.gguf")
+    with pytest.raises((ConfigError, ModelFormatError), match="GGUF"):
+        CPUPagedEngine.from_pretrained(path, runner="torch", num_blocks=8)
+
+
+def test_path_summary_and_fingerprint(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
+    paths = [write_gguf(model, tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q8_0", "F16")]
+    assert locate_model(paths[0]) == paths[0].resolve()
+    assert locate_model(str(paths[0])) == paths[0].resolve()
+    for missing in (tmp_path / "none.gguf", "none.gguf"):
+        with pytest.raises(ModelFormatError, match="there is no file"):
+            locate_model(missing)
+    summary = check_weights(paths[0], read_config(paths[0]))
+    assert summary.files == (paths[0],)
+    assert summary.num_params == sum(t.size for t in gguf_tensors(model).values())
+    assert set(summary.dtypes) == {"F32", "Q8_0"}
+    assert len({model_fingerprint(path) for path in (*paths, model)}) == 3
+    moved = paths[0].rename(tmp_path / "other-name.gguf")
+    assert model_fingerprint(moved) == model_fingerprint(moved)
+    assert read_generation_config(moved).eos_token_ids == (258,)
+    with open_source(moved) as source:
+        assert isinstance(source, GgufSource)
+        assert source.file_of("model.norm.weight") == moved
+
+
+def _file(
+    path: Path, arch: str = "llama", *, drop: str = "", tensors: dict[str, Any] | None = None, **keys: Any
+) -> Path:
+    """A GGUF file of one tiny layer, with keys changed or dropped and tensors added or replaced."""
+    sizes: dict[str, Any] = {
+        "context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
+        "attention.head_count": 2, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    sizes.update({key.replace("__", "."): value for key, value in keys.items()})
+    writer = GGUFWriter(path, arch)
+    for key, value in sizes.items():
+        if key == drop:
+            continue
+        name = f"{arch}.{key}" if not key.startswith(("split", "tokenizer")) else key
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
+    values = {"token_embd.weight": np.ones((40, 32), dtype=np.float32), **(tensors or {})}
+    for name, tensor in values.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+ONES = np.ones(8, dtype=np.float32)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no context": ({"drop": "context_length"}, "lacks the key 'llama.context_length'"),
+    "no eps": ({"drop": "attention.layer_norm_rms_epsilon"}, "llama.attention.layer_norm_rms_epsilon"),
+    "no heads": ({"drop": "attention.head_count"}, "llama.attention.head_count"),
+    "zero heads": ({"attention__head_count": 0}, "head_count=0 must be an integer from 1"),
+    "text for a size": ({"block_count": "two"}, "block_count='two'"),
+    "heads per layer": ({"attention__head_count_kv": [1, 2]}, "head_count_kv"),
+    "odd heads": ({"attention__head_count_kv": 3}, "no multiple of 3"),
+    "values of another length": ({"attention__key_length": 16, "attention__value_length": 8}, "value_length=8"),
+    "other vocabulary": ({"vocab_size": 41}, "vocab_size=41.*40 rows"),
+    "other width": ({"embedding_length": 64}, "embedding_length=64.*32 columns"),
+    "too many tokens": ({"tokenizer__ggml__tokens": [str(i) for i in range(41)]}, "41 tokens.*40 rows"),
+    "eos beyond": ({"tokenizer__ggml__eos_token_id": 40}, "eos_token_id=40 is beyond"),
+    "no embedding": ({"tensors": {"token_embd.weight": None, "x": ONES}}, "token_embd.weight"),
+    "experts": ({"expert_count": 8}, "expert_count=8 is a mixture"),
+    "encoder": ({"attention__causal": False}, "attention.causal=False"),
+    "unknown key": ({"attention__clamp_kqv": 8.0}, "'llama.attention.clamp_kqv' is not understood"),
+    "too many layers": ({"block_count": 1 << 31}, "block_count=2147483648 must be an integer from 1 to 10000"),
+    "a window llama has not": ({"attention__sliding_window": 8}, "'llama.attention.sliding_window' is not understood"),
+    "a scale llama has not": ({"logit_scale": 0.5}, "'llama.logit_scale' is not understood"),
+    "infinite base": ({"rope__freq_base": float("inf")}, "rope.freq_base=inf"),
+    "rope type": ({"rope__scaling__type": "longrope"}, "rope.scaling.type='longrope'"),
+    "yarn without factor": ({"rope__scaling__type": "yarn"}, "rope.scaling.factor"),
+    "long factors": ({"tensors": {"rope_factors_long.weight": ONES}}, "rope_factors_long.*longrope"),
+    "factors": ({"tensors": {"rope_freqs.weight": ONES[:7]}}, r"rope_freqs.weight.*\(8,\)"),
+    "negative factors": ({"tensors": {"rope_freqs.weight": -ONES}}, "rope_freqs.weight.*positive"),
+    "two rope scalings": (
+        {"tensors": {"rope_freqs.weight": ONES}, "rope__scaling__type": "yarn"}, "contradicts the tensor",
+    ),
+    "odd rope": ({"rope__dimension_count": 7}, "rope.dimension_count=7"),
+    "part of a file": ({"split__count": 2}, "one of 2 parts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_metadata_that_is_refused(name: str, tmp_path: Path) -> None:
+    change, message = REFUSED[name]
+    path = _file(tmp_path / "m.gguf", **change)
+    read = read_generation_config if "eos" in name else read_config
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        read(path)
+    assert "m.gguf" in str(caught.value)
+
+
+def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    neutral = {"attention__sliding_window": 0, "rope__scaling__attn_factor": 1.0, "logit_scale": 1.0, "pooling_type": 0}
+    assert read_config(_file(tmp_path / "m.gguf", **neutral)) == read_config(_file(tmp_path / "p.gguf"))
+
+
+@pytest.mark.parametrize("has_output_bias", [True, False])
+def test_biases_of_queries_alone(has_output_bias: bool, tmp_path: Path) -> None:
+    """Llama's transformers model has all four or none; a file may lack the last, which is the same as zeros."""
+    model = save_tiny_model("llama", tmp_path / "model", attention_bias=True, **WIDE)
+    tensors = load_file(model / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("o_proj.bias")]:
+        tensors[name] = np.zeros_like(tensors[name])
+    save_file(tensors, model / "model.safetensors")
+    expected = _logits(model)
+    if not has_output_bias:
+        save_file({n: t for n, t in tensors.items() if not n.endswith("o_proj.bias")}, model / "model.safetensors")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    assert describe_model(read_config(path)).output_bias == has_output_bias
+    np.testing.assert_array_equal(_logits(path), expected)
+
+
+def test_messages_name_the_file_and_not_a_config(tmp_path: Path) -> None:
+    path = _file(tmp_path / "m.gguf", block_count=3, tensors={"blk.0.attn_norm.weight": np.ones(32, dtype=np.float32)})
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: no tensor of layer 1 is there, but m\.gguf says num_hidden"):
+        check_weights(path, read_config(path))
+
+
+def test_unknown_architecture_and_tensor(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"'bert'.*known: gemma"):
+        read_config(_file(tmp_path / "bert.gguf", "bert"))
+    path = _file(tmp_path / "m.gguf", tensors={"blk.0.ssm_in.weight": ONES})
+    with pytest.raises(ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"):
+        open_source(path)
+
+
+def test_partial_rope_and_equal_heads_per_layer(tmp_path: Path) -> None:
+    path = _file(tmp_path / "m.gguf", rope__dimension_count=8, attention__head_count_kv=[2], rope__scale_linear=4.0)
+    spec = describe_model(read_config(path))
+    assert spec.num_kv_heads == 2
+    assert (spec.ropes[0].half, spec.ropes[0].frequencies[0]) == (4, 0.25)
+
+
+def test_endings_by_text(tmp_path: Path) -> None:
+    tokens = [f"t{i}" for i in range(39)] + ["<|im_end|>"]
+    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 39 + [3]}
+    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=5, tokenizer__ggml__eot_token_id=7, **types)
+    assert read_generation_config(path).eos_token_ids == (5, 7, 39)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("Q4_0", 7), ("Q8_0", 3), ("F32", 100), ("F16", 100)])
+def test_nan_is_found(kind: str, where: int, tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
+    path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
+    with GgufSource(path) as source:
+        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
+    data = bytearray(path.read_bytes())
+    at = tensor.start + where * BLOCKS[kind].nbytes
+    data[at : at + BLOCKS[kind].nbytes] = b"\xff" * BLOCKS[kind].nbytes
+    path.write_bytes(data)
+    with pytest.raises(ModelFormatError, match=r"m.gguf: tensor 'blk.0.ffn_up.weight'.*NaN or infinity"):
+        check_weights(path, read_config(path))
+
+
+# Where the numbers of a block are, by the definitions in ggml-common.h.
+NUMBERS = {
+    "F32": (0,), "F16": (0,), "BF16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+# Little endian; of each kind of number two NaN, the second with the fewest bits set, and both infinities.
+NOT_FINITE = {
+    "F32": ("ffffffff", "0100807f", "0000807f", "000080ff"),
+    "BF16": ("ffff", "817f", "807f", "80ff"),
+    "half": ("ffff", "017c", "007c", "00fc"),
+}
+
+
+def test_every_kind_is_searched() -> None:
+    assert set(NUMBERS) == set(BLOCKS)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> None:
+    """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
+    with GgufSource(path) as source:
+        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
+    assert tensor.type == kind
+    config, nbytes, sound = read_config(path), BLOCKS[kind].nbytes, path.read_bytes()
+    last = (tensor.stop - tensor.start) // nbytes - 1
+    for block in (0, 300, last):
+        for at in NUMBERS[kind]:
+            for number in map(bytes.fromhex, NOT_FINITE.get(kind, NOT_FINITE["half"])):
+                place = tensor.start + block * nbytes + at
+                path.write_bytes(sound[:place] + number + sound[place + len(number) :])
+                with pytest.raises(ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "):
+                    check_weights(path, config)
+    data = bytearray(sound)
+    if BLOCKS[kind].kind is not None:
+        first = data[tensor.start : tensor.start + nbytes]
+        for index in set(range(nbytes)) - {at + half for at in NUMBERS[kind] for half in (0, 1)}:
+            first[index] = 255
+        data[tensor.start : tensor.start + nbytes] = first
+    path.write_bytes(data)
+    check_weights(path, config)
+
+
+def test_shapes_against_the_metadata(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    path = write_gguf(model, tmp_path / "m.gguf")
+    with pytest.raises(ModelFormatError, match="layer 3"):
+        check_weights(path, read_config(path))

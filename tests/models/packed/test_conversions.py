@@ -1,0 +1,90 @@
+"""What the log says of tensors that a packed format does not hold as the file does."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_models import write_gguf
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.packed.conversions import conversion_error, log_conversions
+from kvboost_edge.models.packed.plan import STORED, pack_plan
+from kvboost_edge.models.weights.source import SafetensorsSource
+from tiny_models import save_tiny_model
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("conversions"), **WIDE)
+
+
+def _lines(path: Path, weights: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "kvboost_edge"), GgufSource(path) as source:
+        log_conversions(pack_plan(describe_model(read_config(path)), weights, source), source)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
+def test_exact_formats_have_no_error(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    path = write_gguf(model_dir, tmp_path / "m.gguf", kind=kind)
+    with GgufSource(path) as source:
+        own = BLOCKS[kind].kind
+        assert own is not None
+        found = conversion_error(source, QUERY, own)
+        assert (found.type, found.kind, found.relative == 0) == (kind, own, BLOCKS[kind].exact)
+        assert found.relative < 0.02
+        assert conversion_error(source, QUERY, "f32").relative == 0
+        assert 0.03 < conversion_error(source, QUERY, "int4").relative < 0.15 or own == "int4"
+
+
+def test_an_error_is_that_of_the_packed_weights(model_dir: Path) -> None:
+    """Of floats: against rounding worked out here."""
+    with SafetensorsSource(model_dir) as source:
+        rows = source.rows(QUERY)
+        groups = rows.reshape(len(rows), -1, 32)
+        scales = (np.abs(groups).max(axis=2, keepdims=True) / 127).astype(np.float16).astype(np.float32)
+        rounded = np.clip(np.round(groups / scales), -127, 127) * scales
+        expected = np.linalg.norm(rounded - groups) / np.linalg.norm(groups)
+        assert conversion_error(source, QUERY, "int8").relative == pytest.approx(expected, rel=0.1)
+
+
+def test_a_tensor_beside_a_wider_one_is_named_with_what_it_becomes(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mixed(name: str) -> str:
+        return "Q8_0" if "attn_v" in name or name in ("token_embd.weight", "output.weight") else "Q4_1"
+
+    path = write_gguf(model_dir, tmp_path / "m.gguf", kind=mixed)
+    (line,) = _lines(path, STORED, caplog)
+    # Queries and keys of two layers stand beside the values; the other matrices of Q4_1 are exact.
+    found = re.fullmatch(
+        r"Q4_1: 4 tensors become int8 with a relative error of (\S+) \(model\.layers\.0\.self_attn\.q_proj\.weight\)",
+        line,
+    )
+    assert found is not None, line
+    assert 1e-3 < float(found[1]) < 1e-2
+
+
+def test_formats_that_were_asked_for_are_named_too(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q8_0")
+    assert _lines(path, STORED, caplog) == []
+    (line,) = _lines(path, "int4", caplog)
+    assert line.startswith("Q8_0: 14 tensors become int4 with a relative error of 0.")
+    (line,) = _lines(path, "int4-asym", caplog)
+    assert line.startswith("Q8_0: 14 tensors become int4-asym with a relative error of 0.")
+    assert _lines(write_gguf(model_dir, tmp_path / "n.gguf", kind="Q4_0"), "int4-asym", caplog) == []
+    floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
+    assert _lines(floats, "int8", caplog) == []  # of a float checkpoint the packing itself gives the error

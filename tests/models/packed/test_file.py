@@ -1,0 +1,391 @@
+"""Packed files: written once, checked, rebuilt when anything about them is wrong; never shared by two models."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import CapacityError, ModelFormatError
+from kvboost_edge.kernels.linear.weights import PackedRows
+from kvboost_edge.kernels.reference import linear as reference
+from kvboost_edge.kernels.reference.weights import fit_rows, unpack_rows
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.fingerprint import model_fingerprint
+from kvboost_edge.models.packed import file as packed_file
+from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.plan import WEIGHT_FORMATS, check_tensors, pack_plan
+from kvboost_edge.models.weights.source import SafetensorsSource
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("packed"))
+
+
+def _load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
+    plan = pack_plan(describe_model(read_config(model_dir)), weights)
+    return load_packed(
+        model_dir, plan, fingerprint=model_fingerprint(model_dir, cache_dir=cache), weights=weights, cache_dir=cache
+    )
+
+
+def _only_file(cache: Path) -> Path:
+    (path,) = (cache / "packed").iterdir()
+    return path
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    path.chmod(0o600)  # packed files are read-only
+    path.write_bytes(data)
+
+
+def _content(packed: PackedWeights) -> bytes:
+    data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
+    packed.close()
+    return data
+
+
+def test_packed_once_and_mapped_afterwards(model_dir: Path, tmp_path: Path) -> None:
+    first = _content(_load(model_dir, tmp_path))
+    stamp = _only_file(tmp_path).stat().st_mtime_ns
+    assert _content(_load(model_dir, tmp_path)) == first
+    assert _only_file(tmp_path).stat().st_mtime_ns == stamp
+    assert _only_file(tmp_path).stat().st_mode & 0o777 == 0o400
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str) -> None:
+    packed = _load(model_dir, tmp_path, weights)
+    with SafetensorsSource(model_dir) as source:
+        gate, up = (source.rows(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up"))
+        norm = source.rows("model.norm.weight")
+    expected = np.concatenate([gate, up])
+    codes = packed.array("layer2.gate_up").copy()
+    assert packed.address("layer2.gate_up") % 64 == 0
+    if weights in ("f32", "bf16"):
+        back = reference.unpack_floats(codes.view(np.float32 if weights == "f32" else np.uint16), 192, 64)
+    else:
+        scales = packed.array("layer2.gate_up.scales").copy().view(np.float16)
+        back = reference.unpack_codes(codes, 192, 64, int(weights[3:])).astype(np.float32)
+        back *= reference.unpack_scales(scales, 192, 64).repeat(32, axis=1)
+    limit = {"f32": 0.0, "bf16": 3e-3, "int8": 1e-2, "int4": 0.12}[weights]
+    assert np.linalg.norm(back - expected) <= limit * np.linalg.norm(expected)
+    np.testing.assert_array_equal(packed.array("norm").view(np.float32)[:64], norm)
+    packed.close()
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("int4", "int4"), ("int4-asym", "int4m")])
+def test_four_bit_weights_are_those_of_the_reference_fit(
+    model_dir: Path, tmp_path: Path, weights: str, kind: str
+) -> None:
+    """The matrices of the layers; embedding and head have 8 bits."""
+    packed = _load(model_dir, tmp_path, weights)
+
+    def stored(name: str, rows: int, kind: str) -> np.ndarray:
+        parts = [packed.array(f"{name}{part}").copy() for part in ("", ".scales")]
+        minima = packed.array(f"{name}.minima").copy() if kind == "int4m" else np.empty(0, np.uint8)
+        assert (packed.address(f"{name}.minima") != 0) == (kind == "int4m")
+        return unpack_rows(PackedRows(*parts, minima), rows, 64, kind)
+
+    with SafetensorsSource(model_dir) as source:
+        for name, tensors, own in (
+            ("layer1.gate_up", ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"), kind),
+            ("layer2.out", ("model.layers.2.self_attn.o_proj",), kind),
+            ("embed", ("model.embed_tokens",), "int8"),
+            ("head", ("lm_head",), "int8"),
+        ):
+            rows = np.concatenate([source.rows(f"{tensor}.weight") for tensor in tensors])
+            codes, scales, minima = (part.astype(np.float32) for part in fit_rows(rows, own))
+            expected = codes * scales[:, :, None] - minima[:, :, None]
+            np.testing.assert_array_equal(stored(name, len(rows), own), expected.reshape(rows.shape))
+    packed.close()
+
+
+def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path: Path) -> None:
+    fingerprint = model_fingerprint(model_dir, cache_dir=tmp_path)
+    spec = describe_model(read_config(model_dir))
+    headers = {name: packed_file._header(pack_plan(spec, name), fingerprint, name) for name in WEIGHT_FORMATS}
+    for number, weights in enumerate(WEIGHT_FORMATS, 1):
+        before = set((tmp_path / "packed").iterdir()) if number > 1 else set()
+        _load(model_dir, tmp_path, weights).close()
+        files = set((tmp_path / "packed").iterdir())
+        assert len(files) == number
+        (path,) = files - before
+        assert path.name.endswith(f"-{weights}.kvpack")
+        for other, header in headers.items():
+            found = packed_file._open_checked(path, header, tmp_path)
+            assert (found is not None) == (other == weights)
+            if found is not None:
+                found.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "header", "version", "empty"])
+def test_a_damaged_file_is_written_again(
+    model_dir: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    elif damage == "header":
+        data[40] ^= 1
+    elif damage == "version":
+        data[8] += 1
+    elif damage == "empty":
+        data = bytearray()
+    else:
+        data = data[:-1] if damage == "truncate" else data + b"\0"
+    _overwrite(path, bytes(data))
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert "packed again" in caplog.text
+    caplog.clear()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert not caplog.records
+
+
+def test_any_flipped_byte_is_found(model_dir: Path, tmp_path: Path) -> None:
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    data = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for at in rng.integers(0, len(data), 60):
+        broken = bytearray(data)
+        broken[at] ^= 1 << int(rng.integers(8))
+        _overwrite(path, bytes(broken))
+        assert _content(_load(model_dir, tmp_path)) == good
+        assert path.read_bytes() == data
+
+
+def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Path) -> None:
+    """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it was."""
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    data = path.read_bytes()
+    plan = pack_plan(describe_model(read_config(model_dir)), "int8")
+    header = packed_file._header(plan, model_fingerprint(model_dir, cache_dir=tmp_path), "int8")
+    rng = np.random.default_rng(5)
+    head = len(header)
+    mutated, refused = tmp_path / "mutated.kvpack", 0
+    for round_ in range(1000):
+        broken = bytearray(data)
+        at = int(rng.integers(head if round_ % 2 else len(data)))  # half of them in the header
+        length = int(rng.integers(1, 40))
+        change = round_ % 5
+        if change == 0:
+            broken[at] ^= 1 << int(rng.integers(8))
+        elif change == 1:
+            broken[at : at + length] = rng.bytes(length)
+        elif change == 2:
+            del broken[at : at + length]
+        elif change == 3:
+            broken[at:at] = rng.bytes(length)
+        else:
+            del broken[at:]
+        mutated.write_bytes(bytes(broken))
+        found = packed_file._open_checked(mutated, header, tmp_path)
+        if found is not None:
+            assert broken == data
+            assert _content(found) == good
+        refused += found is None
+    assert refused >= 990
+
+
+def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, tmp_path: Path) -> None:
+    _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    plan = pack_plan(describe_model(read_config(model_dir)), "int8")
+    fingerprint = model_fingerprint(model_dir, cache_dir=tmp_path)
+    wide = [dataclasses.replace(entry, kind="bf16") if entry.inputs else entry for entry in plan]
+    for entries, digest, weights in ((plan[:-1], fingerprint, "int8"), (wide, fingerprint, "int8"),
+                                     (plan, "0" * 64, "int8"), (plan, fingerprint, "int4")):  # fmt: skip
+        assert packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path) is None
+
+
+def test_two_models_of_one_shape_do_not_share_a_file(tmp_path: Path) -> None:
+    dirs = [save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    contents = [_content(_load(directory, tmp_path / "cache")) for directory in dirs]
+    assert contents[0] != contents[1]
+    assert len(list((tmp_path / "cache" / "packed").iterdir())) == 2
+
+
+def test_a_failure_while_packing_leaves_nothing(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> object:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(packed_file, "pack_stream", fail)
+    with pytest.raises(CapacityError, match=r"disk full.*KVBOOST_EDGE_CACHE"):
+        _load(model_dir, tmp_path)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_a_full_disk_is_named_before_anything_is_packed(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CapacityError, match=r"take 0\.\d MB and .*packed has 0\.0 MB left.*KVBOOST_EDGE_CACHE"):
+        _load(model_dir, tmp_path)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+_LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.plan import pack_plan
+model, cache = Path(sys.argv[1]), Path(sys.argv[2])
+plan = pack_plan(describe_model(read_config(model)), "f32")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    load_packed(model, plan, fingerprint="f" * 64, weights="f32", cache_dir=cache, num_threads=1)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: the system refuses the write itself."""
+    # Kernels are compiled before: their cache is files too.
+    _load(model_dir, tmp_path / "other", "f32").close()
+    command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert re.match(
+        r"CapacityError the packed weights \(0\.\d MB\) cannot be written to .*KVBOOST_EDGE_CACHE", done.stdout
+    )
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_sound", lambda *_: False)
+    with pytest.raises(ModelFormatError, match="does not read back"):
+        _load(model_dir, tmp_path)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvboost_edge")
+    seen: list[tuple[int, int]] = []
+    plan = pack_plan(describe_model(read_config(model_dir)), "int4")
+    packed = load_packed(
+        model_dir, plan, fingerprint="a" * 64, weights="int4", cache_dir=tmp_path,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (packed.nbytes - 32, packed.nbytes)
+    packed.close()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"packing {model_dir} as int4 into {_only_file(tmp_path)}")
+    assert re.fullmatch(r"packed 0\.\d MB as int4 in \d+\.\d s, weight error [1-9]\.\d\d%", last)
+
+
+def test_without_a_cache_directory_it_still_runs(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = _content(_load(model_dir, tmp_path / "good"))
+
+    def refuse(*_: object, **__: object) -> object:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    assert _content(_load(model_dir, tmp_path / "bad")) == good
+    assert "every start" in caplog.text
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Its weights must not be kept under the fingerprint of the file that was there before."""
+    first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    cache, kept = tmp_path / "cache", tmp_path / "kept"
+    shutil.copy(first / "model.safetensors", kept)
+    plan = pack_plan(describe_model(read_config(first)), "int8")
+    swaps = iter([other / "model.safetensors"])
+
+    def swap(done: int, total: int) -> None:
+        for path in swaps:
+            os.replace(shutil.copy(path, tmp_path / "new"), first / "model.safetensors")
+
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors changed while its weights were packed"):
+        load_packed(first, plan, weights="int8", cache_dir=cache, progress=swap)
+    assert list((cache / "packed").iterdir()) == []
+    shutil.copy(kept, first / "model.safetensors")
+    assert _content(_load(first, cache)) == _content(_load(first, tmp_path / "fresh"))
+
+
+def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path / "model", vocab_size=20_000)
+    plan = pack_plan(describe_model(read_config(directory)), "int8")
+
+    calls = itertools.count()
+
+    def cut(done: int, total: int) -> None:
+        if next(calls) == 2:  # the header and the first rows are written
+            os.truncate(directory / "model.safetensors", 4096)
+
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors was cut short while it was read"):
+        load_packed(directory, plan, weights="int8", cache_dir=tmp_path, num_threads=1, progress=cut)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_a_directory_where_the_file_belongs(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    path.unlink()
+    path.mkdir()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert f"{path} is a directory; remove it" in caplog.text
+    path.rmdir()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert _only_file(tmp_path).is_file()
+
+
+def test_another_process_packed_the_same_first(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies under the name is checked before it is used, and not remembered as sound unseen."""
+    good = _content(_load(model_dir, tmp_path / "good"))
+    data = bytearray(_only_file(tmp_path / "good").read_bytes())
+    finish = packed_file.finish_file
+
+    def finish_and_lose(file: IO[bytes], path: Path) -> None:
+        finish(file, path)
+        path.unlink()
+        path.write_bytes(data)
+
+    monkeypatch.setattr(packed_file, "finish_file", finish_and_lose)
+    assert _content(_load(model_dir, tmp_path / "sound")) == good
+    data[-100] ^= 1
+    with pytest.raises(ModelFormatError, match="replaced by another process"):
+        _load(model_dir, tmp_path / "damaged")
+
+
+def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -> None:
+    config = read_config(model_dir)
+    with SafetensorsSource(model_dir) as source:
+        check_tensors(pack_plan(describe_model(config), "int8"), source)
+        for change, message in (
+            ({"intermediate_size": 64}, "gate_proj.*shape"),
+            ({"num_hidden_layers": 2}, "not known"),
+            ({"num_hidden_layers": 4}, "lack tensor"),
+            ({"attention_bias": True}, "lack tensor.*bias"),
+        ):
+            with pytest.raises(ModelFormatError, match=message):
+                check_tensors(pack_plan(describe_model({**config, **change}), "int8"), source)

@@ -1,0 +1,260 @@
+"""Tensors into packed entries: quantized ones as they are, mixed formats in one matrix, weights no format can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.kernels.linear.weights import KINDS, PackedRows
+from kvboost_edge.kernels.reference.weights import unpack_rows
+from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.packed.plan import (
+    VECTOR,
+    WEIGHT_FORMATS,
+    PackEntry,
+    check_tensors,
+    is_quantized,
+    pack_plan,
+    plan_bytes,
+    plan_label,
+)  # fmt: skip
+from kvboost_edge.models.packed.stream import Piece, pack_stream, pieces_of
+from kvboost_edge.models.weights.source import QuantRows, WeightSource
+
+Floats = npt.NDArray[np.float32]
+CONFIG = {
+    "model_type": "llama", "vocab_size": 50, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class Stored(WeightSource):
+    """Tensors in memory; those named in `quantized` are stored in that format."""
+
+    def __init__(self, tensors: dict[str, Floats], quantized: dict[str, QuantRows] | None = None) -> None:
+        self.tensors, self.quantized = tensors, quantized or {}
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def names(self) -> set[str]:
+        return {*self.tensors, *self.quantized}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (self.quantized[name].codes if name in self.quantized else self.tensors[name]).shape
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
+        found = _floats(self.quantized[name]) if name in self.quantized else self.tensors[name]
+        return found[start:stop]
+
+    def kind(self, name: str) -> str | None:
+        return self.quantized[name].kind if name in self.quantized else None
+
+    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+        found = self.quantized[name]
+        minima = None if found.minima is None else found.minima[start:stop]
+        return QuantRows(found.kind, found.codes[start:stop], found.scales[start:stop], minima)
+
+    def file_of(self, name: str) -> Path:
+        return Path("some.file")
+
+    def type_of(self, name: str) -> str:
+        return self.kind(name) or "F32"
+
+
+def _floats(stored: QuantRows) -> Floats:
+    offset = {"int8": 128, "int4": 8, "int4m": 0}[stored.kind]
+    inputs = stored.codes.shape[1]
+    back = (stored.codes.astype(np.float32) - offset) * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
+    return back if stored.minima is None else back - stored.minima.astype(np.float32).repeat(32, 1)[:, :inputs]
+
+
+def _quant(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256 if kind == "int8" else 16, (rows, inputs)).astype(np.uint8)
+    scales, minima = (rng.uniform(0.01, 0.02, (rows, -(-inputs // 32))).astype(np.float16) for _ in range(2))
+    return QuantRows(kind, codes, scales, minima if kind == "int4m" else None)
+
+
+def _float(rows: int, inputs: int, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((rows, inputs)).astype(np.float32)
+
+
+def _pack(entry: PackEntry, source: WeightSource, num_threads: int = 2) -> Floats:
+    """The matrix that the packed entry stands for."""
+    pieces = [packed for _, packed in pack_stream([entry], source, num_threads)]
+    codes, scales, minima = (np.concatenate([packed[section] for packed in pieces]) for section in range(3))
+    assert (codes.size, scales.size, minima.size) == entry.sizes
+    return unpack_rows(PackedRows(codes, scales, minima), entry.rows, entry.inputs, entry.kind)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind"),
+    [("int8", "int8"), ("int4", "int4"), ("int4m", "int4m"), ("int4", "int8"), ("int4", "int4m"), ("int4m", "f32")],
+)
+@pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7)])
+def test_stored_weights_keep_their_values(stored: str, kind: str, rows: int, inputs: int) -> None:
+    source = Stored({}, {"w": _quant(stored, rows, inputs)})
+    back = _pack(PackEntry("m", kind, (("w", rows),), inputs), source)
+    np.testing.assert_allclose(back, source.rows("w"), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "limit"), [("int4m", "int8", 0.01), ("int8", "int4", 0.09), ("int8", "int4m", 0.09)]
+)
+def test_what_does_not_fit_is_quantized_again(stored: str, kind: str, limit: float) -> None:
+    source = Stored({}, {"w": _quant(stored, 48, 96)})
+    wanted = source.rows("w")
+    back = _pack(PackEntry("m", kind, (("w", 48),), 96), source)
+    assert 0 < np.linalg.norm(back - wanted) <= limit * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("split", [(32, 16, 16), (20, 7, 13)])
+def test_one_matrix_of_tensors_in_different_formats(split: tuple[int, int, int]) -> None:
+    """The exact parts stay exact, whether tiles end with tensors or not."""
+    q, k, v = split
+    source = Stored({"v": _float(v, 64)}, {"q": _quant("int4", q, 64, 1), "k": _quant("int8", k, 64, 2)})
+    back = _pack(PackEntry("m", "int8", (("q", q), ("k", k), ("v", v)), 64), source)
+    np.testing.assert_allclose(back[: q + k], np.concatenate([source.rows("q"), source.rows("k")]), rtol=1e-6)
+    assert 0 < np.linalg.norm(back[q + k :] - source.rows("v")) < 0.006 * np.linalg.norm(source.rows("v"))
+    source = Stored({"v": _float(v, 64)}, {"q": _quant("int4", q, 64, 1), "k": _quant("int4m", k, 64, 2)})
+    back = _pack(PackEntry("m", "int4m", (("q", q), ("k", k), ("v", v)), 64), source)
+    np.testing.assert_allclose(
+        back[: q + k], np.concatenate([source.rows("q"), source.rows("k")]), rtol=1e-6, atol=1e-7
+    )
+    assert 0 < np.linalg.norm(back[q + k :] - source.rows("v")) < 0.08 * np.linalg.norm(source.rows("v"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_and_threads_do_not_change_the_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Stored({"a": _float(75, 40, 1), "b": _float(60, 40, 2)})
+    entry = PackEntry("m", kind, (("a", 75), ("b", 60)), 40)
+    whole = _pack(entry, source, 1)
+    monkeypatch.setattr("kvboost_edge.models.packed.stream._PIECE_BYTES", 4 * 40 * 16)
+    assert len(list(pieces_of([entry]))) == 9
+    np.testing.assert_array_equal(_pack(entry, source, 3), whole)
+
+
+def test_pieces_cover_an_entry_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_edge.models.packed.stream._PIECE_BYTES", 4 * 32 * 48)
+    entry = PackEntry("m", "int8", (("a", 64), ("b", 30), ("c", 50)), 32)
+    pieces = list(pieces_of([entry]))
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 48), (48, 64), (64, 112), (112, 144)]
+    assert pieces[2].parts == [("b", 0, 30), ("c", 0, 18)]
+    assert [piece.is_last for piece in pieces] == [False, False, False, True]
+    assert list(pieces_of([PackEntry("n", VECTOR, (("x", 5),))])) == [Piece(PackEntry("n", VECTOR, (("x", 5),)), 0, 5)]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, VECTOR])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_found(kind: str, value: float) -> None:
+    weights = _float(40, 32)
+    weights[33, 7] = value
+    source = Stored({"some.tensor": weights[33] if kind == VECTOR else weights})
+    entry = PackEntry("m", kind, (("some.tensor", 32 if kind == VECTOR else 40),), 0 if kind == VECTOR else 32)
+    with pytest.raises(ModelFormatError, match=r"'some.tensor' in some.file holds NaN or infinity"):
+        list(pack_stream([entry], source, 2))
+
+
+@pytest.mark.parametrize(("kind", "value"), [("int8", 9e6), ("int4", -5e5), ("int4m", 7e4), ("bf16", 3.4e38)])
+def test_weights_above_the_range_of_a_format_are_refused(kind: str, value: float) -> None:
+    weights = _float(16, 32)
+    weights[3, 4] = value
+    name = "int4-asym" if kind == "int4m" else kind
+    with pytest.raises(ModelFormatError, match=rf"some.file holds the weight .*weights='{name}' .*give weights='f32'"):
+        list(pack_stream([PackEntry("m", kind, (("w", 16),), 32)], Stored({"w": weights}), 1))
+    np.testing.assert_array_equal(_pack(PackEntry("m", "f32", (("w", 16),), 32), Stored({"w": weights})), weights)
+
+
+def test_stored_scales_are_checked() -> None:
+    bad = _quant("int8", 32, 64)
+    bad.scales[20, 1] = np.nan
+    with pytest.raises(ModelFormatError, match=r"'w' in some.file has scales that are not finite in rows 0 to 31"):
+        list(pack_stream([PackEntry("m", "int8", (("w", 32),), 64)], Stored({}, {"w": bad}), 1))
+    large = _quant("int4", 16, 32)
+    large.scales[:] = 60000
+    with pytest.raises(ModelFormatError, match="not finite"):
+        list(pack_stream([PackEntry("m", "int4m", (("w", 16),), 32)], Stored({}, {"w": large}), 1))
+
+
+def _checkpoint(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
+    """A checkpoint for a spec; tensors whose name has a key of `kinds` in it are stored in its format."""
+    source = Stored({})
+    for entry in pack_plan(spec, "f32"):
+        for tensor, rows in entry.parts:
+            kind = next((kind for part, kind in kinds.items() if part in tensor), None)
+            if kind is not None:
+                source.quantized[tensor] = _quant(kind, rows, entry.inputs)
+            else:
+                source.tensors[tensor] = _float(rows, max(entry.inputs, 1)) if entry.inputs else _float(1, rows)[0]
+    return source
+
+
+def test_a_quantized_checkpoint_keeps_its_formats() -> None:
+    spec = describe_model(CONFIG)
+    kinds = {"v_proj": "int8", "down_proj": "int4m", "gate_proj": "int4m", "_proj": "int4", "lm_head": "int8"}
+    source = _checkpoint(spec, kinds)
+    plan = pack_plan(spec, "auto", source)
+    check_tensors(plan, source)
+    found = {entry.name: entry.kind for entry in plan if entry.kind != VECTOR}
+    layer = {"qkv": "int8", "out": "int4", "gate_up": "int4m", "down": "int4m"}
+    assert found == {
+        "embed": "int8", "head": "int8", **{f"layer{i}.{name}": kind for i in range(2) for name, kind in layer.items()}
+    }  # fmt: skip
+    sections = dict(section for entry in plan for section in entry.sections)
+    assert {"layer0.gate_up.minima", "layer1.down.minima"} <= set(sections)
+    assert "layer0.qkv.minima" not in sections
+    assert plan_bytes(plan) == sum(sections.values())
+
+
+def test_auto_needs_a_quantized_checkpoint() -> None:
+    spec = describe_model(CONFIG)
+    source = _checkpoint(spec, {})
+    assert not is_quantized(source)
+    for given in (source, None):
+        with pytest.raises(ConfigError, match=r"weights='auto'.*int8"):
+            pack_plan(spec, "auto", given)
+    with pytest.raises(ConfigError, match=r"int3.*'int4', 'int4-asym'"):
+        pack_plan(spec, "int3")
+    with pytest.raises(ConfigError, match=r"int4m.*'int4-asym'"):
+        pack_plan(spec, "int4m")
+
+
+def test_plans_of_float_formats() -> None:
+    spec = describe_model(CONFIG)
+    for weights in WEIGHT_FORMATS:
+        kinds = {entry.name: entry.kind for entry in pack_plan(spec, weights) if entry.kind != VECTOR}
+        outer = "int8" if weights.startswith("int4") else weights
+        assert {kinds.pop("embed"), kinds.pop("head")} == {outer}
+        assert set(kinds.values()) == {"int4m" if weights == "int4-asym" else weights}
+
+
+def test_labels_are_the_names_that_can_be_asked_for() -> None:
+    spec = describe_model(CONFIG)
+    for weights in WEIGHT_FORMATS:
+        assert plan_label(pack_plan(spec, weights), weights) == weights
+    source = _checkpoint(spec, {"down_proj": "int4m", "_proj": "int4", "lm_head": "int8"})
+    assert plan_label(pack_plan(spec, "auto", source), "auto") == "int4+int4-asym+int8"
+
+
+def test_a_quantized_checkpoint_as_int4_asym() -> None:
+    """int4 is widened without error, int4m is taken as it is, 8 bits are quantized again; the outer two are 8 bit."""
+    spec = describe_model(CONFIG)
+    source = _checkpoint(spec, {"down_proj": "int4m", "o_proj": "int8", "_proj": "int4"})
+    plan = {entry.name: entry for entry in pack_plan(spec, "int4-asym", source)}
+    assert {name for name, entry in plan.items() if entry.kind == "int8"} == {"embed", "head"}
+    for name, exact in (("layer0.qkv", True), ("layer0.gate_up", True), ("layer1.down", True), ("layer1.out", False)):
+        wanted = np.concatenate([source.rows(tensor) for tensor, _ in plan[name].parts])
+        error = np.linalg.norm(_pack(plan[name], source) - wanted) / np.linalg.norm(wanted)
+        assert (error < 1e-6) == exact, name
+        assert error < 0.09

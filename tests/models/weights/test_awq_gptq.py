@@ -1,0 +1,132 @@
+"""AWQ and GPTQ checkpoints: the rows equal the codes they were packed from; what is not read is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from awq_gptq_files import quantize_dir
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.weights.safetensors_check import check_weights
+from kvboost_edge.models.weights.source import open_source
+from tiny_models import save_tiny_model
+
+SHAPES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
+CASES = [
+    ("awq", 32, False, {"version": "gemm", "zero_point": True}),
+    ("awq", 128, False, {"version": "gemm", "zero_point": True}),
+    ("gptq", 64, False, {"desc_act": False, "sym": False}),
+    ("gptq", 128, True, {"desc_act": False, "sym": True}),
+    ("gptq", 32, False, {"desc_act": False, "checkpoint_format": "gptq_v2"}),
+]
+
+
+@pytest.mark.parametrize(("method", "group", "symmetric", "settings"), CASES)
+def test_rows_equal_the_codes(
+    method: str, group: int, symmetric: bool, settings: dict[str, object], tmp_path: Path
+) -> None:
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    known = quantize_dir(tmp_path, method, group=group, symmetric=symmetric, **settings)
+    with open_source(tmp_path) as source:
+        assert not any(name.endswith((".qweight", ".bias", ".g_idx")) for name in source.names())
+        for module, (codes, scales, zeros) in known.items():
+            name = f"{module}.weight"
+            assert source.shape(name) == codes.shape
+            assert source.kind(name) == ("int4" if symmetric else "int4m")
+            for start, stop in ((0, codes.shape[0]), (3, 21)):
+                rows = source.quant_rows(name, start, stop)
+                times, groups = group // 32, codes.shape[1] // 32
+                np.testing.assert_array_equal(rows.codes, codes[start:stop])
+                np.testing.assert_array_equal(rows.scales, np.repeat(scales[start:stop], times, 1)[:, :groups])
+                wide = np.repeat(scales[start:stop].astype(np.float32), group, 1)[:, : codes.shape[1]]
+                offset = np.repeat(zeros[start:stop], group, 1)[:, : codes.shape[1]]
+                np.testing.assert_array_equal(source.rows(name, start, stop), wide * (codes[start:stop] - offset))
+                if symmetric:
+                    assert rows.minima is None
+                else:
+                    product = scales[start:stop].astype(np.float32) * zeros[start:stop]
+                    expected = np.repeat(product.astype(np.float16), times, 1)[:, :groups]
+                    np.testing.assert_array_equal(rows.minima, expected)
+    assert check_weights(tmp_path, read_config(tmp_path)).dtypes["I32"] > sum(c.size for c, _, _ in known.values())
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_engine_computes_as_the_dequantized_model(method: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path / "packed", **SHAPES)
+    known = quantize_dir(tmp_path / "packed", method, group=32, symmetric=method == "gptq", desc_act=False)
+    save_tiny_model("llama", tmp_path / "float", **SHAPES)
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    for module, (codes, scales, zeros) in known.items():
+        wide = np.repeat(scales.astype(np.float32), 32, 1)
+        tensors[f"{module}.weight"] = (wide * (codes - np.repeat(zeros, 32, 1))).astype(np.float32)
+    save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    ids = list(range(40, 70))
+    logits = []
+    for name, weights in (("packed", "auto"), ("packed", "int4-asym"), ("packed", "f32"), ("float", "f32")):
+        with CPUPagedEngine.from_pretrained(
+            tmp_path / name, weights=weights, runner="native", num_blocks=16, backend="cpu"
+        ) as engine:
+            logits.append(engine.logits(ids))
+    stored, widened, unpacked, wanted = logits
+    if method == "awq":
+        np.testing.assert_array_equal(widened, stored)
+    assert np.linalg.norm(widened - wanted) <= 2e-2 * np.linalg.norm(wanted)
+    np.testing.assert_array_equal(unpacked, wanted)
+    assert np.linalg.norm(stored - wanted) <= 2e-2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 8}, "bits=8"),
+        ({"group_size": -1}, "group_size=-1"),
+        ({"group_size": 48}, "group_size=48"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "awq", "version": "gemv"}, "gemv"),
+        ({"checkpoint_format": "marlin"}, "marlin"),
+    ],
+)
+def test_settings_that_are_not_read(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    quantize_dir(tmp_path, "gptq", group=32, symmetric=True, **{"desc_act": False, **change})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"].update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model(read_config(tmp_path))
+    with pytest.raises(ModelFormatError, match=message):
+        open_source(tmp_path)
+
+
+def _damage(directory: Path, part: str, values: np.ndarray) -> str:
+    tensors = load_file(directory / "model.safetensors")
+    name = f"model.layers.0.mlp.down_proj.{part}"
+    tensors[name] = values
+    save_file(tensors, directory / "model.safetensors")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("g_idx", (np.arange(256) % 8).astype(np.int32), "act-order"),
+        ("qzeros", np.full((8, 16), -1, dtype=np.int32), "ambiguous"),
+        ("qzeros", np.zeros((7, 16), dtype=np.int32), "expected"),
+        ("scales", np.ones((8, 128), dtype=np.float32), "F32"),
+        ("qweight", np.zeros((32, 128), dtype=np.int64), "I64"),
+        ("qweight", np.zeros((30, 128), dtype=np.int32), "down_proj"),
+    ],
+)
+def test_damaged_parts_are_named(part: str, values: np.ndarray, message: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    quantize_dir(tmp_path, "gptq", group=32, symmetric=True, desc_act=False)
+    name = _damage(tmp_path, part, values)
+    with pytest.raises(ModelFormatError, match=message), open_source(tmp_path) as source:
+        source.kind(f"{name.rpartition('.')[0]}.weight")

@@ -1,0 +1,47 @@
+"""Bytes of a file in own buffers: equal to the file, an error where it ends early."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.weights.file_bytes import FileBytes
+
+
+@pytest.mark.parametrize("has_preadv", [True, False])
+def test_every_thread_reads_what_it_asked_for(
+    has_preadv: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_preadv:
+        monkeypatch.delattr(os, "preadv", raising=False)
+    data = np.arange(50_000, dtype=np.uint32)
+    data.tofile(tmp_path / "f")
+    file = FileBytes(tmp_path / "f")
+
+    def read(start: int) -> bool:
+        found = np.empty((10, 30), dtype=np.uint32)
+        file.read_into(found, 4 * start)
+        return bool((found.reshape(-1) == data[start : start + 300]).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, np.random.default_rng(0).integers(0, 49_700, 300).tolist()))
+    assert file.size == 200_000
+    file.read_into(np.empty(0), 0)
+    file.close()
+
+
+def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(100))
+    file = FileBytes(path)
+    os.truncate(path, 10)
+    with pytest.raises(ModelFormatError, match="weights was cut short while it was read: it ends 6 bytes early"):
+        file.read_into(np.empty(8, np.uint8), 8)
+    file.close()
+    with pytest.raises(ModelFormatError, match="cannot be read"):
+        FileBytes(tmp_path / "none")

@@ -1,0 +1,26 @@
+"""Rows of a checkpoint's tensors, as float32."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.weights.source import SafetensorsSource
+from tiny_models import save_tiny_model
+
+
+def test_some_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+    with SafetensorsSource(save_tiny_model("llama", tmp_path)) as source:
+        name = "lm_head.weight"
+        whole = source.rows(name)
+        np.testing.assert_array_equal(source.rows(name, 5, 9), whole[5:9])
+        assert source.shape(name) == (300, 64)
+
+
+def test_what_is_no_checkpoint_is_refused() -> None:
+    with pytest.raises(ModelFormatError):
+        SafetensorsSource(Path(os.devnull).parent)

@@ -1,0 +1,131 @@
+"""Prompts over several of attention's 512-token spans: every family, every width of the cache, `==` on all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.models.config.families import FAMILIES as KNOWN
+from tiny_checkpoints import save_tiny_checkpoint
+from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
+
+SPAN, CONTEXT, BLOCKS = 512, 2048, 100
+LONG = np.random.default_rng(3).integers(0, 256, 1210).tolist()
+WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4))
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=2)
+
+# name -> (family, weights, config fields); windows of the tiny models are short, these cross spans too.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "int8", {}),
+    "llama-llama3rope": ("llama-llama3rope", "int4", {}),
+    "llama-yarn": ("llama-yarn", "bf16", {}),
+    "mistral": ("mistral", "int8", {}),
+    "mistral-700": ("mistral", "f32", {"sliding_window": 700}),
+    "qwen2": ("qwen2", "int4", {}),
+    "qwen3": ("qwen3", "int4-asym", {}),
+    "gemma": ("gemma", "int8", {}),
+    "gemma2": ("gemma2", "int8", {}),
+    "gemma2-520": ("gemma2", "bf16", {"sliding_window": 520}),
+    "gemma3": ("gemma3", "int4", {"sliding_window": 513}),
+    "phi3": ("phi3", "int8", {}),
+    "olmo2": ("olmo2", "f32", {}),
+    "granite": ("granite", "int4-asym", {}),
+    "smollm3": ("smollm3", "int8", {}),
+}
+
+
+class Case:
+    """One model at one width, and the logits of LONG computed in one pass of one thread."""
+
+    def __init__(self, machine: Machine, bits: Bits) -> None:
+        self._machine, self._bits = machine, bits
+        self.cold = self.bench(max_batch_tokens=CONTEXT).logits(LONG)
+
+    def bench(self, **options: Any) -> NativeBench:
+        return NativeBench(self._machine, bits=self._bits, **{"num_blocks": BLOCKS, **options})
+
+
+@pytest.fixture(scope="module", params=CASES)
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    family, weights, fields = CASES[request.param]
+    save = save_tiny_checkpoint if family in ("llama", "qwen2", "qwen3") else save_tiny_model
+    directory = save(family, tmp_path_factory.mktemp("long"), max_position_embeddings=CONTEXT, **fields)
+    machine = Machine(directory, weights)
+    yield machine
+    machine.close()
+
+
+@pytest.fixture(scope="module", params=WIDTHS, ids=str)
+def case(request: pytest.FixtureRequest, machine: Machine) -> Case:
+    return Case(machine, request.param)
+
+
+def equal(actual: Floats, expected: Floats) -> bool:
+    return bool(np.isfinite(expected).all()) and np.array_equal(actual, expected)
+
+
+def test_no_family_is_forgotten() -> None:
+    covered = {FAMILIES[family].get("model_type", family.partition("-")[0]) for family, _, _ in CASES.values()}
+    assert covered == set(KNOWN)
+
+
+@pytest.mark.parametrize(("budget", "threads"), [(CONTEXT, 2), (7, 1), (100, 2), (513, 1)])
+def test_any_pass_size(case: Case, budget: int, threads: int) -> None:
+    assert equal(case.bench(max_batch_tokens=budget, threads=threads).logits(LONG), case.cold)
+
+
+@pytest.mark.parametrize("cut", [530, 2 * SPAN])
+def test_a_prefix_from_the_pool(case: Case, cut: int) -> None:
+    """Once in the first pass behind it, and once more with all but the last tokens cached."""
+    bench = case.bench(threads=2, max_batch_tokens=300)
+    bench.generate([*LONG[:cut], 299, 298], SamplingParams(max_new_tokens=0))
+    for start, cached in ((cut + 1, cut // BLOCK * BLOCK), (1205, len(LONG) // BLOCK * BLOCK)):
+        handle, rows = bench.submit_logits(LONG, start)
+        bench.run()
+        assert handle.result(0).cached_tokens == cached
+        assert equal(np.concatenate(rows), case.cold[start:])
+
+
+def test_a_batch_that_shares_its_first_tokens(case: Case) -> None:
+    prompts = [[*LONG[:1100], index, index + 1, index + 2] for index in range(4)]
+    bench = case.bench(threads=2, max_batch_tokens=300)
+    handles = [bench.submit(prompt, GREEDY) for prompt in prompts]
+    bench.run()
+    for prompt, handle in zip(prompts, handles, strict=True):
+        alone = case.bench(max_batch_tokens=CONTEXT).generate(prompt, GREEDY)
+        together = handle.result(0)
+        assert together.output_token_ids == alone.output_token_ids
+        assert together.logprobs == alone.logprobs
+    assert sum(handle.result(0).cached_tokens for handle in handles) == 3 * (1100 // BLOCK * BLOCK)
+
+
+def test_decoding_into_a_new_span(case: Case) -> None:
+    """KV that decoding made, one token at a time on both sides of a span's end, equals what one pass makes."""
+    stem = LONG[: 2 * SPAN - 15]
+    bench = case.bench(threads=2, max_batch_tokens=300)
+    first = bench.generate(stem, SamplingParams(max_new_tokens=40, temperature=0.0))
+    turn = [*stem, *first.output_token_ids, *LONG[:60]]
+    cold = case.bench(max_batch_tokens=CONTEXT).logits(turn)
+    assert first.output_token_ids == tuple(cold[len(stem) - 1 : len(stem) + 39].argmax(axis=1).tolist())
+    assert equal(bench.logits(turn, len(stem) + 40), cold[len(stem) + 40 :])
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3"])
+def test_it_is_what_transformers_computes(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All of the above would hold for spans that are merged wrongly in the same way each time."""
+    family, _, fields = CASES[name]
+    fields = {**fields, "max_position_embeddings": CONTEXT}
+    machine = Machine(save_tiny_model(family, tmp_path_factory.mktemp("exact"), **fields), "f32")
+    logits = NativeBench(machine, num_blocks=BLOCKS, threads=2, max_batch_tokens=300).logits(LONG)
+    machine.close()
+    model = build_tiny_model(family, **fields)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        exact = model(torch.tensor([LONG]), use_cache=False).logits[0].numpy()
+    assert np.linalg.norm(logits - exact) <= 1e-4 * np.linalg.norm(exact)

@@ -1,0 +1,118 @@
+"""A tiny model end to end against float64 arithmetic written in NumPy, on the very weights that the format stands for.
+
+Nothing here needs torch, so this is also what an emulated ARM processor is checked with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.reference.weights import unpack_rows
+from tiny_checkpoints import save_tiny_checkpoint
+
+Floats = npt.NDArray[np.float64]
+FAMILIES = ("llama", "qwen2", "qwen3")
+PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps"
+NEW = 12
+# (weights, kv_cache_bits) -> relative L2 of the logits. Quantized: 8-bit activations, on models made to be sensitive.
+LIMITS = {
+    ("f32", 16): 1e-5, ("bf16", 16): 2e-3, ("int8", 16): 2e-2, ("int4", 16): 2e-2, ("int4-asym", 16): 2e-2,
+    ("int8", 8): 3e-2,
+}  # fmt: skip
+
+
+class Exact:
+    """The model in float64, its matrices as `weights` stores them."""
+
+    def __init__(self, directory: Path, weights: str) -> None:
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.tensors = {
+            name: self._stored(name, value, weights)
+            for name, value in load_file(directory / "model.safetensors").items()
+        }
+
+    @staticmethod
+    def _stored(name: str, value: npt.NDArray[np.float32], weights: str) -> Floats:
+        if value.ndim == 2:
+            outer = name.startswith(("model.embed", "lm_head"))
+            four_bit = {"int4": "int4", "int4-asym": "int4m"}
+            kind = weights if weights not in four_bit else "int8" if outer else four_bit[weights]
+            value = unpack_rows(pack_rows(value, KINDS[kind]), *value.shape, kind)
+        return value.astype(np.float64)
+
+    def norm(self, x: Floats, name: str) -> Floats:
+        scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.config["rms_norm_eps"])
+        return x / scale * self.tensors[f"{name}.weight"]
+
+    def linear(self, x: Floats, name: str) -> Floats:
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
+
+    def heads(self, x: Floats, layer: str, name: str) -> Floats:
+        """[heads, tokens, dim] of queries, keys or values; the first two rotated."""
+        dim = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+        rows = self.linear(x, f"{layer}self_attn.{name}_proj").reshape(len(x), -1, dim)
+        if f"{layer}self_attn.{name}_norm.weight" in self.tensors:
+            rows = self.norm(rows, f"{layer}self_attn.{name}_norm")
+        if name != "v":
+            angles = np.arange(len(x))[:, None, None] * self.config["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+            low, high = rows[..., : dim // 2], rows[..., dim // 2 :]
+            cos, sin = np.cos(angles), np.sin(angles)
+            rows = np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+        return rows.transpose(1, 0, 2)
+
+    def logits(self, ids: list[int]) -> Floats:
+        x = self.tensors["model.embed_tokens.weight"][ids]
+        for index in range(self.config["num_hidden_layers"]):
+            layer = f"model.layers.{index}."
+            normed = self.norm(x, f"{layer}input_layernorm")
+            q, k, v = (self.heads(normed, layer, name) for name in "qkv")
+            k, v = (each.repeat(len(q) // len(k), axis=0) for each in (k, v))
+            scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
+            scores = np.where(np.tri(len(ids), dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            attended = (weights / weights.sum(-1, keepdims=True)) @ v
+            x = x + self.linear(attended.transpose(1, 0, 2).reshape(len(ids), -1), f"{layer}self_attn.o_proj")
+            normed = self.norm(x, f"{layer}post_attention_layernorm")
+            gate = self.linear(normed, f"{layer}mlp.gate_proj")
+            x = x + self.linear(
+                gate / (1 + np.exp(-gate)) * self.linear(normed, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
+            )
+        return self.linear(self.norm(x, "model.norm"), "lm_head")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def distance(actual: npt.NDArray[np.float32], expected: Floats) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(("weights", "bits"), LIMITS, ids=str)
+def test_logits_and_greedy_tokens(directory: Path, weights: str, bits: int) -> None:
+    options: dict[str, Any] = {"runner": "native", "backend": "cpu", "num_blocks": 32, "num_threads": 2}
+    with CPUPagedEngine.from_pretrained(str(directory), weights=weights, kv_cache_bits=bits, **options) as engine:
+        exact = Exact(directory, weights)
+        ids = engine.tokenizer.encode(PROMPT)
+        logits = engine.logits(ids)
+        assert distance(logits, exact.logits(ids)) <= LIMITS[weights, bits]
+        result = engine.generate(PROMPT, max_new_tokens=NEW, temperature=0.0, ignore_eos=True)
+        output = list(result.output_token_ids)
+        assert len(output) == NEW
+        rows = exact.logits([*ids, *output])[len(ids) - 1 : -1]
+        # Greedy: no token of the exact model is better by more than rounding can move two logits.
+        slack = 0.0 if weights == "f32" else 2 * LIMITS[weights, bits] * float(np.abs(rows).max())
+        assert (rows.max(-1) - rows[np.arange(NEW), output] <= slack).all()
+        report = engine.verify_correctness([PROMPT], max_new_tokens=8)
+        assert [check.problem for check in report.checks] == [None]
+        assert report.checks[0].max_logit_difference == 0.0

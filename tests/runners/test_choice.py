@@ -1,0 +1,146 @@
+"""Which runner and weight format a model gets, how it stores KV, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost_edge.config import _CHOICES, EngineConfig
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
+from kvboost_edge.runners.choice import Checkpoint, choose_runner, choose_weights, native_kv_spec
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+UNKNOWN = {**LLAMA, "model_type": "gpt_neox"}
+INT8_BYTES = plan_bytes(pack_plan(describe_model(LLAMA), "int8"))
+
+
+def runner(model: dict[str, Any] = LLAMA, *, gguf: bool = False, stored: bool = False, **options: Any) -> Any:
+    return choose_runner(EngineConfig.from_options(**options), Checkpoint(model, gguf, stored))
+
+
+def weights(available: int = 10**9, pool: int = 0, *, stored: bool = False, **options: Any) -> tuple[str, str]:
+    return choose_weights(EngineConfig.from_options(**options), Checkpoint(LLAMA, False, stored), pool, available)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "native"),
+        ({"runner": "native"}, "native"),
+        ({"weights": "bf16"}, "native"),
+        ({"dtype": "float32"}, "native"),
+        ({"dtype": "bfloat16"}, "native"),
+        ({"backend": "cpu", "device": "cpu"}, "native"),
+        ({"backend": "reference"}, "native"),
+        ({"kv_cache_bits": (8, 4)}, "native"),
+        ({"runner": "torch"}, "torch"),
+        ({"backend": "torch"}, "torch"),
+        ({"backend": "cuda"}, "torch"),
+        ({"device": "mps"}, "torch"),
+        ({"device": "cuda:1"}, "torch"),
+        ({"dtype": "float16"}, "torch"),
+    ],
+)
+def test_native_unless_something_asks_for_torch(options: dict[str, Any], expected: str) -> None:
+    choice = runner(**options)
+    assert choice.name == expected
+    if expected == "torch":
+        assert choice.reason == f"{next(iter(options))}={next(iter(options.values()))!r} was asked for"
+
+
+def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason() -> None:
+    choice = runner(UNKNOWN)
+    assert (choice.name, choice.wanted) == ("torch", False)
+    assert "gpt_neox" in choice.reason
+    assert "not the native runner" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "gguf"),
+    [({"runner": "native"}, False), ({"weights": "int4"}, False), ({"kv_cache_bits": 8}, False), ({}, True)],
+)
+def test_what_only_native_serves_is_refused_for_other_families(options: dict[str, Any], gguf: bool) -> None:
+    named = "a GGUF file" if gguf else next(iter(options))
+    with pytest.raises(ModelFormatError, match=f"gpt_neox.*{named}"):
+        runner(UNKNOWN, gguf=gguf, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "torch", "weights": "int8"}, "weights='int8' needs .* backend='cpu', and backend='torch' asks"),
+        ({"runner": "torch", "weights": "int8"}, "weights='int8' needs .* and runner='torch' asks"),
+        ({"runner": "native", "dtype": "float16"}, "runner='native' needs .* and dtype='float16' asks"),
+        ({"runner": "torch", "kv_cache_bits": 8}, "kv_cache_bits=8 needs .* and runner='torch' asks"),
+        ({"device": "cuda", "kv_cache_bits": (8, 4)}, r"kv_cache_bits=\(8, 4\) needs .* and device='cuda' asks"),
+    ],
+)
+def test_contradictions_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        runner(**options)
+    with pytest.raises(ConfigError, match="a GGUF file needs"):
+        runner(gguf=True, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("available", "pool", "options", "expected"),
+    [
+        (2 * INT8_BYTES, 0, {}, "int8"),
+        (2 * INT8_BYTES - 1, 0, {}, "int4"),
+        (2 * INT8_BYTES + 200, 100, {}, "int8"),
+        (2 * INT8_BYTES + 199, 100, {}, "int4"),
+        (10, 0, {"weights": "f32"}, "f32"),
+        (10**9, 0, {"weights": "int4-asym"}, "int4-asym"),
+        (10, 0, {"dtype": "float32"}, "f32"),
+        (10, 0, {"dtype": "bfloat16"}, "bf16"),
+        (10, 0, {"weights": "bf16", "dtype": "bfloat16"}, "bf16"),
+    ],
+)
+def test_weights(available: int, pool: int, options: dict[str, Any], expected: str) -> None:
+    chosen, why = weights(available, pool, **options)
+    assert chosen == expected
+    assert why
+
+
+def test_a_quantized_checkpoint_keeps_its_formats_unless_others_are_asked_for() -> None:
+    assert weights(stored=True)[0] == STORED
+    assert weights(stored=True, weights="int8")[0] == "int8"
+    assert weights(stored=True, weights="int4-asym")[0] == "int4-asym"
+    assert weights(stored=True, dtype="float32")[0] == "f32"
+
+
+def test_the_options_are_the_formats_there_are() -> None:
+    assert sorted(_CHOICES["weights"]) == sorted([*WEIGHT_FORMATS, STORED])
+    with pytest.raises(ConfigError, match=r"weights='int4m' is not one of .*'int4-asym'"):
+        EngineConfig.from_options(weights="int4m")
+
+
+def test_weights_and_dtype_may_not_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"dtype='float32' means weights='f32' .* and weights='int8'"):
+        weights(weights="int8", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("weights", "bits", "dtype"),
+    [
+        ("f32", (16, 16), "float32"),
+        ("int8", (16, 16), "float16"),
+        ("bf16", (16, 16), "float16"),
+        ("f32", (8, 4), "float16"),
+    ],
+)
+def test_how_keys_and_values_are_stored(weights: str, bits: tuple[int, int], dtype: str) -> None:
+    spec = native_kv_spec(describe_model(LLAMA), weights, 32, bits)
+    assert (spec.dtype, spec.bits, spec.block_size, len(spec.layers)) == (dtype, bits, 32, 3)
+    assert (spec.layers[0].num_kv_heads, spec.layers[0].head_dim) == (4, 16)

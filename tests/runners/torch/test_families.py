@@ -1,0 +1,145 @@
+"""Every family against transformers itself: greedy tokens equal, logits within 1e-4, whatever the path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.runners.torch.runner import TorchRunner
+from paged_driver import PagedDriver
+from tiny_models import FAMILIES, build_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+BLOCK = 16
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the block borders
+LOGITS = npt.NDArray[np.float32]
+
+
+class Family:
+    """A tiny model with what transformers makes of five prompts: greedy continuations and dense logits over all."""
+
+    def __init__(self, name: str) -> None:
+        model = build_tiny_model(name)
+        rng = np.random.default_rng(7)
+        self.prompts = [rng.integers(0, 256, length).tolist() for length in PROMPT_LENGTHS]
+        model.set_attn_implementation("eager")
+        self.wholes = [_generate(model, prompt) for prompt in self.prompts]
+        self.logits = [_dense(model, whole) for whole in self.wholes]
+        self.runner = TorchRunner(model, block_size=BLOCK)
+
+    def driver(self) -> PagedDriver:
+        return PagedDriver(self.runner, TorchBackend(self.runner.info.kv_spec, 64))
+
+
+def _generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
+    return output[0].tolist()
+
+
+def _dense(model: torch.nn.Module, token_ids: list[int]) -> LOGITS:
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids]), use_cache=False).logits[0].numpy()
+
+
+def assert_close(actual: LOGITS, expected: LOGITS) -> None:
+    assert actual.shape == expected.shape
+    distance = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert distance <= 1e-4, f"relative L2 distance {distance:.3g}"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    family = Family(request.param)
+    yield family
+    family.runner.close()
+
+
+def test_cold_prefill_and_decode_alone(family: Family) -> None:
+    driver = family.driver()
+    prompt, whole, expected = family.prompts[-1], family.wholes[-1], family.logits[-1]
+    sequence = driver.open(prompt)
+    logits = driver.prefill(sequence)
+    assert_close(logits, expected[: len(prompt)])
+    driver.decode([sequence], [logits[-1]], NEW_TOKENS)
+    assert sequence.token_ids == whole
+
+
+def test_every_logit_of_a_long_sequence(family: Family) -> None:
+    driver = family.driver()
+    assert_close(driver.prefill(driver.open(family.wholes[-1])), family.logits[-1])
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 50])
+def test_chunked_prefill(family: Family, chunk: int) -> None:
+    driver = family.driver()
+    assert_close(driver.prefill(driver.open(family.prompts[-1]), chunk), family.logits[-1][: PROMPT_LENGTHS[-1]])
+
+
+def test_ragged_batch_of_five(family: Family) -> None:
+    driver = family.driver()
+    sequences = [driver.open(prompt) for prompt in family.prompts]
+    parts = driver.step([(sequence, sequence.num_left) for sequence in sequences])
+    for part, expected in zip(parts, family.logits, strict=True):
+        assert_close(part, expected[: len(part)])
+    driver.decode(sequences, [part[-1] for part in parts], NEW_TOKENS)
+    assert [sequence.token_ids for sequence in sequences] == family.wholes
+
+
+def test_prefill_mixed_with_decode(family: Family) -> None:
+    driver = family.driver()
+    running, late = driver.open(family.wholes[1]), driver.open(family.prompts[-1])
+    driver.step([(running, 30)])
+    for start in range(0, PROMPT_LENGTHS[-1], 15):
+        decoded, prefilled = driver.step([(running, 1), (late, 15)])
+        assert_close(decoded, family.logits[1][running.table.num_computed_tokens - 1 :][:1])
+        assert_close(prefilled, family.logits[-1][start : start + 15])
+
+
+@pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_prefix_hit(family: Family, cut: int) -> None:
+    driver = family.driver()
+    whole, expected = family.wholes[-1], family.logits[-1]
+    first = driver.open([*whole[:cut], *[299] * 40])  # shares `cut` tokens with the second
+    driver.prefill(first)
+    driver.close(first)
+    second = driver.open(whole)
+    assert second.table.num_cached_tokens == cut // BLOCK * BLOCK
+    assert_close(driver.prefill(second), expected[second.table.num_cached_tokens :])
+
+
+def test_fully_cached_prompt_recomputes_its_last_token(family: Family) -> None:
+    driver = family.driver()
+    prompt = family.wholes[-1][: 3 * BLOCK]
+    holder = driver.open(prompt)
+    driver.prefill(holder)
+    again = driver.open(prompt)
+    assert again.table.num_cached_tokens == len(prompt) - 1
+    assert_close(driver.prefill(again), family.logits[-1][len(prompt) - 1 : len(prompt)])
+    driver.decode([holder], [family.logits[-1][len(prompt) - 1]], 2)
+
+
+def test_fork_writes_apart(family: Family) -> None:
+    driver = family.driver()
+    prompt = family.prompts[-1]
+    parent = driver.open(prompt)
+    last = driver.prefill(parent)[-1]
+    child = driver.fork(parent)
+    other = int(np.argsort(last)[-2])  # the child goes on with the second best token
+    child.token_ids.append(other)
+    forced = driver.step([(child, 1)])[0][-1]
+    driver.decode([parent, child], [last, forced], 8)
+    assert parent.token_ids == family.wholes[-1][: len(prompt) + 8]
+    assert_close(forced[None], family.runner.eager_logits(np.array([*prompt, other]))[-1:])
+    expected = family.runner.eager_logits(np.array(child.token_ids))
+    assert child.token_ids[-1] == expected[-2].argmax()

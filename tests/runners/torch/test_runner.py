@@ -1,0 +1,309 @@
+"""The torch runner apart from the families: loading, dtypes, refusals, rows of logits, and leaving the model alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
+
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.select import choose_backend, make_backend
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.runners.base import ForwardBatch
+from kvboost_edge.runners.torch.runner import TorchRunner
+from paged_driver import PagedDriver
+from tiny_models import build_tiny_model, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+FALCON_H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+TOKENS = np.random.default_rng(5).integers(0, 256, 70)
+
+
+def drive(runner: TorchRunner, backend: str = "torch") -> PagedDriver:
+    return PagedDriver(runner, make_backend(choose_backend(backend), runner.info.kv_spec, 16, num_threads=1))
+
+
+def paged_distance(runner: TorchRunner, backend: str = "torch", chunk: int = 33) -> float:
+    """Relative L2 distance of paged from eager logits."""
+    driver = drive(runner, backend)
+    paged, eager = driver.prefill(driver.open(TOKENS.tolist()), chunk), runner.eager_logits(TOKENS)
+    driver.backend.close()
+    return float(np.linalg.norm(paged - eager) / np.linalg.norm(eager))
+
+
+def flat_pass(token_ids: np.ndarray, rows: list[int]) -> ForwardBatch:
+    """One fresh sequence in blocks 0, 1, ..."""
+    positions = np.arange(len(token_ids))
+    table = np.arange(-(-len(token_ids) // 16), dtype=np.int32)
+    layout = BatchLayout(
+        np.array([0, len(positions)], np.int32), np.array([len(positions)], np.int32), table[None], positions
+    )
+    return ForwardBatch(token_ids, positions, layout, np.array(rows, np.int64))
+
+
+# ---- backends and dtypes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_backends_agree_with_eager(model_type: str, backend: str) -> None:
+    assert paged_distance(TorchRunner(build_tiny_model(model_type)), backend) <= 1e-4
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
+def test_bfloat16_is_as_near_as_its_rounding(backend: str) -> None:
+    runner = TorchRunner(build_tiny_model("llama").to(torch.bfloat16))
+    assert runner.info.dtype == runner.info.kv_spec.dtype == "bfloat16"
+    assert paged_distance(runner, backend) <= 0.03
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_from_dir_equals_the_saved_model(tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    runner = TorchRunner.from_dir(tiny_model_dir)
+    assert capfd.readouterr().err == "", "no progress bar"
+    assert transformers_logging.is_progress_bar_enabled()
+    np.testing.assert_array_equal(
+        runner.eager_logits(TOKENS), TorchRunner(build_tiny_model("llama")).eager_logits(TOKENS)
+    )
+    info = runner.info
+    assert (info.name, info.architecture, info.dtype, info.vocab_size) == ("torch", "llama", "float32", 300)
+    assert (info.max_context, info.kv_spec.block_size, len(info.kv_spec.layers)) == (512, 16, 3)
+    assert info.weight_bytes == sum(p.numel() * 4 for p in runner.model.parameters()) + sum(
+        b.numel() * 4 for b in runner.model.buffers()
+    )
+
+
+def test_tied_weights_are_counted_once() -> None:
+    tied, untied = (
+        TorchRunner(build_tiny_model("llama", tie_word_embeddings=tie)).info.weight_bytes for tie in (True, False)
+    )
+    assert untied - tied == 300 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        ("float32", "auto", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("float16", "auto", "float32"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "float16", "float16"),
+    ],
+)
+def test_dtype(stored: str, asked: str, expected: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    build_tiny_model("llama").to(getattr(torch, stored)).save_pretrained(tmp_path)
+    runner = TorchRunner.from_dir(tmp_path, dtype=asked)
+    assert runner.info.dtype == runner.info.kv_spec.dtype == expected
+    assert runner.model.dtype == getattr(torch, expected)
+
+
+def test_dtype_of_a_checkpoint_whose_config_does_not_say(tmp_path: Path) -> None:
+    build_tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=None)
+    assert TorchRunner.from_dir(tmp_path).info.dtype == "bfloat16"
+
+
+def edit_config(model_dir: Path, **changes: Any) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_unknown_dtype_is_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype='int3'"):
+        TorchRunner.from_dir(tiny_model_dir, dtype="int3")
+
+
+def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
+    weights = load_file(save_tiny_model("llama", tmp_path) / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFormatError, match=r"1 weights are missing.*layers\.1\.mlp\.up_proj"):
+        TorchRunner.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["no weights", "garbage", "no config", "other shape", "unknown type", "odd value"])
+def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    if damage == "no weights":
+        (tmp_path / "model.safetensors").unlink()
+    elif damage == "garbage":
+        (tmp_path / "model.safetensors").write_bytes(b"garbage" * 100)
+    elif damage == "no config":
+        (tmp_path / "config.json").unlink()
+    elif damage == "other shape":
+        edit_config(tmp_path, intermediate_size=64)
+    elif damage == "odd value":
+        edit_config(tmp_path, num_hidden_layers="three")
+    else:
+        edit_config(tmp_path, model_type="nonsense", auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(ModelFormatError, match=str(tmp_path)):
+        TorchRunner.from_dir(tmp_path)
+
+
+def test_num_threads(tiny_model_dir: Path) -> None:
+    TorchRunner.from_dir(tiny_model_dir, num_threads=2)
+    assert torch.get_num_threads() == 2
+    TorchRunner.from_dir(tiny_model_dir, num_threads=1)
+    assert torch.get_num_threads() == 1
+
+
+# ---- what cannot work ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "match"),
+    [
+        ("mamba", {}, "0 of 3 layers"),
+        ("recurrent_gemma", {}, "1 of 3 layers"),
+        ("falcon_h1", FALCON_H1, "outside of its attention layers"),
+        ("llama4_text", {}, "not causal with a window"),
+        ("bloom", {}, "BloomForCausalLM does not run on paged attention"),
+        ("deepseek_v3", {}, "head_dim must be the same"),
+        ("bert", {"is_decoder": False}, "not causal"),
+    ],
+)
+def test_models_that_cannot_work_are_refused(model_type: str, overrides: dict[str, Any], match: str) -> None:
+    model = build_tiny_model(model_type, **overrides)
+    with pytest.raises(ModelFormatError, match=match):
+        TorchRunner(model)
+
+
+def test_a_layer_that_stops_attending_is_an_error() -> None:
+    model = build_tiny_model("llama")
+    driver = drive(TorchRunner(model))
+    skipped = model.model.layers[1]
+    skipped.forward = lambda hidden_states, **kwargs: hidden_states
+    with pytest.raises(ModelFormatError, match=r"LlamaForCausalLM: layer 1 called .* 0 times"):
+        driver.prefill(driver.open([1, 2, 3]))
+
+
+def test_a_layer_that_attends_twice_is_an_error() -> None:
+    model = build_tiny_model("llama")
+    driver = drive(TorchRunner(model))
+    layer, once = model.model.layers[2], model.model.layers[2].forward
+    layer.forward = lambda hidden_states, **kwargs: once(once(hidden_states, **kwargs), **kwargs)
+    with pytest.raises(ModelFormatError, match=r"layer 2 called .* 2 times"):
+        driver.prefill(driver.open([1, 2, 3]))
+
+
+def test_an_untested_family_that_mixes_tokens_is_refused() -> None:
+    model = build_tiny_model("arcee")
+    TorchRunner(model)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + output.roll(1, dims=1))
+    with pytest.raises(ModelFormatError, match=r"arcee: paged logits are .* limit 0\.001"):
+        TorchRunner(model)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rope_that_depends_on_the_batch_is_pinned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 40}
+    model = build_tiny_model("llama", rope_parameters=rope)
+    with caplog.at_level(logging.WARNING):
+        runner = TorchRunner(model)
+    assert runner.info.max_context == (40 if kind == "longrope" else 512), "beyond, the frequencies change"
+    assert ("pinned to 40 of 512 tokens" in caplog.text) == (kind == "longrope")
+    driver = drive(runner)
+    short, long = driver.open(TOKENS[:9].tolist()), driver.open(TOKENS[:40].tolist())
+    for part, sequence in zip(driver.step([(short, 9), (long, 40)]), (short, long), strict=True):
+        eager = runner.eager_logits(np.array(sequence.token_ids))
+        np.testing.assert_allclose(part, eager, rtol=1e-3, atol=1e-4)
+
+
+def test_max_context_can_be_lowered_only() -> None:
+    model = build_tiny_model("llama")
+    assert TorchRunner(model, max_context=100).info.max_context == 100
+    assert TorchRunner(model, max_context=9999).info.max_context == 512
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False])
+@pytest.mark.parametrize("rows", [[], [9], [0, 9], [7, 2, 2]])
+def test_logits_of_the_asked_rows_only(rows: list[int], keeps_rows: bool) -> None:
+    runner = TorchRunner(build_tiny_model("gemma2"))
+    runner._keeps_rows = keeps_rows  # False: models whose forward cannot leave rows out
+    drive(runner)
+    logits = runner.forward(flat_pass(TOKENS[:10], rows))
+    assert logits.shape == (len(rows), 300)
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, runner.eager_logits(TOKENS[:10])[rows], rtol=1e-3, atol=1e-4)
+
+
+def test_the_model_is_its_owners_between_passes() -> None:
+    model = build_tiny_model("mistral")
+    before = model.config._attn_implementation
+    ids = torch.from_numpy(TOKENS)[None]
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+    driver = drive(TorchRunner(model))
+    driver.prefill(driver.open(TOKENS.tolist()))
+    assert model.config._attn_implementation == before
+    with torch.inference_mode():
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_the_model_is_restored_after_a_failure() -> None:
+    model = build_tiny_model("llama")
+    before = model.config._attn_implementation
+    runner = TorchRunner(model)
+    drive(runner)
+    with pytest.raises(IndexError):
+        runner.forward(flat_pass(np.array([5000]), [0]))
+    assert model.config._attn_implementation == before
+
+
+def test_paged_attention_outside_of_a_pass_is_refused() -> None:
+    model = build_tiny_model("llama")
+    runner = TorchRunner(model)
+    with runner._hook._named("kvboost_edge_paged"), pytest.raises(ConfigError, match="an engine is running"):
+        model(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_two_runners_of_one_model_in_two_threads() -> None:
+    model = build_tiny_model("gemma2")
+    before = model.config._attn_implementation
+    runners = [TorchRunner(model) for _ in range(2)]
+    expected = runners[0].eager_logits(TOKENS)
+    drivers = [drive(runner) for runner in runners]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda driver: driver.prefill(driver.open(TOKENS.tolist()), 3), drivers)
+        for logits in results:
+            np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4)
+    assert model.config._attn_implementation == before
+
+
+def test_forward_needs_a_backend() -> None:
+    runner = TorchRunner(build_tiny_model("llama"))
+    with pytest.raises(ConfigError, match="before bind"):
+        runner.forward(flat_pass(TOKENS[:3], [0]))
+    drive(runner)
+    runner.close()
+    with pytest.raises(ConfigError, match="before bind"):
+        runner.forward(flat_pass(TOKENS[:3], [0]))
+
+
+def test_a_backend_of_another_shape_is_refused() -> None:
+    other = TorchBackend(TorchRunner(build_tiny_model("gemma")).info.kv_spec, 2)
+    with pytest.raises(ConfigError, match="layers"):
+        TorchRunner(build_tiny_model("llama")).bind(other)
+
+
+def test_a_dtype_without_storage_is_refused() -> None:
+    with pytest.raises(ModelFormatError, match="float64"):
+        TorchRunner(build_tiny_model("llama").to(torch.float64))

@@ -1,0 +1,38 @@
+"""Tokens as OpenAI's API shows them, half characters and byte tokens too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvboost_edge.engine.results import TokenLogprobs
+from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs, completion_logprobs
+
+
+def test_half_characters_keep_their_bytes_and_stay_apart(tiny_engine: Any) -> None:
+    tokenizer = tiny_engine.tokenizer
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode("漢x", add_special_tokens=False)
+    assert len(ids) == 4, "a byte-level tokenizer that knows no such character"
+    assert b"".join(texts.raw(i) or b"" for i in ids).decode() == "漢x"
+    assert [texts.text(i) for i in ids] == ["\ufffd", "\ufffd", "\ufffd", "x"]
+    assert [texts.key(i) for i in ids] == ["bytes:\\xe6", "bytes:\\xbc", "bytes:\\xa2", "x"]
+    tokens = [TokenLogprobs(i, -1.0, ((i, -1.0),)) for i in ids]
+    shown = chat_logprobs(texts, tokens)["content"]
+    assert bytes(byte for token in shown for byte in token["bytes"]).decode() == "漢x"
+    counter = OffsetCounter(tokenizer, 10)
+    offsets = [counter.add(i) for i in ids]
+    assert offsets == [10, 10, 10, 11], "the character is there with its last byte"
+
+
+def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine: Any) -> None:
+    texts = TokenTexts(tiny_engine.tokenizer)
+    a, b, c = tiny_engine.tokenizer.encode("abc", add_special_tokens=False)
+    tokens = [TokenLogprobs(c, float("-inf"), ((b, -0.1), (a, -3.0))), None, TokenLogprobs(a, -0.5)]
+    shown = completion_logprobs(texts, [c, a, a], tokens, [0, 1, 2])
+    assert shown == {
+        "tokens": ["c", "a", "a"],
+        "token_logprobs": [-9999.0, None, -0.5],
+        "top_logprobs": [{"b": -0.1, "a": -3.0, "c": -9999.0}, None, {"a": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+    assert list(shown["top_logprobs"][0]) == ["b", "a", "c"], "best first"

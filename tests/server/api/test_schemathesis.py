@@ -1,0 +1,110 @@
+"""Requests made from the server's own OpenAPI document, right ones and wrong ones: each answer is what the document
+says, none is a 5xx, and a canary completion stays the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import httpx
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, settings
+from schemathesis.config import SchemathesisConfig
+from schemathesis.specs.openapi import checks
+
+from conftest import LONG
+from kvboost_edge.server.api.routes.generation import router
+from live_servers import LiveServer
+
+MODEL = "kvboost-edge/demo"
+CANARY = {"prompt": "the canary sings", "max_tokens": 8, "temperature": 0, "logprobs": 3}
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+MOST_TOKENS, MOST_SEQUENCES = 6, 4
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.unsupported_method,
+]
+
+
+def document() -> dict[str, Any]:
+    """The OpenAPI document of the API's routes; a model is not needed for it."""
+    app = FastAPI()
+    app.include_router(router)
+    return app.openapi()
+
+
+schema = schemathesis.openapi.from_dict(
+    document(),
+    config=SchemathesisConfig.from_dict({"seed": 1, "generation": {"deterministic": True, "database": "none"}}),
+)
+statuses: Counter[int] = Counter()
+first_canary: list[Any] = []
+
+
+def test_the_document_is_the_one_that_is_served(live_server: LiveServer) -> None:
+    with live_server.client() as client:
+        served = client.get("/openapi.json").json()
+    assert served["paths"] == document()["paths"]
+    assert served["components"] == document()["components"]
+
+
+@schema.parametrize()
+# No clock: on a busy machine both making an example and answering it may take long.
+@settings(max_examples=200 if LONG else 15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_answers_are_as_documented(case: Any, live_server: LiveServer) -> None:
+    positive = case.meta.generation.mode.is_positive
+    if isinstance(case.body, dict):
+        shorten(case.body, case.path in GENERATING)
+        if positive and isinstance(case.body.get("model"), str):
+            case.body["model"] = MODEL  # 404 has its own tests
+    response = case.call(base_url=live_server.base_url, timeout=60)
+    case.validate_response(response, checks=CHECKS)
+    if response.status_code == 400:
+        error = response.json()["error"]
+        # Fields that do not go together, or not with this model, have another code.
+        assert not positive or error["code"] != "invalid_request" or is_not_exact(case.body), error
+    statuses[response.status_code] += 1
+    if statuses.total() % 100 == 1:
+        sing(live_server)
+
+
+def test_the_canary_at_the_end(live_server: LiveServer) -> None:
+    """Runs after the cases, which sang it before."""
+    sing(live_server)
+    assert statuses[200] > 100
+    assert statuses[400] > 100
+
+
+def shorten(body: dict[str, Any], generates: bool) -> None:
+    """Bound the work of a request, by no other fields than the limits it may have anyway."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        if type(body.get(name)) is int and MOST_TOKENS < body[name] < 10_000:
+            body[name] = MOST_TOKENS
+    for name in ("n", "best_of"):
+        if type(body.get(name)) is int and MOST_SEQUENCES < body[name] <= 128:
+            body[name] = MOST_SEQUENCES
+    if generates and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = MOST_TOKENS
+
+
+def is_not_exact(value: Any) -> bool:
+    """JSON Schema takes 1.0 for an integer, which the server does not; and bounds are floats in the document, so that
+    of `seed` is one too high there."""
+    if isinstance(value, dict):
+        return any(map(is_not_exact, value.values()))
+    if isinstance(value, list):
+        return any(map(is_not_exact, value))
+    return (isinstance(value, float) and value.is_integer()) or (type(value) is int and value >= 2**63)
+
+
+def sing(server: LiveServer) -> None:
+    answer = httpx.post(f"{server.base_url}/v1/completions", json=CANARY, timeout=60)
+    assert answer.status_code == 200
+    first_canary[:] = first_canary or [answer.json()["choices"]]
+    assert answer.json()["choices"] == first_canary[0]

@@ -1,0 +1,181 @@
+"""The page's modules by themselves: the stream parser, the settings' check, the answer's text, the map's sums."""
+
+from __future__ import annotations
+
+import base64
+import random
+
+import pytest
+
+from kvboost_edge.server.api.bounds import BOUNDS
+
+PARSE = "const parser = new it.EventParser(); return argument.flatMap((piece) => parser.push(piece));"
+SHOW = """
+  const root = document.createElement('div');
+  const view = new it.AnswerView(root);
+  for (const piece of argument) view.append(piece);
+  view.end();
+  const inner = (node) => (node.matches('.code') ? node.querySelector('code') : node);
+  return [...root.children].map((node) => [node.className, inner(node).textContent]);
+"""
+STREAM = (
+    ': comment\n\ndata: {"a": 1}\n\nevent: x\nid: 7\ndata: two\ndata:lines\n\nretry: 5\n\n'
+    "data\n\ndata: ünï 🌍\n\ndata: [DONE]\n\ndata: cut"
+)
+EVENTS = ['{"a": 1}', "two\nlines", "", "ünï 🌍", "[DONE]"]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_events_are_found_however_the_stream_is_cut(modules, ending):
+    stream = STREAM.replace("\n", ending)
+    cuts = [[stream[:at], stream[at:]] for at in range(len(stream) + 1)] + [list(stream)]
+    found = modules.module("sse", f"return argument.map((argument) => {{ {PARSE} }});", cuts)
+    assert found == [EVENTS] * len(cuts)
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(modules):
+    assert modules.module("sse", PARSE, ["\ufeffda", "ta: one\n\n"]) == ["one"]
+
+
+def test_the_settings_bounds_are_the_server_s(modules):
+    fields = {field["name"]: field for field in modules.module("settings", "return it.FIELDS;")}
+    assert set(fields) == {"temperature", "top_p", "top_k", "max_tokens", "seed"}
+    for name, field in fields.items():
+        bound = BOUNDS[name]
+        # No token at all is for echo only, and a seed below 0 is another spelling of one that is not.
+        low = {"max_tokens": 1, "seed": 0}.get(name, bound.low)
+        high = 2**53 - 1 if name == "seed" else bound.high
+        assert (field["low"], field["high"]) == (low, high), name
+        assert (field["integer"], field.get("openLow", False)) == (bound.integer, bound.open_low), name
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [("temperature", "0.7", 0.7), ("temperature", " 0,7 ", 0.7), ("temperature", "0", 0), ("temperature", "2", 2),
+     ("temperature", ".5", 0.5), ("top_p", "1", 1), ("top_p", "1e-3", 0.001), ("top_k", "-1", -1),
+     ("top_k", "1000000", 1000000), ("max_tokens", "1", 1), ("seed", "9007199254740991", 2**53 - 1),
+     ("seed", "+12", 12)],
+)  # fmt: skip
+def test_a_good_setting_is_its_number(modules, name, text, value):
+    checked = modules.module("settings", "return it.validate(argument);", {name: text})
+    assert checked == {"values": {name: value}, "errors": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("temperature", "2.001"), ("temperature", "-0.1"), ("temperature", "warm"), ("temperature", "1e999"),
+     ("temperature", "NaN"), ("temperature", "Infinity"), ("temperature", "0x1"), ("temperature", "1.2.3"),
+     ("temperature", "1 2"), ("temperature", "."), ("top_p", "0"), ("top_p", "1.1"), ("top_k", "-2"),
+     ("top_k", "1.5"), ("top_k", "1000001"), ("max_tokens", "0"), ("max_tokens", "16777217"), ("seed", "-1"),
+     ("seed", "9007199254740993"), ("seed", "true")],
+)  # fmt: skip
+def test_a_wrong_setting_is_named_and_left_out(modules, name, text):
+    checked = modules.module("settings", "return it.validate(argument);", {name: text})
+    assert checked["values"] == {}
+    assert list(checked["errors"]) == [name]
+    assert checked["errors"][name].endswith(".")
+
+
+def test_an_empty_setting_is_not_sent(modules):
+    assert modules.module("settings", "return it.validate({temperature: ' ', seed: ''});") == {
+        "values": {},
+        "errors": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("one\n\ntwo", [["text", "one\n\ntwo"]]),
+        ("\n\none\n", [["text", "one"]]),
+        ("a\n\n```py\nx = 1\n\n\ny\n```\n\nb", [["text", "a"], ["code", "x = 1\n\n\ny"], ["text", "b"]]),
+        ("```\nnever closed\n", [["code", "never closed"]]),
+        ("~~~~\n```\n~~~\n~~~~\nend", [["code", "```\n~~~"], ["text", "end"]]),
+        ("use ```this``` inline", [["text", "use ```this``` inline"]]),
+        ("`one` and ``two``\n` three", [["text", "`one` and ``two``\n` three"]]),
+        ("```a\n```\n```b\n2\n```", [["code", ""], ["code", "2"]]),
+        ("<b>bold</b> & <script>x</script>", [["text", "<b>bold</b> & <script>x</script>"]]),
+        ("tail ``", [["text", "tail ``"]]),
+        ("``", [["text", "``"]]),
+        ("", []),
+    ],
+)
+def test_an_answer_is_text_and_blocks_of_code_however_it_is_cut(modules, text, blocks):
+    rng = random.Random(7)
+    cuts = [[text], list(text)]
+    for _ in range(20):
+        at = sorted(rng.randrange(len(text) + 1) for _ in range(3))
+        cuts.append([text[start:stop] for start, stop in zip([0, *at], [*at, len(text)], strict=True)])
+    for pieces in cuts:
+        assert modules.module("answer", SHOW, pieces) == blocks
+
+
+def test_a_conversation_leaves_out_what_was_not_answered(modules):
+    sent = modules.module(
+        "conversation",
+        """
+        const talk = new it.Conversation();
+        talk.begin('first').answer = 'yes';
+        talk.begin('failed');
+        talk.begin('cut').answer = 'par';
+        talk.begin('now').answer = 'growing';
+        return [talk.messages(argument), talk.messages(' ')];
+        """,
+        "be brief",
+    )
+    rest = [
+        {"role": "user", "content": "first"}, {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "cut"}, {"role": "assistant", "content": "par"},
+        {"role": "user", "content": "now"},
+    ]  # fmt: skip
+    assert sent == [[{"role": "system", "content": "be brief"}, *rest], rest]
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 63, 400, 1024, 4099, 100_000, 1_000_000])
+@pytest.mark.parametrize("width", [200, 364, 900])
+def test_every_block_has_its_place_on_the_map(modules, num_blocks, width):
+    plan = modules.module("poolmap", "return it.layout(...argument);", [num_blocks, width])
+    cells = -(-num_blocks // plan["perCell"])
+    assert plan["columns"] * plan["cell"] <= width
+    assert (plan["rows"] - 1) * plan["columns"] < max(cells, 1) <= max(plan["rows"], 1) * plan["columns"]
+    assert plan["rows"] * plan["cell"] <= 264
+
+
+def test_the_map_s_sums_and_words(modules):
+    rng = random.Random(3)
+    states = bytes(rng.randrange(4) for _ in range(1000))
+    body = "return it.tally(it.decodeBytes(argument[0]), argument[1], argument[2]);"
+    for start, stop in ((0, 1000), (17, 93), (990, 1100), (5, 5)):
+        part = states[start:stop]
+        counted = modules.module("poolmap", body, [base64.b64encode(states).decode(), start, stop])
+        assert counted == [part.count(state) for state in range(4)]
+    words = """
+      const bytes = (...values) => Uint8Array.of(...values);
+      const pool = {states: bytes(0, 1, 2, 3, 3), tokens: bytes(0, 16, 1, 16, 255), refs: bytes(0, 0, 1, 2, 255)};
+      const bare = {...pool, tokens: null, refs: null};
+      const cells = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [0, 5]];
+      return [...cells.map((cell) => it.describe(pool, ...cell)), it.describe(bare, 3, 4)];
+    """
+    assert modules.module("poolmap", words) == [
+        "Block 0: free, 0 tokens, 0 references",
+        "Block 1: cached, 16 tokens, 0 references",
+        "Block 2: referenced, 1 token, 1 reference",
+        "Block 3: shared, 16 tokens, 2 references",
+        "Block 4: shared, 255 or more tokens, 255 or more references",
+        "Blocks 0–4: 1 free, 1 cached, 1 referenced, 2 shared",
+        "Block 3: shared",
+    ]
+
+
+def test_numbers_are_written_for_people(modules):
+    body = "return argument.map(([name, ...values]) => it[name](...values));"
+    calls = [
+        ["count", 1234567], ["count", None], ["percent", 0.745], ["percent", 0.012], ["percent", None], ["rate", 12.34],
+        ["rate", 123.4], ["duration", 3.21], ["duration", 345.6], ["duration", 1234], ["duration", 61000],
+        ["bytes", 999], ["bytes", 12_300_000], ["bytes", 2_500_000_000], ["bytes", None], ["plural", 1, "token"],
+        ["plural", 0, "token"],
+    ]  # fmt: skip
+    assert modules.module("format", body, calls) == [
+        "1,234,567", "–", "75 %", "1.2 %", "–", "12.3", "123", "3.2 ms", "346 ms", "1.23 s", "61.0 s", "1.00 kB",
+        "12.3 MB", "2.50 GB", "–", "1 token", "0 tokens",
+    ]  # fmt: skip

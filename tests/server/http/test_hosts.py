@@ -1,0 +1,129 @@
+"""Host and Origin: who may call the server by which name."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.http.hosts import HostList
+from kvboost_edge.server.settings import ServerSettings, is_loopback
+from live_servers import serving
+
+
+def check(settings: ServerSettings, *headers: tuple[str, str], address: str = "127.0.0.1") -> int:
+    """The status that the host list gives; 200 for none."""
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    try:
+        HostList(settings).check({"type": "http", "headers": raw, "server": (address, 8000)})
+    except ApiError as error:
+        return error.status_code
+    return 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("[::1]", 200),
+        ("", 400),
+        ("example.org", 421),
+        ("localhost.example.org", 421),
+        ("127.0.0.1.example.org", 421),
+        ("example.org:8000@localhost", 421),
+        ("[::1", 421),
+        ("[::1]x", 421),
+        ("0.0.0.0", 421),
+        ("localhost.", 421),
+    ],
+)
+def test_loopback_names_only_by_default(host, status):
+    assert check(ServerSettings(), ("host", host)) == status
+
+
+def test_bind_address_allowed_hosts_and_the_connection_count():
+    settings = ServerSettings(host="192.0.2.7", insecure=True, allowed_hosts=("LLM.example.org",))
+    assert check(settings, ("host", "192.0.2.7:8000")) == 200
+    assert check(settings, ("host", "llm.example.org")) == 200
+    assert check(settings, ("host", "192.0.2.8")) == 421
+    wild = ServerSettings(host="0.0.0.0", insecure=True)
+    assert check(wild, ("host", "198.51.100.3:8000"), address="198.51.100.3") == 200
+    assert check(wild, ("host", "0.0.0.0"), address="198.51.100.3") == 421
+    assert check(wild, ("host", "rebound.example.org"), address="198.51.100.3") == 421
+    assert check(ServerSettings(allowed_hosts=("*",)), ("host", "anything.example.org")) == 200
+
+
+def test_two_hosts_are_refused():
+    assert check(ServerSettings(), ("host", "localhost"), ("host", "localhost")) == 400
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:8000", 200),
+        ("https://localhost:8000", 200),
+        ("http://localhost:9000", 403),
+        ("https://example.org", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+def test_pages_of_other_sites_may_not_call(origin, status):
+    assert check(ServerSettings(), ("host", "localhost:8000"), ("origin", origin)) == status
+    allowed = ServerSettings(cors_origins=("https://example.org",))
+    assert check(allowed, ("host", "localhost:8000"), ("origin", "https://example.org")) == 200
+
+
+def test_the_live_server_refuses_in_shape(live_server):
+    with live_server.client(headers={"Host": "rebound.example.org"}) as client:
+        answer = client.get("/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (421, "invalid_host")
+    assert answer.headers["x-request-id"]
+
+
+def test_no_cors_unless_asked(demo_engine, live_server):
+    preflight = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    with live_server.client(headers=preflight) as client:
+        answer = client.options("/v1/chat/completions")
+        assert answer.status_code == 403
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    with serving(demo_engine, cors_origins=("https://example.org",), api_keys=("k",)) as server:
+        with server.client(headers={**preflight, "Access-Control-Request-Headers": "authorization"}) as client:
+            answer = client.options("/v1/chat/completions")
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == "https://example.org"
+        # OpenAI's client for JavaScript adds headers of its own to every request.
+        wanted = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,openai-project"
+        with server.client(headers={**preflight, "Access-Control-Request-Headers": wanted}) as client:
+            answer = client.options("/v1/chat/completions")
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-headers"] == wanted
+        with server.client(headers={"Origin": "https://example.org"}) as client:
+            denied = client.get("/v1/models")
+            assert denied.status_code == 401
+            assert denied.headers["access-control-allow-origin"] == "https://example.org"
+        with server.client(headers={**preflight, "Origin": "https://evil.example"}) as client:
+            assert client.options("/v1/chat/completions").status_code == 403
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", "[::]"])
+def test_a_wider_bind_without_a_key_is_refused(host):
+    with pytest.raises(ConfigError, match="--insecure"):
+        ServerSettings(host=host)
+    assert ServerSettings(host=host, insecure=True).host == host
+    assert ServerSettings(host=host, api_keys=("key",)).host == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "LOCALHOST"])
+def test_loopback_needs_no_key(host):
+    assert is_loopback(host)
+    assert ServerSettings(host=host).host == host
+
+
+def test_the_default_bind_is_loopback(live_server):
+    assert live_server.host == "127.0.0.1"
+    assert httpx.get(f"{live_server.base_url}/health").status_code == 200

@@ -1,0 +1,259 @@
+"""API keys: who needs one, how they are compared, and that each is a tenant of its own."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import json
+import logging
+
+import pytest
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.http.keys import KeyRing
+from kvboost_edge.server.http.middleware import ADMIN_PATHS
+from kvboost_edge.server.logs import configure_logging
+from kvboost_edge.server.settings import ServerSettings, collect_api_keys, tenant_of_key
+from live_servers import ADMIN_KEY, KEYS, raw_answer, wait_until
+
+OPEN = {"/health", "/ready", "/version", "/"}
+# Each becomes an open path, or another route, once somebody decodes, normalises or folds it.
+TRICKS = [
+    b"//health",
+    b"/health/",
+    b"/health/../v1/models",
+    b"/health/..%2fv1/models",
+    b"/./health",
+    b"/%68ealth",
+    b"/health%00",
+    b"/health;a=b",
+    b"/health%3f",
+    b"/HEALTH",
+    b"/health//",
+    b"/v1/%6dodels",
+    b"//v1/models",
+    b"/v1/models;/health",
+    b"/static/../v1/models",
+    b"/static/%2e%2e/v1/models",
+    b"/static//style.css",
+    b"http://localhost//health",
+    b"http://localhost/health/../v1/models",
+    b"http://localhost/v1/models",
+    b"\\health",
+    b"/version#/v1/models",
+    b"/metrics",
+]
+
+
+def _bearer(key: str) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", b"Bearer " + key.encode())]
+
+
+def test_every_route_but_the_open_ones_needs_a_key(keyed_server):
+    paths = {route.path for route in _routes(keyed_server)}
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/tokenize", "/openapi.json"} <= paths
+    with keyed_server.client(headers={}) as client:
+        for path in sorted(paths):
+            expected = 200 if path in OPEN or path.startswith("/static/") else 401
+            answers = [client.request(method, path) for method in ("GET", "POST", "DELETE")]
+            if expected == 401:
+                assert {answer.status_code for answer in answers} == {401}, path
+                assert answers[0].json()["error"]["code"] == "invalid_api_key"
+                assert answers[0].headers["www-authenticate"] == "Bearer"
+            else:
+                assert answers[0].status_code == 200, path
+        assert client.get("/no-such-route").status_code == 401
+
+
+@pytest.mark.parametrize("target", TRICKS)
+def test_no_spelling_of_a_path_opens_anything(keyed_server, target):
+    with keyed_server.connect() as sock:
+        sock.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = raw_answer(sock)
+    assert answer.split(b" ")[1] in (b"400", b"401"), answer[:80]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        ["Bearer wrong"],
+        ["Bearer"],
+        [KEYS[0]],
+        [f"Basic {KEYS[0]}"],
+        [f"Bearer {KEYS[0]}x"],
+        [f"Bearer {KEYS[0][:-1]}"],
+        [f"Bearer {KEYS[0].upper()}"],
+        [f"Bearer {KEYS[0]},{KEYS[1]}"],
+        [f"Bearer {KEYS[0]}", f"Bearer {KEYS[0]}"],
+        ["Bearer wrong", f"Bearer {KEYS[0]}"],
+        ["Bearer " + "a" * 5000],
+    ],
+)
+def test_what_is_not_exactly_one_right_key_is_401(keyed_server, values):
+    with keyed_server.client(headers=[("Authorization", value) for value in values]) as client:
+        assert client.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_is_accepted(keyed_server, key):
+    with keyed_server.client(headers={"Authorization": f"bearer  {key}"}) as client:
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_a_header_that_is_no_text_is_401():
+    with pytest.raises(ApiError):
+        KeyRing(KEYS).tenant([(b"authorization", b"Bearer \xff\xfe\x00")])
+
+
+def test_all_keys_are_compared_whichever_is_right(monkeypatch):
+    compared = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(1) or real(a, b))
+    ring = KeyRing([*KEYS, "third"])
+    for key in (*KEYS, "third"):
+        compared.clear()
+        assert ring.tenant(_bearer(key)) == tenant_of_key(key)
+        assert len(compared) == 3
+    compared.clear()
+    with pytest.raises(ApiError):
+        ring.tenant(_bearer("wrong"))
+    assert len(compared) == 3
+
+
+def test_tenants_do_not_see_what_others_cached(keyed_server):
+    prompt = {"model": "kvboost-edge/demo", "prompt": "A secret of the first tenant. " * 10, "max_tokens": 1}
+
+    def cached(key: str) -> int:
+        with keyed_server.client(headers={"Authorization": f"Bearer {key}"}) as client:
+            usage = client.post("/v1/completions", json=prompt).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached(KEYS[0]) == 0
+    assert cached(KEYS[0]) > 0
+    assert cached(KEYS[1]) == 0, "the second tenant was served from the first one's blocks"
+    assert cached(KEYS[1]) > 0
+
+
+def test_what_all_tenants_share_is_the_admins(keyed_server):
+    """Totals of hits and blocks would tell one tenant what another one does."""
+    statuses = {}
+    for key in (*KEYS, ADMIN_KEY):
+        with keyed_server.client(headers={"Authorization": f"Bearer {key}"}) as client:
+            answers = [client.request("POST" if path == "/cache/reset" else "GET", path) for path in ADMIN_PATHS]
+            answers += [client.get("/v1/%73tats"), client.get("/v1/models")]
+        statuses[key] = [answer.status_code for answer in answers]
+        if key != ADMIN_KEY:
+            assert answers[0].json()["error"]["code"] == "admin_key_required"
+    refused = [403] * len(ADMIN_PATHS) + [403, 200]
+    assert statuses == {KEYS[0]: refused, KEYS[1]: refused, ADMIN_KEY: [200] * len(refused)}
+
+
+@pytest.mark.parametrize(("keys", "admins"), [(("only",), ()), ((), ("only",)), (("a",), ("only",))])
+def test_the_only_key_and_an_admin_key_may_see_everything(keys, admins):
+    ring = KeyRing(keys, admins)
+    assert ring.tenant(_bearer("only")) == tenant_of_key("only")
+    ring.check_admin(tenant_of_key("only"))
+
+
+def test_without_an_admin_key_nobody_sees_what_several_tenants_share():
+    for key in KEYS:
+        with pytest.raises(ApiError) as refused:
+            KeyRing(KEYS).check_admin(tenant_of_key(key))
+        assert refused.value.status_code == 403
+
+
+def test_a_salt_cannot_reach_another_tenant(keyed_server):
+    body = {"model": "kvboost-edge/demo", "prompt": "Salted words of a tenant. " * 10, "max_tokens": 1}
+    with keyed_server.client(headers={"Authorization": f"Bearer {KEYS[0]}"}) as client:
+        client.post("/v1/completions", json=body)
+    with keyed_server.client(headers={"Authorization": f"Bearer {KEYS[1]}"}) as client:
+        for salt in (tenant_of_key(KEYS[0]), KEYS[0]):
+            usage = client.post("/v1/completions", json={**body, "cache_salt": salt}).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_neither_keys_nor_prompts_are_logged(keyed_server):
+    stream = io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("kvboost_edge.server", "uvicorn.error")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    try:
+        configure_logging(ServerSettings(log_level="debug"), stream)
+        with keyed_server.client() as client:
+            for body in ({"prompt": "MY-SECRET-PROMPT", "max_tokens": 2}, {"prompt": ["MY-SECRET-PROMPT", 5]}):
+                answer = client.post("/v1/completions?q=MY-SECRET-QUERY", json={"model": "kvboost-edge/demo", **body})
+            assert answer.status_code == 400
+            client.get("/v1/models/MY-SECRET-PATH")
+        # A line is written after the answer has gone.
+        wait_until(lambda: stream.getvalue().count('"event": "request"') >= 3, "the lines of three requests")
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    requests = [line for line in lines if line["event"] == "request"]
+    assert [line["status"] for line in requests] == [200, 400, 404]
+    assert requests[0]["request_id"].startswith("req-")
+    assert requests[0]["route"] == "/v1/completions"
+    assert requests[0]["prompt_tokens"] > 0
+    assert requests[0]["generated_tokens"] == 2
+    assert "SECRET" not in stream.getvalue()
+    assert not any(key in stream.getvalue() for key in KEYS)
+
+
+def test_keys_are_not_shown():
+    settings = ServerSettings(api_keys=KEYS)
+    assert not any(key in repr(settings) for key in KEYS)
+    for bad in ("with space", "", "ünicode", "line\n"):
+        with pytest.raises(ConfigError) as caught:
+            ServerSettings(api_keys=(bad,))
+        assert not bad or bad not in str(caught.value)
+    for twice in ({"api_keys": ("same", "same")}, {"api_keys": ("same",), "admin_api_keys": ("same",)}):
+        with pytest.raises(ConfigError, match="twice"):
+            ServerSettings(**twice)
+    assert ServerSettings(host="0.0.0.0", admin_api_keys=("a",)).all_keys == ("a",)
+
+
+def test_keys_come_from_flags_file_and_environment(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfrom-file\n\n  spaced  \n")
+    environment = {"KVBOOST_API_KEY": "one", "KVBOOST_API_KEYS": "two, three,,from-flag"}
+    keys = collect_api_keys(["from-flag"], file, environment)
+    assert keys == ("from-flag", "from-file", "spaced", "one", "two", "three")
+    assert collect_api_keys((), None, {}) == ()
+    assert collect_api_keys((), None, {**environment, "KVBOOST_ADMIN_API_KEYS": "x"}, "KVBOOST_ADMIN_API_KEY") == ("x",)
+
+
+@pytest.mark.parametrize("value", [",", " ", " , ,"])
+@pytest.mark.parametrize("name", ["KVBOOST_API_KEY", "KVBOOST_API_KEYS", "KVBOOST_ADMIN_API_KEYS"])
+def test_a_variable_without_a_key_does_not_open_the_server(name, value):
+    single = not name.endswith("S")
+    if single and value.strip():
+        assert collect_api_keys((), None, {name: value}) == (value.strip(),)
+        return
+    with pytest.raises(ConfigError, match=f"{name} is set and holds no key"):
+        collect_api_keys((), None, {name: value}, name.removesuffix("S"))
+    assert collect_api_keys((), None, {name: ""}, name.removesuffix("S")) == ()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"# only a comment\n", b"\xff\xfe"])
+def test_a_useless_key_file_is_an_error(tmp_path, content):
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="API key file"):
+        collect_api_keys((), file, {})
+
+
+def _routes(server):
+    found = []
+    queue = list(server.server.config.app.routes)
+    while queue:
+        route = queue.pop()
+        nested = getattr(route, "original_router", route)  # newer FastAPI keeps included routers whole
+        if hasattr(nested, "routes"):
+            queue.extend(nested.routes)
+        elif hasattr(route, "path") and "{" not in route.path:
+            found.append(route)
+    return found

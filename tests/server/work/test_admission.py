@@ -1,0 +1,329 @@
+"""The bounded queue, the deadline, the batch window, and the end of work that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvboost_edge.server.work.admission import Ticket
+from kvboost_edge.server.work.grouping import PrefixGroups
+from live_servers import HeldForward, LiveServer, raw_answer, serving, wait_until
+
+MODEL = "kvboost-edge/demo"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True}
+TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+ROUTES = [
+    ("/v1/completions", TEXT),
+    ("/v1/completions", {**TEXT, "stream": True}),
+    ("/v1/completions", {**TEXT, "prompt": ["one", "two", "three"], "n": 2}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "stream": True, "n": 2}),
+    ("/v1/warm", {"text": "word " * 60}),
+]
+
+
+@pytest.fixture
+def held(tiny_engine: Any) -> Iterator[HeldForward]:
+    """The tiny engine, held inside its forward pass. It ran before: kernels may have to be compiled first."""
+    tiny_engine.generate("warm", max_new_tokens=2)
+    hold = HeldForward(tiny_engine)
+    yield hold
+    hold.release()
+
+
+@contextlib.contextmanager
+def posting(server: LiveServer, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[list[httpx.Response]]:
+    """Post in a thread while the block runs; the list holds the answer after it."""
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        with server.client() as client:
+            answers.append(client.post(path, json=body))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    yield answers
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def finished(server: LiveServer, reason: str) -> float:
+    """vLLM's count of requests that ended for this reason."""
+    labels = {"model_name": MODEL, "finished_reason": reason}
+    return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
+
+
+@pytest.mark.parametrize("body", [TEXT, {**TEXT, "prompt": "x" * 200_000}], ids=["small", "large"])
+def test_a_full_queue_answers_503_at_once(tiny_engine, held, body):
+    with serving(tiny_engine, max_batch_size=1, max_queue_size=1) as server:
+        with posting(server, TEXT) as first, posting(server, TEXT) as second, server.client() as client:
+            wait_until(lambda: server.state.admission.sequences == 2, "two requests in flight")
+            client.get("/health")  # the connection is there, so that the next figure is the answer's alone
+            seconds = []
+            for _ in range(5):
+                started = time.perf_counter()
+                refused = client.post("/v1/completions", json=body)
+                seconds.append(time.perf_counter() - started)
+                assert refused.status_code == 503
+            held.release()
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        # The best of five: the machine may be busy with something else.
+        assert min(seconds) < 0.05, seconds
+        assert [answer.status_code for answer in (*first, *second)] == [200, 200]
+        assert server.state.admission.refused == 5
+        wait_until(server.idle, "the server to be idle")
+
+
+def test_the_queue_is_bounded_by_tokens_too(tiny_engine, held):
+    with serving(tiny_engine, max_queue_tokens=100) as server, server.client() as client:
+        with posting(server, {**TEXT, "max_tokens": 60}) as first:
+            wait_until(lambda: server.state.admission.sequences == 1, "a request in flight")
+            refused = client.post("/v1/completions", json={**TEXT, "max_tokens": 60})
+            held.release()
+        never = client.post("/v1/completions", json={**TEXT, "max_tokens": 200})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert (never.status_code, never.json()["error"]["code"]) == (400, "request_too_large")
+        assert "--max-queue-tokens" in never.json()["error"]["message"]
+        assert first[0].status_code == 200
+
+
+def test_the_deadline_ends_a_request_with_504_and_its_work(tiny_engine, held):
+    with serving(tiny_engine, request_timeout=0.3) as server, server.client() as client:
+        started = time.perf_counter()
+        answer = client.post("/v1/completions", json=TEXT)
+        assert time.perf_counter() - started < 5
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert finished(server, "abort") == 1
+        steps = held.steps
+        held.release()
+        wait_until(server.idle, "the work to stop")
+        assert held.steps <= steps + 1
+
+
+def test_the_deadline_covers_the_queue(tiny_model_dir):
+    from kvboost_edge import CPUPagedEngine
+
+    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "max_num_seqs": 1}
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
+        engine.generate("warm", max_new_tokens=2)
+        held = HeldForward(engine)
+        with serving(engine, request_timeout=0.3, max_batch_size=1) as server, server.client() as client:
+            with posting(server, TEXT) as first:
+                wait_until(lambda: held.steps == 1, "the first to run")
+                answer = client.post("/v1/completions", json=TEXT)
+                held.release()
+            assert answer.status_code == 504
+            assert first[0].status_code == 504
+            wait_until(server.idle, "the work to stop")
+
+
+def test_a_stream_past_its_deadline_ends_with_an_error_event(tiny_engine, held):
+    with serving(tiny_engine, request_timeout=0.5) as server, server.client() as client:
+        held.step(3)
+        with client.stream("POST", "/v1/completions", json={**TEXT, "stream": True}) as answer:
+            assert answer.status_code == 200
+            events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+        errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
+        assert [error["code"] for error in errors] == ["deadline_exceeded"]
+        held.release()
+        wait_until(server.idle, "the work to stop")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5], ids=["prefill", "first-token", "decode"])
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_disconnect_stops_the_work_within_a_step(tiny_engine, held, path, body, steps):
+    with serving(tiny_engine) as server:
+        held.step(steps)
+        with server.connect() as sock:
+            sock.sendall(server.request_bytes(path, body))
+            wait_until(lambda: held.steps == steps + 1 or (server.idle() and held.steps), "the step to begin")
+        wait_until(lambda: not server.state.admission.tickets, "the ticket to be given back")
+        begun = held.steps
+        held.release()
+        wait_until(server.idle, "the work to stop")
+        assert held.steps <= begun + 1
+        sequences = len(body["prompt"]) * 2 if isinstance(body.get("prompt"), list) else body.get("n", 1)
+        all_there = path == "/v1/warm" and steps  # one step is all it takes
+        assert finished(server, "abort") == (0 if all_there else sequences)
+        assert finished(server, "length") == (1 if all_there else 0)
+        tiny_engine._scheduler.manager.check_invariants([])
+
+
+def test_a_disconnect_while_queued_stops_the_request(tiny_engine, held):
+    with serving(tiny_engine) as server, posting(server, TEXT) as first:
+        wait_until(lambda: held.steps == 1, "the first to run")
+        with server.connect() as sock:
+            sock.sendall(server.request_bytes("/v1/completions", TEXT))
+            wait_until(lambda: server.state.admission.sequences == 2, "the second in flight")
+        wait_until(lambda: server.state.admission.sequences == 1, "the second to be given up")
+        held.release()
+    assert first[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "rest"),
+    [
+        ("X-A: b", b"\r\n"),
+        ("X-A: b", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20),
+        ("Upgrade: h2c\r\nConnection: Upgrade", b""),
+    ],
+    ids=["line feed", "pipelined", "upgrade"],
+)
+def test_a_disconnect_is_seen_whatever_follows_the_request(tiny_engine, held, header, rest):
+    with serving(tiny_engine) as server:
+        with server.connect() as sock:
+            sock.sendall(server.request_bytes("/v1/completions", TEXT, header) + rest)
+            wait_until(lambda: held.steps == 1, "the step to begin")
+            sock.sendall(rest)
+        wait_until(lambda: not server.state.admission.tickets, "the ticket to be given back")
+        held.release()
+        wait_until(server.idle, "the work to stop")
+
+
+def test_requests_with_one_prefix_start_together(tiny_engine, held):
+    prompt = "The same beginning of every prompt, " * 3
+    with serving(tiny_engine, batch_window_ms=10_000) as server, contextlib.ExitStack() as posts:
+        answers = [posts.enter_context(posting(server, {**TEXT, "prompt": prompt + "a", "max_tokens": 4}))]
+        wait_until(lambda: held.steps == 1, "the first prompt to be computed")
+        for tail in "bc":
+            answers.append(posts.enter_context(posting(server, {**TEXT, "prompt": prompt + tail, "max_tokens": 4})))
+        wait_until(lambda: server.state.admission.groups.held == 2, "both to be held")
+        alone = posts.enter_context(posting(server, {**TEXT, "prompt": "another", "max_tokens": 4}))
+        wait_until(
+            lambda: server.engine._core._live and len(server.engine._core._live) == 2, "the other not to be held"
+        )
+        started = time.perf_counter()
+        held.release()  # the first token of the leader lets them go, long before the window ends
+        posts.close()
+        assert time.perf_counter() - started < 5
+        texts = [answer[0].json()["choices"][0]["text"] for answer in answers]
+        assert alone[0].status_code == 200
+        wait_until(server.idle, "the server to be idle")
+    for tail, text in zip("abc", texts, strict=True):
+        sampled = tiny_engine.generate(prompt + tail, max_new_tokens=4, temperature=0, ignore_eos=True, mode="baseline")
+        assert text == sampled.output_text
+
+
+async def test_the_window_is_the_longest_wait():
+    groups = PrefixGroups(window_seconds=0.05, block_size=4)
+    prompt = [1, 2, 3, 4, 5]
+    first = await groups.join("tenant", prompt)
+    started = time.perf_counter()
+    second = await groups.join("tenant", prompt)
+    waited = time.perf_counter() - started
+    assert first == second is not None
+    assert 0.04 < waited < 2
+    assert groups.held == 1
+    other = await asyncio.wait_for(groups.join("another tenant", prompt), 0.04)
+    assert other != first
+    for key in (first, second, other):
+        groups.leave(key)
+    assert not groups._groups
+
+
+@pytest.mark.parametrize(("window", "ids"), [(0.0, [1, 2, 3, 4, 5]), (5.0, [1, 2, 3, 4])], ids=["off", "short"])
+async def test_nobody_is_held_without_a_window_or_a_full_block(window, ids):
+    groups = PrefixGroups(window_seconds=window, block_size=4)
+    for _ in range(3):
+        assert await asyncio.wait_for(groups.join(None, ids), 1) is None
+    assert groups.held == 0
+
+
+def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
+    from kvboost_edge import CPUPagedEngine
+
+    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32"}
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
+        engine.generate("warm", max_new_tokens=2)
+        held = HeldForward(engine)
+        engine._core._take = _explode
+        with serving(engine) as server, server.client() as client:
+            streamed = server.connect()
+            streamed.sendall(server.request_bytes("/v1/completions", {**TEXT, "stream": True}, "Connection: close"))
+            with posting(server, TEXT) as first:
+                wait_until(lambda: server.state.admission.sequences == 2 and held.steps, "both in flight")
+                assert client.get("/ready").status_code == 200
+                held.release()
+            assert (first[0].status_code, first[0].json()["error"]["code"]) == (500, "engine_stopped")
+            assert "gone" not in first[0].text
+            assert b"engine_stopped" in raw_answer(streamed)
+            streamed.close()
+            for path in ("/health", "/ready"):
+                answer = client.get(path)
+                assert answer.status_code == 503
+                assert "the engine stopped" in answer.json()["error"]["message"]
+            assert client.get("/version").status_code == 200
+            assert "kvboost:engine_alive 0.0" in client.get("/metrics").text
+            after = client.post("/v1/completions", json=TEXT)
+            assert (after.status_code, after.json()["error"]["code"]) == (503, "engine_stopped")
+            for method, path in (("GET", "/v1/stats"), ("GET", "/v1/blocks"), ("POST", "/cache/reset")):
+                answer = client.request(method, path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped"), path
+            wait_until(lambda: not server.state.admission.tickets, "the tickets to be given back")
+
+
+def _explode(*arguments: Any) -> None:
+    from kvboost_edge.errors import CacheCorruption
+
+    raise CacheCorruption("gone")
+
+
+@pytest.mark.parametrize("keys", [(), ("one",), ("one", "two")], ids=["no key", "one key", "two keys"])
+def test_no_tenant_goes_before_another_by_its_priority(tiny_engine, keys):
+    with serving(tiny_engine, api_keys=keys) as server, server.client() as client:
+        for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/v1/warm", {"text": "a"})):
+            assert client.post(path, json={**body, "model": MODEL, "priority": 5}).status_code == 200
+            answer = client.post(path, json={**body, "model": MODEL, "priority": -1})
+            if len(keys) < 2:
+                assert answer.status_code == 200
+            else:
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+
+
+async def test_a_cancelled_waiter_lets_nobody_through() -> None:
+    """Whoever waits for a prefix waits for the one that computes it, or for the end of the window."""
+    groups = PrefixGroups(30.0, 2)
+    key = await groups.join("t", [1, 2, 3])
+    waiters = [asyncio.create_task(groups.join("t", [1, 2, 3 + index])) for index in range(3)]
+    while groups.held < 3:
+        await asyncio.sleep(0)
+    waiters[0].cancel()
+    await asyncio.wait([waiters[0]])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [task.done() for task in waiters] == [True, False, False]
+    assert key is not None
+    groups.leave(key)
+    for found in await asyncio.gather(*waiters[1:]):
+        groups.leave(found)
+    assert not groups._groups
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_server, stream):
+    """Its ticket holds all that belongs to it; a circle through the task that watches for the client would keep it."""
+
+    def tickets() -> int:
+        return sum(type(item) is Ticket for item in gc.get_objects())
+
+    gc.collect()
+    before = tickets()
+    gc.disable()
+    try:
+        with live_server.client() as client:
+            for _ in range(5):
+                assert client.post("/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}).is_success
+            # The connection holds its last request as long as it is open.
+            wait_until(lambda: tickets() <= before + 1, "the tickets to be freed")
+    finally:
+        gc.enable()

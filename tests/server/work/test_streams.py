@@ -1,0 +1,308 @@
+"""Streams: OpenAI's format to the letter, equal to the whole answer, ended when the client goes or something fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvboost_edge.server.work.streams import dumps, dumps_long, send_json
+from live_servers import LiveServer, wait_until
+
+MODEL = "kvboost-edge/demo"
+MESSAGES: Any = [{"role": "user", "content": "What grinds the corn?"}]
+CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
+TEXT = ("/v1/completions", {"prompt": "The water mill of the old town"})
+
+
+@pytest.fixture(scope="module")
+def client(live_server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The events of a stream; the format itself is checked."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["x-request-id"]
+    blocks = answer.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+async def test_chat_chunks_to_the_letter(tiny_app: httpx.AsyncClient) -> None:
+    body = {**CHAT[1], "max_tokens": 5, "temperature": 0, "stream": True, "ignore_eos": True}
+    chunks = events(await tiny_app.post(CHAT[0], json=body))
+    head = {"id", "object", "created", "model", "system_fingerprint", "choices"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]) for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["choices"] == [
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": "", "refusal": None},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    ]
+    for chunk in chunks[:-1]:
+        assert set(chunk) == head, "usage is not there unless asked for"
+        assert chunk["choices"][0]["finish_reason"] is None
+    for chunk in chunks[1:-1]:
+        assert list(chunk["choices"][0]["delta"]) == ["content"]
+        assert chunk["choices"][0]["delta"]["content"]
+    last = chunks[-1]["choices"][0]
+    assert (last["delta"], last["finish_reason"]) == ({}, "length")
+    assert set(chunks[-1]) == head | {"timings", "kvboost"}
+    whole = (await tiny_app.post(CHAT[0], json={**body, "stream": False})).json()
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+
+
+async def test_usage_comes_last_and_alone(tiny_app: httpx.AsyncClient) -> None:
+    for path, base in (CHAT, TEXT):
+        body = {**base, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "n": 2}
+        chunks = events(await tiny_app.post(path, json=body))
+        assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks[:-1])
+        last = chunks[-1]
+        assert last["choices"] == []
+        assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + last["usage"]["completion_tokens"]
+        assert last["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+        assert {"timings", "kvboost"} <= set(last)
+        reasons = [
+            choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]
+        ]
+        assert len(reasons) == 2
+
+
+async def test_streams_equal_whole_answers(tiny_app: httpx.AsyncClient) -> None:
+    """Choices, prompts, echo, stop strings, log probabilities and token ids, for both endpoints."""
+    shared: list[dict[str, Any]] = [
+        {},
+        {"n": 3, "seed": 1, "temperature": 1.3},
+        {"stop": ["e", "th"]},
+        {"return_token_ids": True, "n": 2},
+    ]
+    cases = [(CHAT, case) for case in [*shared, {"logprobs": True, "top_logprobs": 2}]]
+    cases += [(TEXT, case) for case in [*shared, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}]]
+    cases += [(TEXT, {"echo": True, "max_tokens": 0}), (TEXT, {"echo": True, "max_tokens": 0, "logprobs": 0})]
+    cases += [
+        (TEXT, {"prompt": ["one two", "three"], "n": 2, "echo": True}),
+        (TEXT, {"prompt": [5, 6, 7], "echo": True}),
+    ]
+    for (path, base), case in cases:
+        body = {**base, "max_tokens": 8, "temperature": 0, **case}
+        whole = (await tiny_app.post(path, json=body)).json()
+        chunks = events(await tiny_app.post(path, json={**body, "stream": True}))
+        built = [assemble(chunks, choice["index"], path == CHAT[0]) for choice in whole["choices"]]
+        expected = [flatten(choice) for choice in whole["choices"]]
+        assert built == expected, case
+
+
+def flatten(choice: dict[str, Any]) -> dict[str, Any]:
+    """A whole choice as `assemble` builds it."""
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return {
+        "text": text,
+        "reason": choice["finish_reason"],
+        "logprobs": choice["logprobs"],
+        "token_ids": choice.get("token_ids", []),
+    }
+
+
+def assemble(chunks: list[Any], index: int, chat: bool) -> dict[str, Any]:
+    """The choice `index` put together from its chunks."""
+    pieces = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    lists: dict[str, list[Any]] = {}
+    for piece in pieces:
+        for name, values in (piece["logprobs"] or {}).items():
+            if values is not None:
+                lists.setdefault(name, []).extend(values)
+    logprobs = {**lists, "refusal": None} if chat and lists else lists or None
+    return {
+        "text": "".join(piece["delta"].get("content", "") if chat else piece["text"] for piece in pieces),
+        "reason": pieces[-1]["finish_reason"],
+        "logprobs": logprobs,
+        "token_ids": [i for piece in pieces for i in piece.get("token_ids", [])],
+    }
+
+
+def test_the_client_reads_streams(client: openai.OpenAI, live_server: LiveServer) -> None:
+    expected = live_server.engine.generate(MESSAGES, max_new_tokens=16)
+    options: Any = {"model": MODEL, "max_tokens": 16, "temperature": 0, "stream": True}
+    options["stream_options"] = {"include_usage": True}
+    chunks = list(client.chat.completions.create(messages=MESSAGES, **options))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.output_text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == expected.generated_tokens
+    texts = list(client.completions.create(prompt=TEXT[1]["prompt"], **options))
+    plain = live_server.engine.generate(TEXT[1]["prompt"], max_new_tokens=16)
+    assert "".join(c.choices[0].text for c in texts if c.choices) == plain.output_text
+
+
+async def test_an_error_before_the_first_token_has_its_status(tiny_app: httpx.AsyncClient) -> None:
+    answer = await tiny_app.post(CHAT[0], json={**CHAT[1], "stream": True, "max_tokens": 10_000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    missing = await tiny_app.post(CHAT[0], json={**CHAT[1], "stream": True, "model": "other"})
+    assert missing.status_code == 404
+
+
+async def test_a_failure_in_the_middle_is_an_event(
+    tiny_app: httpx.AsyncClient, tiny_engine: Any, monkeypatch: Any
+) -> None:
+    runner = tiny_engine._parts.runner
+    forward, passes = runner.forward, []
+
+    def failing(batch: Any) -> Any:
+        passes.append(batch)
+        if len(passes) > 3:
+            raise RuntimeError("a secret of the runner")
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", failing)
+    body = {**CHAT[1], "max_tokens": 20, "stream": True, "ignore_eos": True}
+    chunks = events(await tiny_app.post(CHAT[0], json=body))
+    assert len(chunks) > 1
+    error = chunks[-1]["error"]
+    assert error["type"] == "server_error"
+    assert "secret" not in json.dumps(chunks)
+    whole = await tiny_app.post(CHAT[0], json={**body, "stream": False})
+    assert whole.status_code == 500
+    assert "secret" not in whole.text
+    monkeypatch.setattr(runner, "forward", forward)
+    assert (await tiny_app.post(CHAT[0], json={**body, "stream": False})).status_code == 200
+    assert tiny_engine.paged_stats()["used_blocks"] == 0
+
+
+@contextmanager
+def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """Send a request, and close the connection when the block is left."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
+class Gate:
+    """Holds the engine's forward passes once closed."""
+
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+        runner = engine._parts.runner
+        forward, passes = runner.forward, []
+
+        def held(batch: Any) -> Any:
+            passes.append(batch)
+            if len(passes) > allowed:
+                self.reached.set()
+                assert self.open.wait(30)
+            return forward(batch)
+
+        monkeypatch.setattr(runner, "forward", held)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("allowed", [0, 3], ids=["prefill", "decode"])
+def test_a_client_that_goes_ends_its_work(
+    live_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool, allowed: int
+) -> None:
+    engine = live_server.engine
+    gate = Gate(engine, monkeypatch, allowed)
+    body = {**CHAT[1], "max_tokens": 1000, "stream": stream, "n": 2, "ignore_eos": True}
+    try:
+        with posted(live_server, CHAT[0], body):
+            assert gate.reached.wait(30)
+        wait_until(lambda: live_server.state.admission.sequences == 0, "the request to be given up")
+        before = engine.paged_stats()
+        assert before["num_running"] + before["num_waiting"] > 0, "the step is still held"
+    finally:
+        gate.open.set()
+    wait_until(lambda: not engine._core._live, "the engine to drop the requests")
+    assert engine.paged_stats()["used_blocks"] == 0
+
+
+def test_a_stream_that_is_closed_ends_its_work(client: openai.OpenAI, live_server: LiveServer) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, max_tokens=1500, n=2, extra_body={"ignore_eos": True}
+    )
+    for _, _chunk in zip(range(5), stream, strict=False):
+        pass
+    stream.close()
+    wait_until(lambda: not live_server.engine._core._live, "the engine to drop the requests")
+    assert live_server.state.admission.sequences == 0
+    assert live_server.engine.paged_stats()["used_blocks"] == 0
+
+
+def test_a_client_that_goes_while_its_prompt_is_tokenized(
+    live_server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, release, entered = live_server.engine, threading.Event(), threading.Event()
+    encode = engine.tokenizer.codec.encode
+
+    def slow(text: str, add_special_tokens: bool) -> list[int]:
+        entered.set()
+        assert release.wait(30)
+        return encode(text, add_special_tokens)
+
+    submitted: list[Any] = []
+    monkeypatch.setattr(engine.tokenizer.codec, "encode", slow)
+    monkeypatch.setattr(engine, "submit", lambda *args, **kwargs: submitted.append(args))
+    with posted(live_server, TEXT[0], {"prompt": "a text that is long enough for a thread of its own " * 40}):
+        assert entered.wait(30)
+    wait_until(lambda: live_server.state.admission.sequences == 0, "the request to be given up")
+    release.set()
+    monkeypatch.undo()
+    assert live_server.engine.generate("x", max_new_tokens=1).generated_tokens == 1
+    assert not submitted
+
+
+def test_long_json_is_the_same_json() -> None:
+    text = 'a"\\\n\0é🙂\u2028' * 9000
+    for value in ({"a b": text, "n": 1}, {"tokens": list(range(40_000)), "s": ""}, {"x": [], "y": [{"a": text}] * 2}):
+        assert dumps_long(value) == dumps(value)
+
+
+async def test_a_large_answer_is_sent_in_pieces() -> None:
+    for size in (1, 2**18 - 1, 2**18, 2**18 + 1, 2**20):
+        sent: list[Any] = []
+
+        async def send(message: Any, into: list[Any] = sent) -> None:
+            into.append(message)
+
+        body = bytes(index % 251 for index in range(size))
+        await send_json(send, body)
+        pieces = [message["body"] for message in sent[1:]]
+        assert b"".join(pieces) == body
+        assert max(map(len, pieces)) <= 2**18
+        assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [False]
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(live_server: LiveServer) -> None:
+    """Tokens that a stop string cut off, in part or whole, begin where the text ends."""
+    base = {"prompt": "The water mill of the old town", "max_tokens": 24, "temperature": 0, "logprobs": 1}
+    with live_server.client() as client:
+        text = client.post("/v1/completions", json=base).json()["choices"][0]["text"]
+        cut = 0
+        for first in range(3, 15):
+            for echo in (False, True):
+                body = {**base, "stop": [text[first : first + 6], "\u2603"], "echo": echo}
+                whole = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+                chunks = events(client.post("/v1/completions", json={**body, "stream": True}))
+                found = [piece["logprobs"] for chunk in chunks for piece in chunk["choices"] if piece["logprobs"]]
+                for name in ("tokens", "text_offset", "token_logprobs"):
+                    assert [item for logprobs in found for item in logprobs[name]] == whole[name], (first, name)
+                cut += len(set(whole["text_offset"])) < len(whole["text_offset"])
+        assert cut, "no stop string cut a token off"
