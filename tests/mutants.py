@@ -154,9 +154,9 @@ FAULTS = (
     ),
     fault(
         "a half-filled block is published",
-        "kvcache/manager.py",
-        "num_full = num_computed // self.block_size",
-        "num_full = -(-num_computed // self.block_size)",
+        "kvcache/block_table.py",
+        "return whole // block_size",
+        "return -(-whole // block_size)",
         *KVCACHE,
     ),
     fault(

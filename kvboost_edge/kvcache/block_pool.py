@@ -1,34 +1,28 @@
-"""Reference counts of the blocks and one ordered list of the free ones, which is the LRU too.
-
-A block is free when nobody references it. Free blocks wait in one `OrderedDict`: `take` hands out from its front, so
-its order is the eviction order. Two rules make that order:
-
-1. A released block whose content may still be matched goes to the back: it lives longest.
-2. A released block with nothing to match goes to the front: it is handed out before anything cached is lost.
-
-Why not a deque: `touch` takes a block out of the middle when a prefix is matched, O(1) here and O(n) there.
-"""
+"""Reference counts of the blocks; a free block is one that nobody references, and the eviction policy orders those."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
+from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 
 __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks-1, all free at first. Knows counts and order, nothing of content."""
+    """Blocks 0 .. num_blocks-1, all free at first. Knows counts, nothing of content.
+
+    policy: makes the order in which free blocks are handed out, from the ids of all blocks.
+    """
 
     __slots__ = ("_free", "_ref_counts")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed) -> None:
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks!r} must be an integer of at least 1")
         self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = policy(range(num_blocks))
 
     @property
     def num_blocks(self) -> int:
@@ -51,10 +45,14 @@ class BlockPool:
 
     def free_ids(self) -> list[int]:
         """The free blocks, the next one to be handed out first."""
-        return list(self._free)
+        return self._free.order()
+
+    def held(self) -> Collection[int]:
+        """Blocks that the policy holds (pins): referenced, and by no table."""
+        return self._free.held()
 
     def take(self, count: int) -> list[int]:
-        """Hand out the `count` least recently used free blocks with one reference each; all or nothing.
+        """Hand out `count` free blocks with one reference each, those to be evicted first; all or nothing.
 
         Raises CapacityError when fewer are free. The caller forgets what the blocks held.
         """
@@ -63,8 +61,7 @@ class BlockPool:
                 f"{count} blocks needed, {len(self._free)} of {self.num_blocks} are free; "
                 "enlarge max_cache_bytes or num_blocks"
             )
-        pop = self._free.popitem
-        taken = [pop(last=False)[0] for _ in range(count)]
+        taken = self._free.take(count)
         for block_id in taken:
             self._ref_counts[block_id] = 1
         return taken
@@ -73,11 +70,11 @@ class BlockPool:
         """Add a reference; a free block leaves the free list."""
         self._check_id(block_id)
         if self._ref_counts[block_id] == 0:
-            del self._free[block_id]
+            self._free.remove(block_id)
         self._ref_counts[block_id] += 1
 
     def release(self, block_id: int, *, matchable: bool) -> None:
-        """Drop a reference; the last one frees the block, to the back of the list if `matchable`, else to the front.
+        """Drop a reference; the last one frees the block, whose content may still be found if `matchable`.
 
         Raises CacheCorruption for a block that has no reference (double free) or is not in the pool (stale id).
         """
@@ -87,20 +84,19 @@ class BlockPool:
             raise CacheCorruption(f"double free: block {block_id} has no reference left")
         self._ref_counts[block_id] = count - 1
         if count == 1:
-            self._free[block_id] = None
-            if not matchable:
-                self._free.move_to_end(block_id, last=False)
+            self._free.put(block_id, matchable=matchable)
 
     def refresh(self, block_id: int) -> None:
         """Make a free block the most recently used; a referenced one is in no list and stays as it is."""
         self._check_id(block_id)
         if block_id in self._free:
-            self._free.move_to_end(block_id)
+            self._free.refresh(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount from `references` (one block id per reference held anywhere); CacheCorruption on any difference."""
+        """Recount from `references` (one block id for each that a table holds) and those of the policy; CacheCorruption
+        on any difference."""
         counted = [0] * self.num_blocks
-        for block_id in references:
+        for block_id in (*references, *self._free.held()):
             self._check_id(block_id)
             counted[block_id] += 1
         for block_id, (expected, actual) in enumerate(zip(counted, self._ref_counts, strict=True)):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+from operator import attrgetter
 from typing import NamedTuple
 
-__all__ = ["BlockTable", "CopyOp", "PrefixEntry"]
+__all__ = ["WHOLE", "BlockTable", "CopyOp", "PrefixEntry", "TableEntry", "TablePart"]
+
+_VALID_FROM = attrgetter("valid_from")
 
 
 class CopyOp(NamedTuple):
@@ -29,14 +33,62 @@ class PrefixEntry(NamedTuple):
     serial: int
 
 
+class TableEntry(NamedTuple):
+    """One block of a table, as attention may use it. Positions are those of the table's sequence.
+
+    block_id                 where its keys and values are
+    first_position           the position of its slot 0
+    valid_from, valid_to     it serves positions [valid_from, valid_to), and nothing else of it may be read
+    delta                    how far its keys are from the positions they were computed at; 0: exact
+    """
+
+    block_id: int
+    first_position: int
+    valid_from: int
+    valid_to: int
+    delta: int
+
+
+class TablePart(NamedTuple):
+    """Consecutive blocks of a table that hold consecutive positions: what its entries have in common.
+
+    first_index      index in the table of its first block
+    first_position   the position of that block's slot 0, at most `valid_from`
+    valid_from       the first position it serves; it serves all up to the next part's, the last part to the end
+    delta            see TableEntry
+    """
+
+    first_index: int
+    first_position: int
+    valid_from: int
+    delta: int
+
+
+WHOLE = TablePart(0, 0, 0, 0)
+"""The one part of a table whose blocks hold its tokens from position 0 on, without a gap."""
+
+
 class BlockTable:
     """The blocks of one sequence, in order; made, changed and freed by a `KVCacheManager` alone.
+
+    The positions of a sequence, the blocks that hold them, and who gives them back:
+
+        0            num_cached_tokens         num_computed_tokens             end
+        |   shared    |        computed here         |        reserved         |
+        | matched in  | own blocks; each is          | own blocks that         |
+        | the index   | published once it is full    | `extend` made, empty    |
+        [ block_ids[0], block_ids[1], ...                                      ]
+        |-- chained: the blocks `_num_chained` counts --|
+
+    `free` gives back all of them, tail first; what is published stays matchable until it is taken. A shared block that
+    must be written (a forked tail; the last block of a prompt cached to its end) is replaced by a copy first.
 
     Example, block_size 16: a prompt of 40 tokens whose first 32 were cached opens as block_ids [7, 2],
     num_cached_tokens 32, num_computed_tokens 32. `extend(table, 40)` appends a block, [7, 2, 9]; slots 9*16 .. 9*16+7
     take tokens 32..39; `commit` with 40 computed tokens publishes nothing new, with 48 it publishes block 9.
 
     block_ids            ids of the blocks; grows at the end, an entry changes only by copy-on-write
+    parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
@@ -57,11 +109,13 @@ class BlockTable:
         "miss_reason",
         "num_cached_tokens",
         "num_computed_tokens",
+        "parts",
         "root",
     )
 
     def __init__(self, serial: int, root: bytes) -> None:
         self.block_ids: list[int] = []
+        self.parts: list[TablePart] = [WHOLE]
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
@@ -83,6 +137,40 @@ class BlockTable:
 
     def __len__(self) -> int:
         return len(self.block_ids)
+
+    def part_of(self, position: int) -> TablePart:
+        """The part that serves a position, or will once there are blocks for it."""
+        parts = self.parts
+        if len(parts) == 1:
+            return parts[0]
+        return parts[bisect.bisect_right(parts, position, key=_VALID_FROM) - 1]
+
+    def index_of(self, position: int, block_size: int) -> int:
+        """Index of the block that holds a position; at least `len(table)` where there is none yet."""
+        part = self.part_of(position)
+        return part.first_index + (position - part.first_position) // block_size
+
+    def num_slots(self, block_size: int) -> int:
+        """Positions that its blocks have room for."""
+        last = self.parts[-1]
+        return last.first_position + (len(self.block_ids) - last.first_index) * block_size
+
+    def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone determine."""
+        whole = num_tokens if len(self.parts) == 1 else min(num_tokens, self.parts[1].valid_from)
+        return whole // block_size
+
+    def entries(self, block_size: int) -> list[TableEntry]:
+        """Every block with the positions it serves."""
+        stops = [part.valid_from for part in self.parts[1:]] + [self.num_slots(block_size)]
+        ends = [part.first_index for part in self.parts[1:]] + [len(self.block_ids)]
+        found: list[TableEntry] = []
+        for part, stop, end in zip(self.parts, stops, ends, strict=True):
+            for index in range(part.first_index, end):
+                first = part.first_position + (index - part.first_index) * block_size
+                valid = max(first, part.valid_from), min(first + block_size, stop)
+                found.append(TableEntry(self.block_ids[index], first, *valid, part.delta))
+        return found
 
     def __repr__(self) -> str:
         return (

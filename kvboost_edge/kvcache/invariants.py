@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.block_table import WHOLE, BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL, PrefixIndex
 
@@ -22,8 +23,9 @@ def check_tables(
     for table in tables:
         if len(set(table.block_ids)) != len(table.block_ids):
             raise CacheCorruption(f"a table lists a block twice: {table.block_ids}")
-        if table.num_computed_tokens > len(table.block_ids) * block_size:
+        if table.num_computed_tokens > table.num_slots(block_size):
             raise CacheCorruption(f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks")
+        _check_parts(table, block_size)
         if table._num_chained > len(table.block_ids):
             raise CacheCorruption(f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}")
         if any(index >= len(table.block_ids) for index in (*table._twins, *table._withdrawn)):
@@ -31,6 +33,18 @@ def check_tables(
         claims.update(dict.fromkeys(table._claims.values(), table._serial))
     if claims != in_flight:
         raise CacheCorruption(f"{len(in_flight)} prefixes are in flight, live tables claim {len(claims)}")
+
+
+def _check_parts(table: BlockTable, block_size: int) -> None:
+    """Check that the parts of a table follow one another without a gap and stay inside their blocks."""
+    if not table.parts or table.parts[0] != WHOLE:
+        raise CacheCorruption(f"a table begins with {table.parts[:1]}")
+    for one, other in itertools.pairwise(table.parts):
+        end = one.first_position + (other.first_index - one.first_index) * block_size
+        if not (one.valid_from < other.valid_from <= end and other.first_position <= other.valid_from):
+            raise CacheCorruption(f"{other} does not follow {one}")
+    if table.parts[-1].first_index > len(table.block_ids):
+        raise CacheCorruption(f"{table.parts[-1]} begins beyond the {len(table.block_ids)} blocks of its table")
 
 
 def check_chains(tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: HashFn, block_size: int) -> None:

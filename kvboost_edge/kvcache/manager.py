@@ -6,16 +6,18 @@ before the next forward pass. One thread calls it; the counters and `block_state
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
-from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
+from kvboost_edge.kvcache.claims import Claims
+from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
+from kvboost_edge.kvcache.publishing import Publisher
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -26,7 +28,7 @@ class KVCacheManager:
     """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix sharing.
 
     `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide. `whole_blocks`: full
-    blocks cannot be written into again (quantized storage), see `Lookup`.
+    blocks cannot be written into again (quantized storage), see `Lookup`. `policy` orders the free blocks.
 
     cow_copies     blocks copied because somebody else still reads them
     evictions      published blocks handed out again, their prefix forgotten
@@ -36,14 +38,15 @@ class KVCacheManager:
     """
 
     __slots__ = (
+        "_claims",
         "_fresh",
         "_hash_fn",
-        "_in_flight",
         "_index",
         "_live",
         "_lookup",
         "_next_table",
         "_pool",
+        "_publisher",
         "_released",
         "block_size",
         "cow_copies",
@@ -54,17 +57,24 @@ class KVCacheManager:
     )
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, hash_fn: HashFn = chain_hash, whole_blocks: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        hash_fn: HashFn = chain_hash,
+        whole_blocks: bool = False,
+        policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed,
     ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks, policy)
         self._index = PrefixIndex(num_blocks)
         self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
         self._hash_fn = hash_fn
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
-        self._in_flight: dict[bytes, int] = {}  # prefix hash -> serial of the live table that computes it
+        self._claims = Claims()
+        self._publisher = Publisher(self._index, self._claims, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
@@ -97,7 +107,7 @@ class KVCacheManager:
             table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
             table.num_computed_tokens = table.num_cached_tokens
             for index, prefix_hash in enumerate(self._lookup.rest(data, match), len(match.block_ids)):
-                self._claim(table, index, prefix_hash)
+                self._claims.make(table, index, prefix_hash)
             table._uncounted_misses = len(token_ids) - table.num_cached_tokens if count else 0
         self._next_table += 1
         self._live[table._serial] = table
@@ -115,32 +125,24 @@ class KVCacheManager:
         """
         data = encode_tokens(token_ids)
         rest = self._lookup.awaitable(data, self._lookup.match(data, root))
-        promised = list(itertools.takewhile(self._in_flight.__contains__, rest))
-        return promised[-1] if promised else None
+        return self._claims.last_promised(rest)
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
         """Whether a live table is still computing the block of this hash."""
-        return prefix_hash in self._in_flight
-
-    def _claim(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
-        """Promise a block, unless its hash is promised already."""
-        if prefix_hash not in self._in_flight:
-            self._in_flight[prefix_hash] = table._serial
-            table._claims[index] = prefix_hash
-
-    def _unclaim(self, table: BlockTable, index: int) -> None:
-        prefix_hash = table._claims.pop(index, None)
-        if prefix_hash is not None:
-            del self._in_flight[prefix_hash]
+        return prefix_hash in self._claims
 
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
         self._check_live(table)
-        stop = -(-num_tokens // self.block_size)
-        start = table.num_computed_tokens // self.block_size
+        first, stop = self._written(table, num_tokens)
         ref_count = self._pool.ref_count
-        shared = sum(ref_count(block_id) > 1 for block_id in table.block_ids[start:stop])
+        shared = sum(ref_count(block_id) > 1 for block_id in table.block_ids[first:stop])
         return max(0, stop - len(table.block_ids)) + shared
+
+    def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
+        """Indices [first, stop) of the blocks that hold tokens num_computed_tokens .. num_tokens - 1."""
+        stop = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens > 0 else 0
+        return table.index_of(table.num_computed_tokens, self.block_size), stop
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
@@ -158,8 +160,7 @@ class KVCacheManager:
             self.hit_tokens += table.num_cached_tokens
             self.miss_tokens += table._uncounted_misses
             table._uncounted_misses = 0
-        stop = -(-num_tokens // self.block_size)
-        first = table.num_computed_tokens // self.block_size
+        first, stop = self._written(table, num_tokens)
         ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
         if stop > len(table.block_ids):
             new = self._take(stop - len(table.block_ids))
@@ -181,7 +182,7 @@ class KVCacheManager:
         if self._pool.ref_count(block_id) == 1:
             if entry is not None:
                 table._withdrawn[block_index] = self._index.withdraw(block_id)
-                self._claim(table, block_index, entry.prefix_hash)
+                self._claims.make(table, block_index, entry.prefix_hash)
             return None
         new = self._take(1)[0]
         self._fresh.pop(new, None)  # it receives a copy: nothing to poison
@@ -195,10 +196,18 @@ class KVCacheManager:
     def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
         """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption beyond the blocks."""
         self._check_live(table)
-        size, ids = self.block_size, table.block_ids
-        if not 0 <= start <= stop <= len(ids) * size:
-            raise CacheCorruption(f"tokens {start} .. {stop} are outside the {len(ids) * size} slots of the table")
-        return [ids[position // size] * size + position % size for position in range(start, stop)]
+        size, ids, num_slots = self.block_size, table.block_ids, table.num_slots(self.block_size)
+        if not 0 <= start <= stop <= num_slots:
+            raise CacheCorruption(f"tokens {start} .. {stop} are outside the {num_slots} slots of the table")
+        found: list[int] = []
+        while start < stop:
+            part = table.part_of(start)
+            following = [other.valid_from for other in table.parts if other.valid_from > start]
+            end = min([stop, *following])
+            places = range(start - part.first_position, end - part.first_position)
+            found += [ids[part.first_index + place // size] * size + place % size for place in places]
+            start = end
+        return found
 
     def _take(self, count: int) -> list[int]:
         taken = self._pool.take(count)
@@ -217,61 +226,16 @@ class KVCacheManager:
         below the last one, beyond the tokens or beyond the blocks, and for tokens that changed under a rewrite.
         """
         self._check_live(table)
-        limit = min(len(token_ids), len(table.block_ids) * self.block_size)
+        limit = min(len(token_ids), table.num_slots(self.block_size))
         if not table.num_computed_tokens <= num_computed <= limit:
             raise CacheCorruption(
                 f"commit of {num_computed} tokens: {table.num_computed_tokens} were committed before, {limit} fit"
             )
         table._publishes = table._publishes and publish
         if table._publishes:
-            num_full = num_computed // self.block_size
-            for index in [index for index in table._withdrawn if index < num_full]:
-                self._republish(table, index, self._encode_block(token_ids, index))
-            for index in range(table._num_chained, num_full):
-                self._publish(table, index, self._encode_block(token_ids, index))
+            num_full = table.num_full_blocks(num_computed, self.block_size)
+            self.progress += self._publisher.publish(table, token_ids, num_full)
         table.num_computed_tokens = num_computed
-
-    def _encode_block(self, token_ids: Sequence[int], index: int) -> bytes:
-        return encode_tokens(token_ids[index * self.block_size : (index + 1) * self.block_size])
-
-    def _publish(self, table: BlockTable, index: int, tokens: bytes) -> None:
-        """Append the full block `index` to the table's chain and publish it, unless its equal is published."""
-        parent_serial = table._chain_serial
-        prefix_hash = self._hash_fn(table._chain_hash, tokens)
-        keyed = tokens if index else table.root + tokens
-        block_id = table.block_ids[index]
-        known = self._index.find(prefix_hash, keyed, parent_serial)
-        if known is None:
-            serial = self._index.publish(block_id, prefix_hash, keyed, parent_serial)
-            self.progress += 1
-        else:
-            serial = self._note_twin(table, index, known)
-        table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
-        self._unclaim(table, index)
-
-    def _republish(self, table: BlockTable, index: int, tokens: bytes) -> None:
-        """Put a rewritten block back under its old identity, so that the prefixes cached below it stay reachable."""
-        entry = table._withdrawn[index]
-        if entry.tokens != (tokens if index else table.root + tokens):
-            raise CacheCorruption(f"the tokens of block {table.block_ids[index]} changed while it was rewritten")
-        del table._withdrawn[index]
-        known = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
-        if known is None:
-            self._index.restore(table.block_ids[index], entry)
-            self.progress += 1
-        else:
-            serial = self._note_twin(table, index, known)
-            if index == table._num_chained - 1:
-                table._chain_serial = serial
-        self._unclaim(table, index)
-
-    def _note_twin(self, table: BlockTable, index: int, known: int) -> int:
-        """Remember that block `known` stands in the index for the table's own block; return its serial."""
-        entry = self._index.entry(known)
-        assert entry is not None  # it was just found there
-        if known != table.block_ids[index]:
-            table._twins[index] = (known, entry.serial)
-        return entry.serial
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, the partial tail included. Takes no block.
@@ -283,7 +247,7 @@ class KVCacheManager:
         self._next_table += 1
         for block_id in table.block_ids:
             self._pool.touch(block_id)
-        child.block_ids = table.block_ids.copy()
+        child.block_ids, child.parts = table.block_ids.copy(), table.parts.copy()
         child.num_cached_tokens, child.num_computed_tokens = table.num_cached_tokens, table.num_computed_tokens
         child._num_chained = table._num_chained
         child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
@@ -299,8 +263,7 @@ class KVCacheManager:
         before or belongs to another manager. The table is empty afterwards.
         """
         self._check_live(table)
-        for index in list(table._claims):
-            self._unclaim(table, index)
+        self._claims.drop_all(table)
         for index in range(len(table.block_ids) - 1, -1, -1):
             if index in table._twins:
                 twin, serial = table._twins[index]
@@ -313,7 +276,7 @@ class KVCacheManager:
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         del self._live[table._serial]
-        table.block_ids = []
+        table.block_ids, table.parts = [], [WHOLE]
         self.progress += 1
 
     def reset(self) -> int:
@@ -332,6 +295,11 @@ class KVCacheManager:
     def free_block_count(self) -> int:
         """Blocks nobody references, idle cached ones included."""
         return self._pool.num_free
+
+    @property
+    def usable_block_count(self) -> int:
+        """Blocks that requests can ever get: all but those that the eviction policy holds."""
+        return self._pool.num_blocks - len(self._pool.held())
 
     @property
     def used_block_count(self) -> int:
@@ -386,9 +354,10 @@ class KVCacheManager:
         return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all bookkeeping from `tables`, all the live ones; CacheCorruption on the first contradiction."""
+        """Recompute all bookkeeping from `tables`, all the live ones, and from what the eviction policy holds;
+        CacheCorruption on the first contradiction."""
         tables = list(tables)
-        check_tables(tables, self._live, self._in_flight, self.block_size)
+        check_tables(tables, self._live, self._claims.holders, self.block_size)
         self._pool.check(block_id for table in tables for block_id in table.block_ids)
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)

@@ -85,9 +85,9 @@ def test_check_finds_each_kind_of_contradiction() -> None:
     for holders in ([0], [0, 1, 1], [0, 1, 2], [0, 1, 7]):
         with pytest.raises(CacheCorruption):
             pool.check(holders)
-    pool._free[0] = None  # a referenced block in the free list
+    pool._free.put(0, matchable=False)  # a referenced block in the free list
     with pytest.raises(CacheCorruption, match="free list"):
         pool.check([0, 1])
-    del pool._free[0], pool._free[2]  # and a free one missing from it
+    pool._free.take(2)  # and a free one missing from it
     with pytest.raises(CacheCorruption, match="free list"):
         pool.check([0, 1])

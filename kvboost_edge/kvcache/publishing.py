@@ -1,0 +1,77 @@
+"""Publishing: a table's full blocks enter the prefix index, each as a link of the table's chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.claims import Claims
+from kvboost_edge.kvcache.hashing import HashFn, encode_tokens
+from kvboost_edge.kvcache.prefix_index import PrefixIndex
+
+__all__ = ["Publisher"]
+
+
+class Publisher:
+    """Publishes blocks of tables. Where an equal block is published already, the table keeps its own, unpublished."""
+
+    __slots__ = ("_block_size", "_claims", "_hash_fn", "_index")
+
+    def __init__(self, index: PrefixIndex, claims: Claims, hash_fn: HashFn, block_size: int) -> None:
+        self._index, self._claims = index, claims
+        self._hash_fn, self._block_size = hash_fn, block_size
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
+        """Publish what the first `num_full` blocks of the table make new, and return how many blocks that is.
+
+        token_ids   the running list; only blocks that are not published are read
+        """
+        count = 0
+        for index in [index for index in table._withdrawn if index < num_full]:
+            count += self._republish(table, index, self._encode_block(token_ids, index))
+        for index in range(table._num_chained, num_full):
+            count += self._append(table, index, self._encode_block(token_ids, index))
+        return count
+
+    def _encode_block(self, token_ids: Sequence[int], index: int) -> bytes:
+        return encode_tokens(token_ids[index * self._block_size : (index + 1) * self._block_size])
+
+    def _append(self, table: BlockTable, index: int, tokens: bytes) -> bool:
+        """Append the full block `index` to the table's chain; False if its equal is published."""
+        parent_serial = table._chain_serial
+        prefix_hash = self._hash_fn(table._chain_hash, tokens)
+        keyed = tokens if index else table.root + tokens
+        known = self._index.find(prefix_hash, keyed, parent_serial)
+        if known is None:
+            serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial)
+        else:
+            serial = self._note_twin(table, index, known)
+        table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
+        self._claims.drop(table, index)
+        return known is None
+
+    def _republish(self, table: BlockTable, index: int, tokens: bytes) -> bool:
+        """Put a rewritten block back under its old identity, so that the prefixes cached below it stay reachable; False
+        if its equal is published."""
+        entry = table._withdrawn[index]
+        if entry.tokens != (tokens if index else table.root + tokens):
+            raise CacheCorruption(f"the tokens of block {table.block_ids[index]} changed while it was rewritten")
+        del table._withdrawn[index]
+        known = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
+        if known is None:
+            self._index.restore(table.block_ids[index], entry)
+        else:
+            serial = self._note_twin(table, index, known)
+            if index == table._num_chained - 1:
+                table._chain_serial = serial
+        self._claims.drop(table, index)
+        return known is None
+
+    def _note_twin(self, table: BlockTable, index: int, known: int) -> int:
+        """Remember that block `known` stands in the index for the table's own block; return its serial."""
+        entry = self._index.entry(known)
+        assert entry is not None  # it was just found there
+        if known != table.block_ids[index]:
+            table._twins[index] = (known, entry.serial)
+        return entry.serial

@@ -1,0 +1,102 @@
+"""Tables whose parts begin inside a block: positions, slots and chains without `index == position // block_size`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, TableEntry, TablePart
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+B = 4
+ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
+
+
+def seamed(manager: KVCacheManager) -> BlockTable:
+    """Tokens 0..5 in two blocks, 6..8 in one of their own that begins at position 6, 9..10 inside another."""
+    table = manager.open_table(range(11), ROOT)
+    manager.extend(table, 6)
+    manager.commit(table, range(11), 6)
+    table.parts.append(TablePart(2, 6, 6, 0))
+    manager.extend(table, 9)
+    manager.commit(table, range(11), 9)
+    table.parts.append(TablePart(3, 7, 9, 0))
+    manager.extend(table, 11)
+    return table
+
+
+def test_a_plain_table_is_one_part() -> None:
+    manager = KVCacheManager(8, B)
+    table = manager.open_table(range(6), ROOT)
+    manager.extend(table, 6)
+    assert table.parts == [WHOLE]
+    assert table.entries(B) == [TableEntry(0, 0, 0, 4, 0), TableEntry(1, 4, 4, 8, 0)]
+    assert (table.num_slots(B), table.index_of(5, B), table.index_of(8, B)) == (8, 1, 2)
+
+
+def test_entries_and_slots_of_a_seamed_table() -> None:
+    manager = KVCacheManager(8, B)
+    table = seamed(manager)
+    assert table.block_ids == [0, 1, 2, 3]
+    assert table.entries(B) == [
+        TableEntry(0, 0, 0, 4, 0),
+        TableEntry(1, 4, 4, 6, 0),
+        TableEntry(2, 6, 6, 9, 0),
+        TableEntry(3, 7, 9, 11, 0),
+    ]
+    assert [table.index_of(position, B) for position in range(11)] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+    assert manager.slots(table, 4, 11) == [1 * B, 1 * B + 1, 2 * B, 2 * B + 1, 2 * B + 2, 3 * B + 2, 3 * B + 3]
+    assert table.num_slots(B) == 11
+    manager.check_invariants([table])
+    with pytest.raises(CacheCorruption, match="11 slots"):
+        manager.slots(table, 0, 12)
+
+
+def test_room_is_counted_by_parts() -> None:
+    manager = KVCacheManager(8, B)
+    table = seamed(manager)
+    assert manager.blocks_needed(table, 11) == 0
+    assert manager.blocks_needed(table, 12) == 1
+    assert manager.extend(table, 15) == []
+    assert (len(table), table.num_slots(B)) == (5, 15)
+    with pytest.raises(CacheCorruption, match="15 fit"):
+        manager.commit(table, range(40), 16)
+
+
+def test_a_chain_ends_where_a_part_begins_inside_a_block() -> None:
+    """Only blocks whose content their tokens alone determine may be found by others."""
+    manager = KVCacheManager(8, B)
+    table = seamed(manager)
+    manager.extend(table, 15)
+    manager.commit(table, range(15), 15)
+    assert manager.published_block_count == 1
+    child = manager.fork(table)
+    assert child.parts == table.parts
+    assert child.parts is not table.parts
+    manager.check_invariants([table, child])
+    manager.free(table)
+    manager.free(child)
+    assert (child.parts, manager.free_block_count, manager.cached_block_count) == ([WHOLE], 8, 1)
+    assert manager.peek(range(15), ROOT) == B
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [TablePart(0, 1, 1, 0)],
+        [WHOLE, TablePart(2, 9, 9, 0)],  # a gap: blocks 0 and 1 end at 8
+        [WHOLE, TablePart(2, 6, 0, 0)],  # serves nothing
+        [WHOLE, TablePart(2, 7, 6, 0)],  # its first block begins behind what it serves
+        [WHOLE, TablePart(9, 8, 8, 0)],
+    ],
+)
+def test_parts_that_do_not_fit_are_found(parts: list[TablePart]) -> None:
+    manager = KVCacheManager(8, B)
+    table = manager.open_table(range(11), ROOT)
+    manager.extend(table, 11)
+    manager.check_invariants([table])
+    table.parts = parts
+    with pytest.raises((CacheCorruption, IndexError)):
+        manager.check_invariants([table])

@@ -1,0 +1,93 @@
+"""The eviction policy is an object: the order of the LRU, and what the pool and the manager ask any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import pytest
+
+from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.eviction import LeastRecentlyUsed
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
+
+
+class NewestFirst(LeastRecentlyUsed):
+    """Another order over the same list: what was used last is evicted first."""
+
+    def take(self, count: int) -> list[int]:
+        newest = self.order()[::-1][:count]
+        for block_id in newest:
+            self.remove(block_id)
+        return newest
+
+
+class HoldsTwo(LeastRecentlyUsed):
+    """Blocks 0 and 1 belong to the policy, as pins would."""
+
+    def __init__(self, block_ids: Iterable[int]) -> None:
+        super().__init__([block_id for block_id in block_ids if block_id > 1])
+
+    def held(self) -> Collection[int]:
+        return (0, 1)
+
+
+def pool_of_holder(num_blocks: int) -> BlockPool:
+    pool = BlockPool(num_blocks, HoldsTwo)
+    pool._ref_counts[0] = pool._ref_counts[1] = 1
+    return pool
+
+
+def test_least_recently_used_in_one_picture() -> None:
+    policy = LeastRecentlyUsed(range(4))
+    assert policy.take(2) == [0, 1]
+    policy.put(0, matchable=True)
+    policy.put(1, matchable=False)
+    assert policy.order() == [1, 2, 3, 0]
+    policy.refresh(2)
+    policy.remove(3)
+    assert policy.order() == [1, 0, 2]
+    assert (len(policy), 3 in policy, 2 in policy, list(policy.held())) == (3, False, True, [])
+
+
+def test_the_pool_takes_what_its_policy_hands_out() -> None:
+    pool = BlockPool(3, NewestFirst)
+    assert pool.take(1) == [2]
+    pool.release(2, matchable=True)
+    assert pool.take(2) == [2, 1]
+    pool.check([1, 2])
+
+
+def test_another_order_evicts_another_prefix() -> None:
+    def survivor(manager: KVCacheManager) -> list[bool]:
+        first, second = [1, 2, 3, 4, 0], [5, 6, 7, 8, 0]
+        tables = [manager.open_table(tokens, ROOT) for tokens in (first, second)]
+        for table, tokens in zip(tables, (first, second), strict=True):
+            manager.extend(table, 4)
+            manager.commit(table, tokens, 4)
+        for table in tables:
+            manager.free(table)
+        big = manager.open_table(list(range(10, 14)), ROOT, use_cache=False)
+        manager.extend(big, 4)
+        manager.check_invariants([big])
+        return [manager.peek(tokens, ROOT) > 0 for tokens in (first, second)]
+
+    assert survivor(KVCacheManager(2, 4)) == [False, True]
+    assert survivor(KVCacheManager(2, 4, policy=NewestFirst)) == [True, False]
+
+
+def test_what_a_policy_holds_is_counted_as_referenced_and_not_as_usable() -> None:
+    pool = pool_of_holder(4)
+    pool.check([])
+    with pytest.raises(CapacityError, match="2 of 4"):
+        pool.take(3)
+    manager = KVCacheManager(4, 4, policy=HoldsTwo)
+    assert manager.usable_block_count == 2
+    with pytest.raises(CacheCorruption, match="block 0"):
+        manager.check_invariants([])  # the policy says it holds what nobody took a reference on
+    manager._pool = pool
+    manager.check_invariants([])
+    assert (manager.used_block_count, manager.free_block_count) == (2, 2)
