@@ -169,9 +169,9 @@ FAULTS = (
     # The engine.
     fault(
         "rope positions off by one after a cut",
-        "engine/core.py",
-        "np.arange(c.start, c.stop, dtype=np.int64)",
-        "np.arange(c.start + (c.start > 0), c.stop + (c.start > 0), dtype=np.int64)",
+        "engine/batch.py",
+        "np.arange(one.start, one.stop, dtype=np.int64)",
+        "np.arange(one.start + (one.start > 0), one.stop + (one.start > 0), dtype=np.int64)",
         "tests/engine/test_end_to_end.py",
     ),
     fault("temperature ignored", "engine/sampling.py", "/ temperature)", "/ 1.0)", *SAMPLING),
@@ -200,7 +200,7 @@ FAULTS = (
     fault(
         "equal prefixes in flight are computed twice",
         "engine/scheduler.py",
-        "self.manager.awaited_hash(sequence.cacheable_ids, self._root_of(sequence))",
+        "self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)",
         "None",
         "tests/engine/test_schedules.py",
     ),
@@ -221,7 +221,7 @@ FAULTS = (
         "pass",
         "tests/engine/test_terms.py",
     ),
-    fault("deadlines are not kept", "engine/core.py", "            self._expire()\n", "", "tests/engine/test_terms.py"),
+    fault("deadlines are not kept", "engine/core.py", "        self._expire()\n", "", "tests/engine/test_terms.py"),
     fault(
         "quantized blocks are written into again",
         "kvcache/lookup.py",

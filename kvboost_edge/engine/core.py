@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.engine.batch import build_batch
+from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request
-from kvboost_edge.engine.scheduler import Chunk, Scheduler, StepPlan
+from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
-from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.text.tokenizer import Tokenizer
@@ -46,6 +49,8 @@ class _Close(NamedTuple):
 
 
 _Message = _Submit | _Cancel | _Close
+
+_NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
 
 
 class EngineCore:
@@ -70,7 +75,7 @@ class EngineCore:
         self._runner = runner
         self._backend = backend
         self._tokenizer = tokenizer
-        self._debug_checks = debug_checks
+        self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else Unwatched()
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
@@ -190,9 +195,8 @@ class EngineCore:
         """Sleep until a message comes."""
         if self._closing:
             return
-        if self._debug_checks:
-            with self.lock:
-                self.scheduler.manager.check_invariants([])
+        with self.lock:
+            self._watch.idle()
         message = self._inbox.get()
         with self.lock:
             self._handle(message)
@@ -200,38 +204,41 @@ class EngineCore:
     def step(self) -> bool:
         """Run one step; False if there was nothing to do."""
         with self.lock:
-            self._drain_inbox()
-            self._expire()
-            if self._closing or not self.scheduler.has_work:
-                self._release_blocks(frozenset())
+            plan = self._plan()
+            if plan is None:
                 return False
-            plan = self.scheduler.schedule()
-            for sequence, error in plan.failed:
-                self._end(sequence, error=error)
-            plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence.table is not None]
-            new_blocks = self.scheduler.manager.drain_new_blocks()
-            # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
-            sources = frozenset(copy.src for copy in plan.copies)
-            self._release_blocks(sources)
-            if self._debug_checks:
-                self._backend.poison_blocks([block for block in new_blocks if block not in sources])
-            checksums = self._checksums() if self._debug_checks else {}
-            batch = self._build_batch(plan)
+            batch = build_batch(plan.work, self.scheduler.manager) if plan.work else None
         try:
-            if batch is None:
+            if plan.copies:
                 self._backend.copy_blocks(plan.copies)
-                return True
-            logits = self._runner.forward(batch)
+            logits = _NO_LOGITS if batch is None else self._runner.forward(batch)
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
                     self._end(sequence, error=error)
             return True
         with self.lock:
-            self._take(plan.chunks, logits)
-            if self._debug_checks:
-                self._compare(checksums)
+            self._take(plan.work, logits)
+            self._watch.after()
         return True
+
+    def _plan(self) -> StepPlan | None:
+        """What the next step does, its blocks reserved and the backend told of those that changed hands; None: nothing
+        is to be done."""
+        self._drain_inbox()
+        self._expire()
+        if self._closing or not self.scheduler.has_work:
+            self._release_blocks(frozenset())
+            return None
+        plan = self.scheduler.schedule()
+        for sequence, error in plan.failed:
+            self._end(sequence, error=error)
+        plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
+        # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
+        sources = frozenset(copy.src for copy in plan.copies)
+        self._release_blocks(sources)
+        self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
+        return plan
 
     def _release_blocks(self, wanted: frozenset[int]) -> None:
         """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for the next step."""
@@ -269,80 +276,36 @@ class EngineCore:
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
 
-    def _build_batch(self, plan: StepPlan) -> ForwardBatch | None:
-        """The flat batch of a plan's chunks; None if there are none."""
-        chunks = plan.chunks
-        if not chunks:
-            return None
-        counts = [chunk.stop - chunk.start for chunk in chunks]
-        cu_seqlens_q = np.zeros(len(chunks) + 1, np.int32)
-        np.cumsum(counts, out=cu_seqlens_q[1:])
-        tables = [table.block_ids for chunk in chunks if (table := chunk.sequence.table) is not None]
-        block_tables = np.full((len(chunks), max(map(len, tables))), -1, np.int32)
-        slots: list[int] = []
-        rows: list[int] = []
-        for i, chunk in enumerate(chunks):
-            table = chunk.sequence.table
-            assert table is not None
-            block_tables[i, : len(table.block_ids)] = table.block_ids
-            slots += self.scheduler.manager.slots(table, chunk.start, chunk.stop)
-            rows += range(int(cu_seqlens_q[i + 1]) - _num_logits(chunk), int(cu_seqlens_q[i + 1]))
-        layout = BatchLayout(
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=np.array([chunk.stop for chunk in chunks], np.int32),
-            block_tables=block_tables,
-            slot_mapping=np.array(slots, np.int64),
-        )
-        return ForwardBatch(
-            token_ids=np.concatenate([np.array(c.sequence.token_ids[c.start : c.stop], np.int64) for c in chunks]),
-            positions=np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks]),
-            layout=layout,
-            logit_rows=np.array(rows, np.int64),
-            copies=plan.copies,
-        )
-
-    def _take(self, chunks: list[Chunk], logits: Floats) -> None:
-        """Give each sequence the logits of its chunk, publish its new full blocks, end those that are done."""
+    def _take(self, work: list[ScheduledTokens[Sequence]], logits: Floats) -> None:
+        """Give each sequence the logits of its tokens, publish its new full blocks, end those that are done."""
         first = 0
-        for chunk in chunks:
-            rows = logits[first : first + _num_logits(chunk)]
-            first += len(rows)
-            sequence = chunk.sequence
+        for one in work:
+            rows = logits[first : first + one.num_logit_rows]
+            first += one.num_logit_rows
             try:
-                reason = self._advance(sequence, chunk, rows)
+                reason = self._advance(one, rows)
             except CacheCorruption:
                 raise
             except Exception as error:
-                self._end(sequence, error=error)
+                self._end(one.sequence, error=error)
                 continue
             if reason is not None:
-                self._end(sequence, reason=reason)
+                self._end(one.sequence, reason=reason)
 
-    def _advance(self, sequence: Sequence, chunk: Chunk, rows: Floats) -> str | None:
-        """Take one chunk's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
-        # NaN anywhere in the chunk's KV shows here: the runner makes these rows NaN where attention did not.
+    def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
+        """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
+        # NaN anywhere in the tokens' KV shows here: the runner makes these rows NaN where attention did not.
         if not np.isfinite(rows.max()):
             raise KVBoostError(
-                f"the model returned NaN or infinite logits near token {chunk.stop - 1}; the request ends and its "
+                f"the model returned NaN or infinite logits near token {work.stop - 1}; the request ends and its "
                 "blocks are not published; try runner='torch' or weights='f32', and if the model has worked before, "
                 f"remove its packed weights from {cache_directory() / 'packed'}: they may be damaged"
             )
-        reason = None
-        request = sequence.request
-        if request.logits_start is not None:
-            wanted = chunk.stop - max(chunk.start, request.logits_start)
-            if wanted > 0:
-                sequence.logits.append(rows[-wanted:].copy())
-        sequence.read_prompt(chunk.stop - len(rows), rows)
-        if chunk.stop == sequence.num_tokens:
-            if request.prefill_only or request.logits_start is not None:
-                reason = "length"
-            else:
-                reason = sequence.accept(rows[-1])
-                self.scheduler.num_generated_tokens += 1
-        sequence.num_computed_tokens = chunk.stop
-        assert sequence.table is not None
-        self.scheduler.manager.commit(sequence.table, sequence.token_ids, chunk.stop)
+        sequence = work.sequence
+        known = sequence.num_tokens
+        reason = sequence.take(work, rows)
+        self.scheduler.num_generated_tokens += sequence.num_tokens - known
+        self.scheduler.manager.commit(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens)
         return reason
 
     def _end(self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None) -> None:
@@ -351,26 +314,6 @@ class EngineCore:
             return
         self.scheduler.finish(sequence)
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
-
-    # Debug checks.
-
-    def _checksums(self) -> dict[int, int]:
-        """Checksums of the blocks nobody may write now: the shared ones and the idle cached ones."""
-        states = self.scheduler.manager.block_states()
-        blocks = [block for block, state in enumerate(states) if state in (1, 3)]
-        return dict(zip(blocks, self._backend.checksum_blocks(blocks), strict=True))
-
-    def _compare(self, before: dict[int, int]) -> None:
-        after = self._backend.checksum_blocks(list(before))
-        for (block, old), new in zip(before.items(), after, strict=True):
-            if old != new:
-                raise CacheCorruption(f"block {block} was written while it was shared or cached")
-
-
-def _num_logits(chunk: Chunk) -> int:
-    """How many of a chunk's last rows need logits: one, which samples or at least shows NaN, or those asked for."""
-    start = chunk.sequence.logits_from
-    return 1 if start is None else max(1, chunk.stop - max(chunk.start, start))
 
 
 _started: weakref.WeakSet[EngineCore] = weakref.WeakSet()

@@ -128,7 +128,7 @@ class Request:
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
     logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
     prefill_only     the prompt is computed and nothing is generated
-    root             where its prefix hashes start (tenant and salt are in it), None: at the engine's own root
+    root             where its prefix hashes start; tenant and salt are in it
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     """
@@ -141,11 +141,11 @@ class Request:
     max_tokens: int
     seed: int
     stop_ids: frozenset[int]
+    root: bytes
     entered_at: float
     tokenized_at: float
     logits_start: int | None = None
     prefill_only: bool = False
-    root: bytes | None = None
     priority: int = 0
     deadline: float | None = None
 

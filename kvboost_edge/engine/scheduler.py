@@ -15,24 +15,16 @@ from operator import attrgetter
 
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.sequence import Sequence, SequenceStatus
+from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = ["Chunk", "Scheduler", "StepPlan"]
+__all__ = ["Scheduler", "StepPlan"]
 
 _BY_RANK = attrgetter("rank")
 _BY_PRIORITY = attrgetter("priority")
 _BY_TURN = attrgetter("priority", "last_turn", "index")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute tokens [start, stop) of a sequence."""
-
-    sequence: Sequence
-    start: int
-    stop: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,7 +32,7 @@ class StepPlan:
     """One step: what to compute, which blocks to copy before, whose blocks those copies made (they depend on the pass
     even when none of their tokens are in it), and who failed while it was planned."""
 
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
     copies: list[CopyOp] = dataclasses.field(default_factory=list)
     copied_for: list[Sequence] = dataclasses.field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = dataclasses.field(default_factory=list)
@@ -48,20 +40,19 @@ class StepPlan:
     @property
     def members(self) -> list[Sequence]:
         """Every sequence whose KV depends on this pass."""
-        by_index = {s.index: s for s in (*(c.sequence for c in self.chunks), *self.copied_for)}
+        by_index = {s.index: s for s in (*(one.sequence for one in self.work), *self.copied_for)}
         return [s for s in by_index.values() if s.status is SequenceStatus.RUNNING]
 
 
 class Scheduler:
     """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread drives it."""
 
-    def __init__(self, manager: KVCacheManager, root: bytes, *, max_num_seqs: int, max_batch_tokens: int) -> None:
+    def __init__(self, manager: KVCacheManager, *, max_num_seqs: int, max_batch_tokens: int) -> None:
         self.manager = manager
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
         self.num_generated_tokens = 0
-        self._root = root
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._step = 0
@@ -73,13 +64,16 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Refuse a request that could not run even alone (CapacityError with the arithmetic)."""
-        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
+        block_size, usable = self.manager.block_size, self.manager.usable_block_count
         needed = -(-request.max_slots // block_size)
-        if needed > num_blocks:
+        if needed > usable:
+            held = self.manager.num_blocks - usable
+            of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""
             raise CapacityError(
                 f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
                 f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
-                f"{num_blocks}; lower max_new_tokens or enlarge max_cache_bytes or num_blocks"
+                f"{usable}{of_all}; lower max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or "
+                "num_blocks"
             )
 
     def add(self, sequence: Sequence) -> None:
@@ -105,8 +99,7 @@ class Scheduler:
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
             if count:
-                start = sequence.num_computed_tokens
-                plan.chunks.append(Chunk(sequence, start, start + count))
+                plan.work.append(sequence.next_work(count))
         return plan
 
     # Letting sequences in.
@@ -136,11 +129,8 @@ class Scheduler:
         """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
         when what it waited for has come, or will not come any more."""
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
-            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, self._root_of(sequence))
+            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)
         return sequence.awaited_hash is not None
-
-    def _root_of(self, sequence: Sequence) -> bytes:
-        return self._root if sequence.request.root is None else sequence.request.root
 
     @property
     def _spare_blocks(self) -> int:
@@ -154,7 +144,7 @@ class Scheduler:
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
-                sequence.cacheable_ids, self._root_of(sequence), use_cache=use_cache, count=first
+                sequence.cacheable_ids, sequence.request.root, use_cache=use_cache, count=first
             )
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)
@@ -171,6 +161,7 @@ class Scheduler:
             if self.running:
                 return False
             # Alone and still too large: copying a shared block takes one more than computing it anew.
+        self.check_fits(sequence.request)  # what the eviction policy holds may have grown since it was queued
         raise CacheCorruption(f"request {sequence.index} fits the empty pool by its size and yet finds no blocks")
 
     # Sharing the budget.
@@ -191,11 +182,11 @@ class Scheduler:
             while budget > 0 and hungry:
                 share = max(1, budget // len(hungry))
                 for sequence in hungry:
-                    given = min(share, sequence.max_chunk - shares.get(sequence.index, 0), budget)
+                    given = min(share, sequence.most_at_once - shares.get(sequence.index, 0), budget)
                     shares[sequence.index] = shares.get(sequence.index, 0) + given
                     budget -= given
                     chosen.append(sequence)
-                hungry = [s for s in hungry if shares[s.index] < s.max_chunk]
+                hungry = [s for s in hungry if shares[s.index] < s.most_at_once]
         for sequence in chosen:
             if shares[sequence.index]:
                 sequence.last_turn = next(self._turns)
@@ -219,8 +210,7 @@ class Scheduler:
 
     def _reserve_one(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         while sequence.status is SequenceStatus.RUNNING:
-            table = sequence.table
-            assert table is not None
+            table = sequence.blocks
             if self.manager.blocks_needed(table, num_tokens) <= self.manager.free_block_count:
                 self._extend(sequence, table, num_tokens, plan)
                 return
@@ -243,6 +233,5 @@ class Scheduler:
         self.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        table, sequence.table = sequence.table, None
-        assert table is not None
+        table, sequence.table = sequence.blocks, None
         self.manager.free(table)

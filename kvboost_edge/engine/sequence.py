@@ -14,6 +14,7 @@ from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
+from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
@@ -101,7 +102,7 @@ class Sequence:
         return self.request.mode is not GenerationMode.BASELINE
 
     @property
-    def max_chunk(self) -> int:
+    def most_at_once(self) -> int:
         """Most tokens one step may compute: all pending ones, fewer where each needs logits of its own."""
         wants_logprobs = self.request.params.prompt_logprobs is not None and self.logits_from is not None
         return min(self.num_pending, _MAX_LOGPROB_ROWS) if wants_logprobs else self.num_pending
@@ -121,6 +122,48 @@ class Sequence:
         """Tokens that may be served by the cache when the sequence is let in."""
         start = self.logits_from
         return self.token_ids if start is None else self.token_ids[: start + 1]
+
+    @property
+    def blocks(self) -> BlockTable:
+        """The block table of a running sequence."""
+        assert self.table is not None, "only a running sequence has blocks"
+        return self.table
+
+    def next_work(self, limit: int) -> ScheduledTokens[Sequence]:
+        """The next tokens to compute, `limit` at most (at least 1)."""
+        start = self.num_computed_tokens
+        stop = start + min(limit, self.most_at_once)
+        wanted = self.logits_from
+        rows = 1 if wanted is None else max(1, stop - max(start, wanted))
+        return ScheduledTokens(self, start, self.token_ids[start:stop], rows)
+
+    def take(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
+        """Take the logits [num_logit_rows, vocab_size] of computed tokens: the finish reason, or None to go on.
+
+        A row whose next token is known is kept where it was asked for. Of the others each samples one token, as long as
+        the work had that same token next: what was computed behind another one is ignored, and not counted as computed.
+        """
+        first, computed, reason = work.stop - len(rows), work.stop, None
+        self._keep(first, rows)
+        self.read_prompt(first, rows)
+        if self.request.prefill_only or self.request.logits_start is not None:
+            reason = "length" if work.stop == self.num_tokens else None
+        else:
+            for position in range(max(first, self.num_tokens - 1), work.stop):
+                if self.token_ids[position] != work.token_ids[position - work.start]:
+                    break
+                computed, reason = position + 1, self.accept(rows[position - first])
+                if reason is not None:
+                    break
+        self.num_computed_tokens = computed
+        return reason
+
+    def _keep(self, first: int, rows: Floats) -> None:
+        """Keep the rows of a request for logits; they belong to positions first, first + 1, ..."""
+        if self.request.logits_start is not None:
+            wanted = rows[max(0, self.request.logits_start - first) :]
+            if len(wanted):
+                self.logits.append(wanted.copy())
 
     def look_up(self) -> None:
         """The cache is asked for the tokens now; the last time before the sequence is let in counts."""

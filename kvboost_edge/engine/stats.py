@@ -55,7 +55,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
     manager = parts.manager
     used = manager.used_block_count
     hot = manager.published_block_count
-    open_tails = sum(s.num_computed_tokens % manager.block_size for s in scheduler.running)
+    open_tails = sum(s.blocks.num_unchained_tokens(manager.block_size) for s in scheduler.running)
     return {
         "num_blocks": manager.num_blocks,
         "block_size": manager.block_size,
@@ -102,10 +102,9 @@ def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[
     size = manager.block_size
     filled: dict[int, int] = {}
     for sequence in scheduler.running:
-        table = sequence.table
-        if table is not None:
-            for index, block_id in enumerate(table.block_ids):
-                filled[block_id] = max(0, min(size, table.num_computed_tokens - index * size))
+        computed = sequence.blocks.num_computed_tokens
+        for entry in sequence.blocks.entries(size):
+            filled[entry.block_id] = max(0, min(entry.valid_to, computed) - entry.first_position)
     return [
         BlockDetail(state, filled.get(block_id, size if state == BLOCK_CACHED else 0), manager.ref_count(block_id))
         for block_id, state in enumerate(manager.block_states()[: max(0, limit)])

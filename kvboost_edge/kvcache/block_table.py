@@ -160,6 +160,10 @@ class BlockTable:
         whole = num_tokens if len(self.parts) == 1 else min(num_tokens, self.parts[1].valid_from)
         return whole // block_size
 
+    def num_unchained_tokens(self, block_size: int) -> int:
+        """Computed tokens behind those full blocks."""
+        return self.num_computed_tokens - self.num_full_blocks(self.num_computed_tokens, block_size) * block_size
+
     def entries(self, block_size: int) -> list[TableEntry]:
         """Every block with the positions it serves."""
         stops = [part.valid_from for part in self.parts[1:]] + [self.num_slots(block_size)]

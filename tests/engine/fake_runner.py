@@ -194,7 +194,7 @@ class Bench:
         self.parts = fake_parts(num_blocks)
         self.manager = self.parts.manager
         self.runner = self.parts.runner
-        self.scheduler = Scheduler(self.manager, ROOT, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+        self.scheduler = Scheduler(self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
         self.core = EngineCore(
             self.parts.runner, self.parts.backend, self.scheduler, self.parts.tokenizer, debug_checks=debug_checks
         )
@@ -222,6 +222,7 @@ class Bench:
             max_tokens=len(prompt_ids) + max_new_tokens,
             seed=params.seed or 0,
             stop_ids=stop_ids,
+            root=ROOT,
             entered_at=0.0,
             tokenized_at=0.0,
             priority=priority,
@@ -243,6 +244,7 @@ class Bench:
             max_tokens=len(token_ids),
             seed=0,
             stop_ids=frozenset(),
+            root=ROOT,
             entered_at=0.0,
             tokenized_at=0.0,
             logits_start=start,

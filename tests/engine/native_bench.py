@@ -69,7 +69,7 @@ class NativeBench:
     ) -> None:
         runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1)
         self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16))
-        self.scheduler = Scheduler(self.manager, ROOT, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+        self.scheduler = Scheduler(self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
         self.core = EngineCore(runner, self.backend, self.scheduler, fake_tokenizer(), debug_checks=True)
         self._num_requests = 0
 
@@ -101,6 +101,7 @@ class NativeBench:
             max_tokens=len(prompt_ids) + count,
             seed=params.seed or 0,
             stop_ids=frozenset(),
+            root=ROOT,
             entered_at=0.0,
             tokenized_at=0.0,
             prefill_only=count == 0,

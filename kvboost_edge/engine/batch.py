@@ -1,0 +1,47 @@
+"""A step's work as the flat batch that a runner takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.engine.sequence import Sequence
+from kvboost_edge.engine.work import ScheduledTokens
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import ForwardBatch
+
+__all__ = ["build_batch"]
+
+
+def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager) -> ForwardBatch:
+    """The tokens of `work`, at least one, one sequence after another; every sequence has its blocks."""
+    tables = [one.sequence.blocks for one in work]
+    cu_seqlens_q = np.zeros(len(work) + 1, np.int32)
+    np.cumsum([len(one.token_ids) for one in work], out=cu_seqlens_q[1:])
+    block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
+    slots: list[int] = []
+    rows: list[int] = []
+    for i, (one, table) in enumerate(zip(work, tables, strict=True)):
+        block_tables[i, : len(table)] = table.block_ids
+        slots += manager.slots(table, one.start, one.stop)
+        end = int(cu_seqlens_q[i + 1])
+        rows += range(end - one.num_logit_rows, end)
+    layout = BatchLayout(
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=np.array([one.stop for one in work], np.int32),
+        block_tables=block_tables,
+        slot_mapping=np.array(slots, np.int64),
+    )
+    return ForwardBatch(
+        token_ids=_joined([np.array(one.token_ids, np.int64) for one in work]),
+        positions=_joined([np.arange(one.start, one.stop, dtype=np.int64) for one in work]),
+        layout=layout,
+        logit_rows=np.array(rows, np.int64),
+    )
+
+
+def _joined(arrays: list[Any]) -> Any:
+    return np.concatenate(arrays)

@@ -1,0 +1,32 @@
+"""What one step computes of one sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+__all__ = ["ScheduledTokens"]
+
+S = TypeVar("S")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledTokens(Generic[S]):
+    """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to `Sequence.take`.
+
+    sequence        whose they are
+    start           position of the first
+    token_ids       the tokens, at positions start, start + 1, ...
+    num_logit_rows  how many of the last ones' logits are wanted; the last one's always, it samples or shows NaN
+    """
+
+    sequence: S
+    start: int
+    token_ids: Sequence[int]
+    num_logit_rows: int
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.token_ids)
