@@ -198,7 +198,7 @@ def real_cases(model_dir: Path, text: str, tokens: int) -> Iterator[Case]:
     spec = dataclasses.replace(runner.info.kv_spec, dtype="float32", bits=(16, 16))
     backend = Catching(spec, len(ids) // BLOCK, num_threads=1)
     runner.bind(backend)
-    runner.forward(ForwardBatch(ids, np.arange(len(ids)), _layout(0, len(ids)), np.zeros(0, np.int64), []))
+    runner.forward(ForwardBatch(ids, np.arange(len(ids)), _layout(0, len(ids)), np.zeros(0, np.int64)))
     for layer, (keys, values, queries) in caught.items():
         group = queries.shape[1] // keys.shape[1]
         for head in range(keys.shape[1]):

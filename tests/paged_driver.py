@@ -68,6 +68,7 @@ class PagedDriver:
             slots += self.manager.slots(table, start, start + count)
             starts.append(starts[-1] + count)
         self.backend.poison_blocks(self.manager.drain_new_blocks())
+        self.backend.copy_blocks(copies)
         tables = np.full((len(work), max(len(s.table.block_ids) for s, _ in work)), -1, np.int32)
         for row, (sequence, _) in zip(tables, work, strict=True):
             row[: len(sequence.table.block_ids)] = sequence.table.block_ids
@@ -78,7 +79,7 @@ class PagedDriver:
             slot_mapping=np.array(slots, np.int64),
         )
         rows = np.arange(len(token_ids), dtype=np.int64)
-        batch = ForwardBatch(np.array(token_ids, np.int64), np.array(positions, np.int64), layout, rows, copies)
+        batch = ForwardBatch(np.array(token_ids, np.int64), np.array(positions, np.int64), layout, rows)
         logits = self.runner.forward(batch).copy()
         for sequence, count in work:
             done = sequence.table.num_computed_tokens + count

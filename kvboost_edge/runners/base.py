@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
-from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["ForwardBatch", "Runner", "RunnerInfo"]
 
@@ -23,14 +21,12 @@ class ForwardBatch:
     positions      int64 [num_tokens]   their absolute positions
     layout         BatchLayout          where their KV goes and what they attend to
     logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted
-    copies         block copies to apply before the pass (copy-on-write)
     """
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     layout: BatchLayout
     logit_rows: npt.NDArray[np.int64]
-    copies: Sequence[CopyOp] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class Runner(Protocol):
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Apply copies, run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
+        """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
         valid until the next call. All logits of a sequence are NaN if any key or value it stored is not finite."""
         ...
 

@@ -122,7 +122,6 @@ class FakeRunner:
         if self.on_forward is not None:
             self.on_forward(batch)
         backend, layout = self.backend, batch.layout
-        backend.copy_blocks(batch.copies)
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
         self.batches.append(len(layout.seq_lens))

@@ -180,6 +180,29 @@ def test_two_fully_cached_prompts_at_once_copy_on_write() -> None:
     assert list(long_runner.result(0).output_token_ids) == expected_tokens([*prompt, 9, 9], 30)
 
 
+def test_a_copy_that_fails_ends_the_requests_of_its_step_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(max_batch_tokens=64)
+    prompt = list(range(32))
+    bench.submit(prompt, 1)
+    bench.run()
+    running = bench.submit([*prompt, 9, 9], 30)
+    bench.step()
+    copying = bench.submit(prompt, 5)
+
+    def fail(ops: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.parts.backend, "copy_blocks", fail)
+        bench.step()
+    later = bench.submit(prompt, 5)
+    bench.run()
+    for handle in (running, copying):
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            handle.result(0)
+    assert list(later.result(0).output_token_ids) == expected_tokens(prompt, 5)
+
+
 def test_baseline_reads_nothing_and_gives_the_same() -> None:
     bench = Bench()
     prompt = list(range(50))

@@ -123,7 +123,7 @@ class NativeRunner:
             self._whole = WholePass.of(backend, self._params)
 
     def forward(self, batch: ForwardBatch) -> Floats:
-        """Apply copies, run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
+        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
@@ -131,8 +131,6 @@ class NativeRunner:
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
-        if batch.copies:
-            backend.copy_blocks(batch.copies)
         prepared = backend.prepare(batch.layout)
         addresses = self._buffers.addresses(num_tokens, int(positions.max()) + 1)
         addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data

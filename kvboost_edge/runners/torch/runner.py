@@ -143,12 +143,10 @@ class TorchRunner:
         self._backend = backend
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Apply copies, run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
+        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
-        if batch.copies:
-            backend.copy_blocks(batch.copies)
         paged = PagedPass(backend, batch.layout, self._layers)
         with torch.inference_mode(), self._hook.active(paged):
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
