@@ -25,7 +25,7 @@ class Unwatched:
 
 
 class BlockWatch(Unwatched):
-    """New blocks are filled with NaN, so that reading what was never written shows; blocks that nobody may write (shared
+    """New blocks are filled with NaN, so that reading what was never written shows; those that nobody may write (shared
     and idle cached ones) are compared before and after a pass; an idle engine's bookkeeping is recomputed."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend) -> None:
