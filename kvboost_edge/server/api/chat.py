@@ -9,12 +9,12 @@ from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.checks import check_priority, room_for
+from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import TokenTexts, chat_logprobs
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.schemas.shared import bad_field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
-from kvboost_edge.server.work.generation import Order, PromptLogprobs
 
 __all__ = ["chat_order", "encode_messages", "estimate_messages", "size_of"]
 

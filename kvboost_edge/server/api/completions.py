@@ -10,12 +10,12 @@ from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.checks import check_priority, room_for
+from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.shared import bad_field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
-from kvboost_edge.server.work.generation import Order, PromptLogprobs
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["completion_order", "encode_text"]

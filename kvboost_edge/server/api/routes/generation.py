@@ -11,13 +11,13 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import check_model
 from kvboost_edge.server.api.completions import completion_order
+from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.routes import cache, text
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.text import ERRORS
 from kvboost_edge.server.state import state_of
 from kvboost_edge.server.work.bridge import Answer
-from kvboost_edge.server.work.generation import respond
 
 __all__ = ["router"]
 

@@ -1,6 +1,6 @@
 """Writes docs/screenshots/*.png: the page with the bundled model, in light and dark, on a desk and on a phone.
 
-.venv/bin/python tests/server/screenshots.py
+.venv/bin/python tests/server/http/page/screenshots.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 FOLDER = ROOT / "docs" / "screenshots"
 STEP_SECONDS = 0.03
