@@ -6,13 +6,15 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from kvboost_edge.server.errors import EngineStopped, ShuttingDown
+from kvboost_edge.server.work.admission import Admission, Ticket
+
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
-    from kvboost_edge.server.work.admission import Admission
 
 __all__ = ["ServerState", "state_of"]
 
@@ -35,6 +37,18 @@ class ServerState:
         if not self.engine.is_alive():
             return "the engine stopped after an error; restart the server"
         return "the server is shutting down" if self.draining else None
+
+    def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Ticket:
+        """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt and output, estimated
+        before tokenization; `num_sequences` counts prompts x choices. The body must have been read.
+
+        Raises ShuttingDown or EngineStopped (503); entering raises for a full queue and for what could never fit.
+        """
+        if not self.engine.is_alive():
+            raise EngineStopped
+        if self.draining:
+            raise ShuttingDown
+        return Ticket(self.admission, self.metrics, request, num_tokens, num_sequences)
 
 
 def state_of(request: Request) -> ServerState:

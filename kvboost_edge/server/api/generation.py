@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -10,15 +13,16 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Send
 
+import kvboost_edge
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import ServerState, state_of
-from kvboost_edge.server.work.admission import Ticket, admit
+from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.bridge import Job, Running, finished, merged, off_loop, running, wait_all
-from kvboost_edge.server.work.streams import AnswerHead, EventStream, dumps, send_json
+from kvboost_edge.server.work.streams import EventStream, dumps, send_json
 
 __all__ = ["Choice", "Order", "respond"]
 
@@ -70,15 +74,15 @@ async def respond(request: Request, send: Send, order: Order) -> None:
     """Do the work and send the answer. Raises only while nothing was sent."""
     state = state_of(request)
     if order.body.stream:
-        head = AnswerHead.make(state, order.id_prefix, order.chunk_kind)
+        head = _head(state, order.id_prefix, order.chunk_kind)
         stream = EventStream(send, head, include_usage=order.body.include_usage)
         await _respond_stream(request, order, stream)
         return
     async with (
-        admit(state, request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
-        running(state, order.job, ticket) as run,
+        state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
+        running(state.engine, order.job, ticket) as run,
     ):
-        results = await wait_all(state, ticket, run.handles)
+        results = await wait_all(ticket, run.handles)
         if len(results) > 1 or results[0].logprobs is not None:
             # Ten thousands of tokens with their alternatives take a while to write down.
             body = await off_loop(lambda: _whole(state, order, run, results))
@@ -89,10 +93,9 @@ async def respond(request: Request, send: Send, order: Order) -> None:
 
 def _whole(state: ServerState, order: Order, run: Running, results: list[GenerationResult]) -> bytes:
     shown = order.chosen(results)
-    head = AnswerHead.make(state, order.id_prefix, order.kind)
     return dumps(
         {
-            **head.members,
+            **_head(state, order.id_prefix, order.kind),
             "choices": [order.choice(index, run).whole(result) for index, result in enumerate(shown)],
             **_figures(results, run),
         }
@@ -103,10 +106,10 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
     state = state_of(request)
     try:
         async with (
-            admit(state, request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
-            running(state, order.job, ticket) as run,
+            state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
+            running(state.engine, order.job, ticket) as run,
         ):
-            await _stream(state, ticket, order, run, stream)
+            await _stream(ticket, order, run, stream)
             await stream.end()
     except Exception as error:
         if not stream.started:
@@ -118,7 +121,7 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
             await stream.fail(api_error)
 
 
-async def _stream(state: ServerState, ticket: Ticket, order: Order, run: Running, stream: EventStream) -> None:
+async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStream) -> None:
     choices = [order.choice(index, run) for index in range(len(run.handles))]
     opened: set[int] = set()
     results: dict[int, GenerationResult] = {}
@@ -127,7 +130,7 @@ async def _stream(state: ServerState, ticket: Ticket, order: Order, run: Running
             for index, item in batch:
                 choice = choices[index]
                 if isinstance(item, GenerationResult):
-                    results[index] = finished(state, ticket, item)
+                    results[index] = finished(ticket, item)
                 if index not in opened:
                     opened.add(index)
                     ticket.first_token()
@@ -145,6 +148,19 @@ async def _stream(state: ServerState, ticket: Ticket, order: Order, run: Running
                 await stream.flush()
     if order.body.include_usage:
         stream.chunk([], **_figures(_in_order(results), run))
+
+
+def _head(state: ServerState, prefix: str, kind: str) -> Json:
+    """The members that an answer, and every chunk of one, begins with."""
+    info = state.engine.runner_info
+    described = f"{kvboost_edge.__version__} {state.model_name} {info.name} {info.architecture} {info.dtype}"
+    return {
+        "id": f"{prefix}-{secrets.token_hex(16)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": state.model_name,
+        "system_fingerprint": "fp_" + hashlib.sha256(described.encode()).hexdigest()[:12],
+    }
 
 
 def _in_order(results: Mapping[int, GenerationResult]) -> list[GenerationResult]:

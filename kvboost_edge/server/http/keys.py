@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.settings import tenant_of_key
 
-__all__ = ["KeyRing", "tenant_of"]
+__all__ = ["KeyRing"]
 
 _MAX_HEADER = 4096
 
@@ -55,12 +54,6 @@ class KeyRing:
                 "this route shows or changes what several API keys share; it needs a key of --admin-api-key",
                 code="admin_key_required",
             )
-
-
-def tenant_of(scope: Mapping[str, Any]) -> str | None:
-    """The tenant that the gate found for this request; None when no key is asked for."""
-    tenant: str | None = scope.get("kvboost", {}).get("tenant")
-    return tenant
 
 
 def _unauthorized(message: str) -> ApiError:

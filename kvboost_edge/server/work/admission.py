@@ -1,6 +1,6 @@
 """Who may come in: the bounded queue, the deadline, and the end of the work when the client has gone.
 
-`async with admit(state, request, num_tokens) as ticket` encloses the whole life of a generating request. Entering
+`async with state.admit(request, num_tokens) as ticket` encloses the whole life of a generating request. Entering
 costs microseconds and comes before anything dear, so a full server says so at once.
 """
 
@@ -12,25 +12,31 @@ import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from kvboost_edge.server.errors import ApiError, ClientGone, DeadlineExceeded, EngineStopped, QueueFull, ShuttingDown
-from kvboost_edge.server.http.keys import tenant_of
+from kvboost_edge.server.errors import ApiError, ClientGone, DeadlineExceeded, QueueFull, ShuttingDown
 from kvboost_edge.server.work.grouping import PrefixGroups
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.results import GenerationResult
     from kvboost_edge.server.settings import ServerSettings
-    from kvboost_edge.server.state import ServerState
 
-__all__ = ["Admission", "Ticket", "admit"]
+__all__ = ["Admission", "Observer", "Ticket"]
 
 _MAX_RETRY_AFTER = 60
 _LARGEST_BODIES = 8  # bodies of --max-body-bytes that are held at once
 _QUEUE_TOKENS_PER_POOL = 16  # without --max-queue-tokens: what so many fillings of the pool hold
+
+
+class Observer(Protocol):
+    """Counts how sequences ended."""
+
+    def observe(self, result: GenerationResult) -> None: ...
+
+    def observe_aborted(self, num_sequences: int) -> None: ...
 
 
 class Admission:
@@ -41,6 +47,7 @@ class Admission:
         stats = engine.paged_stats()
         self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
         self.max_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
+        self.request_timeout = settings.request_timeout
         self.max_body_bytes = _LARGEST_BODIES * settings.max_body_bytes
         self.sequences = 0
         self.tokens = 0
@@ -103,12 +110,21 @@ class Admission:
 
 class Ticket:
     """One admitted request. When the client goes or the deadline passes, the task inside the `async with` is
-    cancelled, and leaving the block raises the ApiError that says why."""
+    cancelled, and leaving the block raises the ApiError that says why.
 
-    def __init__(self, state: ServerState, request: Request, num_tokens: int, num_sequences: int) -> None:
-        self.tenant = tenant_of(request.scope)
-        self.deadline = time.monotonic() + state.settings.request_timeout
-        self._state = state
+    `facts` is what the log tells of the request; the gate left there whose it is. `tenant` is None when no key is asked
+    for. Entering raises QueueFull (503), or ApiError 400 for what could never fit.
+    """
+
+    def __init__(
+        self, admission: Admission, observer: Observer, request: Request, num_tokens: int, num_sequences: int
+    ) -> None:
+        self.facts: dict[str, Any] = request.scope.setdefault("kvboost", {})
+        self.tenant: str | None = self.facts.get("tenant")
+        self.timeout = admission.request_timeout
+        self.deadline = time.monotonic() + self.timeout
+        self._admission = admission
+        self._observer = observer
         self._request = request
         self._num_tokens = num_tokens
         self._num_sequences = num_sequences
@@ -121,12 +137,7 @@ class Ticket:
         self._entered = 0.0
 
     async def __aenter__(self) -> Ticket:
-        state = self._state
-        if not state.engine.is_alive():
-            raise EngineStopped
-        if state.draining:
-            raise ShuttingDown
-        admission = state.admission
+        admission = self._admission
         admission.check(self._num_sequences, self._num_tokens)
         admission.sequences += self._num_sequences
         admission.tokens += self._num_tokens
@@ -134,22 +145,21 @@ class Ticket:
         loop = asyncio.get_running_loop()
         self._entered = time.monotonic()
         self._task = asyncio.current_task()
-        seconds = state.settings.request_timeout
-        self._timer = loop.call_later(self.deadline - self._entered, self.cancel, DeadlineExceeded(seconds))
+        self._timer = loop.call_later(self.deadline - self._entered, self.cancel, DeadlineExceeded(self.timeout))
         self._watch = loop.create_task(self._await_disconnect())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        admission = self._state.admission
+        admission = self._admission
         admission.sequences -= self._num_sequences
         admission.tokens -= self._num_tokens
         admission.tickets.discard(self)
         admission.took(time.monotonic() - self._entered)
         self.first_token()
         if self._reason is not None or isinstance(error, (DeadlineExceeded, ShuttingDown)):
-            self._state.metrics.observe_aborted(self._num_sequences - self._num_observed)
+            self._observer.observe_aborted(self._num_sequences - self._num_observed)
         if self._timer is not None:
             self._timer.cancel()
         if self._watch is not None:
@@ -174,22 +184,20 @@ class Ticket:
     def observe(self, result: GenerationResult) -> None:
         """Count a finished sequence in the metrics and in the log line of the request."""
         self._num_observed += 1
-        self._state.metrics.observe(result)
-        facts = self._request.scope.setdefault("kvboost", {})
+        self._observer.observe(result)
         for name in ("prompt_tokens", "cached_tokens", "generated_tokens"):
-            facts[name] = facts.get(name, 0) + getattr(result, name)
+            self.facts[name] = self.facts.get(name, 0) + getattr(result, name)
 
     async def group(self, prompt_ids: Sequence[int]) -> None:
         """Wait, at most the batch window, while another request computes the same first block. Call it right before
         the prompt is submitted."""
-        groups = self._state.admission.groups
         if self._group is None:
-            self._group = await groups.join(self.tenant, prompt_ids)
+            self._group = await self._admission.groups.join(self.tenant, prompt_ids)
 
     def first_token(self) -> None:
         """The prompt is computed: nobody waits for this request's prefix any more."""
         if self._group is not None:
-            self._state.admission.groups.leave(self._group)
+            self._admission.groups.leave(self._group)
             self._group = None
 
     async def _await_disconnect(self) -> None:
@@ -197,12 +205,3 @@ class Ticket:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self.cancel(ClientGone())
-
-
-def admit(state: ServerState, request: Request, num_tokens: int = 0, num_sequences: int = 1) -> Ticket:
-    """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt and output, estimated
-    before tokenization; `num_sequences` counts prompts x choices. The body must have been read.
-
-    Entering raises QueueFull, ShuttingDown, EngineStopped (503) or ApiError 400 for what could never fit.
-    """
-    return Ticket(state, request, num_tokens, num_sequences)

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request import Entry, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
@@ -27,7 +26,7 @@ from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.work.admission import Ticket
 
 if TYPE_CHECKING:
-    from kvboost_edge.server.state import ServerState
+    from kvboost_edge.engine.engine import CPUPagedEngine
 
 __all__ = [
     "Answer",
@@ -85,10 +84,6 @@ class Running:
     per_prompt: int
     tokenize_ms: float
 
-    def prompt_of(self, index: int) -> EncodedPrompt:
-        """The prompt that sequence `index` continues."""
-        return self.prompts[index // self.per_prompt]
-
 
 class Answer(Response):
     """A response that does its work while it is sent: all of it happens in the request's own task, inside the app's
@@ -119,14 +114,14 @@ def _long_workers() -> ThreadPoolExecutor:
 
 
 @asynccontextmanager
-async def running(state: ServerState, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
+async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
     """Tokenize, queue, and cancel whatever is not done when the block is left."""
     started = time.perf_counter()
     prompts = job.encode() if job.size <= _SHORT else await off_loop(job.encode, job.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
     if job.mode is GenerationMode.PREFIX_CACHE and job.cache_salt is None:
         await ticket.group(prompts[0].token_ids)
-    handles = await _submit(state.engine, job, ticket, prompts, Entry(started, prompt_text=""))
+    handles = await _submit(engine, job, ticket, prompts, Entry(started, prompt_text=""))
     try:
         yield Running(prompts, handles, job.per_prompt, tokenize_ms)
     finally:
@@ -184,20 +179,20 @@ async def _submit(
     return handles
 
 
-async def wait_all(state: ServerState, ticket: Ticket, handles: Sequence[RequestHandle]) -> list[GenerationResult]:
+async def wait_all(ticket: Ticket, handles: Sequence[RequestHandle]) -> list[GenerationResult]:
     """All results in order. The first error is raised; the caller's `running` block cancels the rest."""
     results = []
     for handle in handles:
-        results.append(finished(state, ticket, await handle.aresult()))
+        results.append(finished(ticket, await handle.aresult()))
     return results
 
 
-def finished(state: ServerState, ticket: Ticket, result: GenerationResult) -> GenerationResult:
+def finished(ticket: Ticket, result: GenerationResult) -> GenerationResult:
     """Count a result; ApiError for one that was ended from outside."""
     ticket.first_token()
     ticket.observe(result)
     if result.finish_reason == "timeout":
-        raise DeadlineExceeded(state.settings.request_timeout)
+        raise DeadlineExceeded(ticket.timeout)
     if result.finish_reason == "cancelled":
         raise ShuttingDown
     return result

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-import secrets
-import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Send
 
-import kvboost_edge
 from kvboost_edge.server.errors import ApiError, error_body
 
-if TYPE_CHECKING:
-    from kvboost_edge.server.state import ServerState
-
-__all__ = ["AnswerHead", "EventStream", "dumps", "dumps_long", "json_response", "send_json"]
+__all__ = ["EventStream", "dumps", "dumps_long", "json_response", "send_json"]
 
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
 _SLICE = 1 << 14  # characters or entries written as JSON in one go: less than a millisecond
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The members every answer, and every chunk of one, begins with."""
-
-    members: Mapping[str, Any]
-
-    @classmethod
-    def make(cls, state: ServerState, prefix: str, kind: str) -> AnswerHead:
-        info = state.engine.runner_info
-        described = f"{kvboost_edge.__version__} {state.model_name} {info.name} {info.architecture} {info.dtype}"
-        return cls(
-            {
-                "id": f"{prefix}-{secrets.token_hex(16)}",
-                "object": kind,
-                "created": int(time.time()),
-                "model": state.model_name,
-                "system_fingerprint": "fp_" + hashlib.sha256(described.encode()).hexdigest()[:12],
-            }
-        )
-
-
 class EventStream:
     """One SSE answer. Nothing is sent before the first `flush`, so an error before it can still have its own status.
 
-    `include_usage`: every chunk has a usage member, null in all but the last.
+    `head`: the members that every chunk begins with. `include_usage`: every chunk has a usage member, null in all but
+    the last.
     """
 
-    def __init__(self, send: Send, head: AnswerHead, *, include_usage: bool) -> None:
+    def __init__(self, send: Send, head: Mapping[str, Any], *, include_usage: bool) -> None:
         self.started = False
         self._send = send
-        members = json.dumps(dict(head.members), separators=(",", ":"), ensure_ascii=False)
+        members = json.dumps(dict(head), separators=(",", ":"), ensure_ascii=False)
         self._head = f"data: {members[:-1]},".encode()
         self._include_usage = include_usage
         self._waiting: list[bytes] = []

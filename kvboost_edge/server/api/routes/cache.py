@@ -23,7 +23,6 @@ from kvboost_edge.server.api.schemas.text import ERRORS, ResetRequest, WarmReque
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
-from kvboost_edge.server.work.admission import admit
 from kvboost_edge.server.work.bridge import (
     Answer,
     EncodedPrompt,
@@ -55,8 +54,8 @@ async def warm(request: Request, body: WarmRequest) -> Response:
         body.check_together()
         estimate = estimate_messages(body.messages or []) + len(body.text or "") // 4 + 1
         job = _warm_job(state, body)
-        async with admit(state, request, estimate) as ticket, running(state, job, ticket) as run:
-            results = await wait_all(state, ticket, run.handles)
+        async with state.admit(request, estimate) as ticket, running(state.engine, job, ticket) as run:
+            results = await wait_all(ticket, run.handles)
         members = _warmed(results[0], state.engine.config.block_size)
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
         await send_json(send, dumps({"object": "warm", **members, **figures}))

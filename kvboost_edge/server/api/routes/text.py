@@ -18,7 +18,6 @@ from kvboost_edge.server.api.logprobs import TokenTexts
 from kvboost_edge.server.api.schemas.shared import bad_field
 from kvboost_edge.server.api.schemas.text import ERRORS, DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.state import ServerState, state_of
-from kvboost_edge.server.work.admission import admit
 from kvboost_edge.server.work.bridge import Answer, off_loop
 from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
 
@@ -50,7 +49,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         body.check_together()
         text = len(body.content or body.prompt or "")
         messages = body.messages or []
-        async with admit(state, request, text // 4 + 1 + estimate_messages(messages)):
+        async with state.admit(request, text // 4 + 1 + estimate_messages(messages)):
             answer = await off_loop(lambda: dumps_long(_tokenize(state, body)), text + size_of(messages))
             await send_json(send, answer)
 
@@ -67,7 +66,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         vocab_size = state.engine.runner_info.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise bad_field("tokens", f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}")
-        async with admit(state, request, len(body.tokens)):
+        async with state.admit(request, len(body.tokens)):
             await send_json(send, await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens)))
 
     return Answer(work)
