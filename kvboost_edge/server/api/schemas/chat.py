@@ -16,9 +16,13 @@ from kvboost_edge.server.api.schemas.shared import (
     SamplingFields,
     Strict,
     bad_field,
+    check_count,
     check_text,
     field_error,
     is_text,
+    map_schema,
+    number_schema,
+    or_null,
 )
 from kvboost_edge.text.chat_template import is_reserved
 
@@ -58,11 +62,10 @@ def _part(part: Any) -> str:
 
 
 def _template_variables(value: Any) -> dict[str, Any]:
-    count, length = COUNTS["template_variables"], COUNTS["template_name"]
+    length = COUNTS["template_name"]
     if not isinstance(value, dict):
         raise field_error("chat_template_kwargs", "must map names to strings, numbers or booleans")
-    if len(value) > count.high:
-        raise field_error("chat_template_kwargs", f"holds {len(value)} entries; at most {count.high} are allowed")
+    check_count("chat_template_kwargs", "template_variables", value)
     for name, item in value.items():
         if len(name) > length.high or is_reserved(name):
             raise field_error("chat_template_kwargs", "holds a name that a template variable may not have")
@@ -108,34 +111,21 @@ _PARTS_SCHEMA = {
 }
 
 
-ResponseFormat = Annotated[
-    None,
-    PlainValidator(_response_format),
-    WithJsonSchema({"anyOf": [{"const": {"type": "text"}}, {"type": "null"}]}),
-]
-Modalities = Annotated[
-    None, PlainValidator(_modalities), WithJsonSchema({"anyOf": [{"const": ["text"]}, {"type": "null"}]})
-]
+ResponseFormat = Annotated[None, PlainValidator(_response_format), or_null({"const": {"type": "text"}})]
+Modalities = Annotated[None, PlainValidator(_modalities), or_null({"const": ["text"]})]
 TemplateVariables = Annotated[
     dict[str, Any],
     PlainValidator(_template_variables),
-    WithJsonSchema(
+    map_schema(
+        "template_variables",
+        {"pattern": "^[A-Za-z][A-Za-z0-9_]*$", "maxLength": COUNTS["template_name"].high},
         {
-            "type": "object",
-            "maxProperties": COUNTS["template_variables"].high,
-            "propertyNames": {"pattern": "^[A-Za-z][A-Za-z0-9_]*$", "maxLength": COUNTS["template_name"].high},
-            "additionalProperties": {
-                "anyOf": [
-                    {"type": "string", "maxLength": COUNTS["template_text"].high},
-                    {
-                        "type": "number",
-                        "minimum": BOUNDS["template_number"].low,
-                        "maximum": BOUNDS["template_number"].high,
-                    },
-                    {"type": "boolean"},
-                ]
-            },
-        }
+            "anyOf": [
+                {"type": "string", "maxLength": COUNTS["template_text"].high},
+                number_schema("template_number"),
+                {"type": "boolean"},
+            ]
+        },
     ),
 ]
 

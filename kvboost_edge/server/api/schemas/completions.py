@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded
+from kvboost_edge.server.api.bounds import COUNTS, bounded
 from kvboost_edge.server.api.schemas.shared import (
     NotBuilt,
     SamplingFields,
@@ -14,6 +14,7 @@ from kvboost_edge.server.api.schemas.shared import (
     check_token_ids,
     field_error,
     is_text,
+    number_schema,
 )
 
 __all__ = ["CompletionRequest"]
@@ -45,7 +46,7 @@ _TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": COUNTS["text"].hi
 _IDS_SCHEMA = {
     "type": "array",
     "minItems": 1,
-    "items": {"type": "integer", "minimum": 0, "maximum": BOUNDS["token_id"].high},
+    "items": number_schema("token_id"),
 }
 Prompts = Annotated[
     list[str] | list[list[int]],
@@ -54,12 +55,7 @@ Prompts = Annotated[
         {
             "anyOf": [
                 _TEXT_SCHEMA,
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": COUNTS["prompts"].high,
-                    "items": _TEXT_SCHEMA,
-                },
+                {"type": "array", "minItems": 1, "maxItems": COUNTS["prompts"].high, "items": _TEXT_SCHEMA},
                 _IDS_SCHEMA,
                 {"type": "array", "minItems": 1, "maxItems": COUNTS["prompts"].high, "items": _IDS_SCHEMA},
             ]

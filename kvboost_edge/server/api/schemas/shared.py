@@ -6,6 +6,7 @@ A field is honoured, ignored by name (neutral ones, which change nothing about t
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Annotated, Any
 
 from pydantic import (
@@ -37,10 +38,14 @@ __all__ = [
     "Strict",
     "TokenIds",
     "bad_field",
+    "check_count",
     "check_text",
     "check_token_ids",
     "field_error",
     "is_text",
+    "map_schema",
+    "number_schema",
+    "or_null",
 ]
 
 
@@ -86,13 +91,14 @@ def _only_one(value: Any) -> None:
         raise field_error("not_built", "anything but 1 is not built in this server; leave it out")
 
 
-def _constant(value: Any) -> Any:
-    return WithJsonSchema({"anyOf": [value, {"type": "null"}]})
+def or_null(schema: dict[str, Any]) -> WithJsonSchema:
+    """JSON Schema of a field that only one kind of value, or null, may have."""
+    return WithJsonSchema({"anyOf": [schema, {"type": "null"}]})
 
 
-OnlyEmpty = Annotated[None, PlainValidator(_only_empty), _constant({"type": "array", "maxItems": 0})]
-OnlyNone = Annotated[None, PlainValidator(_only_none), _constant({"const": "none"})]
-OnlyOne = Annotated[None, PlainValidator(_only_one), _constant({"const": 1})]
+OnlyEmpty = Annotated[None, PlainValidator(_only_empty), or_null({"type": "array", "maxItems": 0})]
+OnlyNone = Annotated[None, PlainValidator(_only_none), or_null({"const": "none"})]
+OnlyOne = Annotated[None, PlainValidator(_only_one), or_null({"const": 1})]
 """Fields that clients send with the value that means nothing."""
 
 NotBuilt = Annotated[None, BeforeValidator(_refuse)]
@@ -120,12 +126,31 @@ def check_text(value: str) -> str:
     return value
 
 
+def check_count(kind: str, name: str, value: Sized, what: str = "entries") -> None:
+    """An error for a value with more of `what` than COUNTS[name] allows."""
+    if len(value) > COUNTS[name].high:
+        raise field_error(kind, f"holds {len(value)} {what}; at most {COUNTS[name].high} are allowed")
+
+
+def map_schema(name: str, names: dict[str, Any], values: dict[str, Any]) -> WithJsonSchema:
+    """JSON Schema of an object with at most COUNTS[name] entries."""
+    limit = COUNTS[name].high
+    return WithJsonSchema(
+        {"type": "object", "maxProperties": limit, "propertyNames": names, "additionalProperties": values}
+    )
+
+
+def number_schema(name: str) -> dict[str, Any]:
+    """JSON Schema of a number in BOUNDS[name]."""
+    bound = BOUNDS[name]
+    return {"type": "integer" if bound.integer else "number", "minimum": bound.low, "maximum": bound.high}
+
+
 def _metadata(value: Any) -> dict[str, str]:
-    count, name, text = COUNTS["metadata"], COUNTS["metadata_name"], COUNTS["metadata_value"]
+    name, text = COUNTS["metadata_name"], COUNTS["metadata_value"]
     if not isinstance(value, dict) or not all(map(is_text, (*value, *value.values()))):
         raise field_error("metadata", "must map strings to strings")
-    if len(value) > count.high:
-        raise field_error("metadata", f"holds {len(value)} entries; at most {count.high} are allowed")
+    check_count("metadata", "metadata", value)
     if not all(name.low <= len(key) <= name.high and len(item) <= text.high for key, item in value.items()):
         raise field_error("metadata", f"names must have {name.describe()} characters, values {text.describe()}")
     return value
@@ -143,22 +168,14 @@ def check_token_ids(value: Any) -> list[int]:
 
 def _stop_token_ids(value: Any) -> list[int]:
     ids = check_token_ids(value)
-    if len(ids) > COUNTS["stop_token_ids"].high:
-        raise field_error(
-            "too_long", f"holds {len(ids)} token ids; at most {COUNTS['stop_token_ids'].high} are allowed"
-        )
+    check_count("too_long", "stop_token_ids", ids, "token ids")
     return ids
 
 
 TokenIds = Annotated[
     list[int],
     PlainValidator(check_token_ids),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0, "maximum": BOUNDS["token_id"].high},
-        }
-    ),
+    WithJsonSchema({"type": "array", "items": number_schema("token_id")}),
 ]
 
 
@@ -176,11 +193,10 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    bound, count = BOUNDS["logit_bias"], COUNTS["logit_bias"]
+    bound = BOUNDS["logit_bias"]
     if not isinstance(value, dict):
         raise field_error("logit_bias", "must map token ids to numbers")
-    if len(value) > count.high:
-        raise field_error("logit_bias", f"holds {len(value)} entries; at most {count.high} are allowed")
+    check_count("logit_bias", "logit_bias", value)
     checked: dict[int, float] = {}
     for key, number in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
@@ -191,19 +207,15 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return checked
 
 
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": COUNTS["stop_length"].high}
 Stop = Annotated[
     tuple[str, ...],
     PlainValidator(_stop),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": COUNTS["stop_length"].high},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": COUNTS["stop"].high,
-                    "items": {"type": "string", "minLength": 1, "maxLength": COUNTS["stop_length"].high},
-                },
+                _STOP_SCHEMA,
+                {"type": "array", "minItems": 1, "maxItems": COUNTS["stop"].high, "items": _STOP_SCHEMA},
             ]
         }
     ),
@@ -211,31 +223,17 @@ Stop = Annotated[
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_logit_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": COUNTS["logit_bias"].high,
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {
-                "type": "number",
-                "minimum": BOUNDS["logit_bias"].low,
-                "maximum": BOUNDS["logit_bias"].high,
-            },
-        }
-    ),
+    map_schema("logit_bias", {"pattern": "^[0-9]{1,10}$"}, number_schema("logit_bias")),
 ]
 
 
 Metadata = Annotated[
     dict[str, str],
     PlainValidator(_metadata),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": COUNTS["metadata"].high,
-            "propertyNames": {"minLength": 1, "maxLength": COUNTS["metadata_name"].high},
-            "additionalProperties": {"type": "string", "maxLength": COUNTS["metadata_value"].high},
-        }
+    map_schema(
+        "metadata",
+        {"minLength": 1, "maxLength": COUNTS["metadata_name"].high},
+        {"type": "string", "maxLength": COUNTS["metadata_value"].high},
     ),
 ]
 ModelName = Annotated[str, AfterValidator(check_text), counted("model")]
