@@ -21,7 +21,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
 from kvboost_edge.engine.prompts import Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
-from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult, alignment_warning
+from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.verify import verify_engine
@@ -204,20 +204,17 @@ class CPUPagedEngine:
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
         _wait([self._submit(request)])
-        chunk_size = self._config.block_size
+        return self.warm_result(request.prompt_ids, tenant=tenant, cache_salt=cache_salt)
+
+    def warm_result(
+        self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> WarmResult:
+        """What of a prompt is in the cache now, as `warm` reports it; computes nothing."""
+        root = self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt))
         with self._core.lock:
             # One more token, because the last one of a prompt is never served.
-            stored = self._parts.manager.peek((*request.prompt_ids, 0), self._intake.root(terms)) // chunk_size
-        tail = request.num_prompt_tokens % chunk_size
-        warning = alignment_warning(tail, chunk_size)
-        return WarmResult(
-            chunks_stored=stored,
-            token_count=request.num_prompt_tokens,
-            chunk_size=chunk_size,
-            chunk_boundary_aligned=warning is None,
-            partial_tail_tokens=tail,
-            alignment_warning=warning,
-        )
+            servable = self._parts.manager.peek((*token_ids, 0), root)
+        return WarmResult.of(servable, len(token_ids), self._config.block_size)
 
     warm_chunks = warm
 

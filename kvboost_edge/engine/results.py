@@ -13,7 +13,6 @@ __all__ = [
     "PromptCheck",
     "TokenLogprobs",
     "WarmResult",
-    "alignment_warning",
 ]
 
 _MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text is not worth a warning
@@ -117,6 +116,21 @@ class WarmResult:
     partial_tail_tokens: int
     alignment_warning: str | None
 
+    @classmethod
+    def of(cls, num_cached: int, num_tokens: int, chunk_size: int) -> WarmResult:
+        """Of a text of `num_tokens`, the first `num_cached` of which are in the cache."""
+        tail = num_tokens % chunk_size
+        aligned = tail < _MIN_CHUNK_TOKENS
+        warning = f"the last {tail} tokens do not fill a chunk of {chunk_size} and are not cached"
+        return cls(
+            chunks_stored=num_cached // chunk_size,
+            token_count=num_tokens,
+            chunk_size=chunk_size,
+            chunk_boundary_aligned=aligned,
+            partial_tail_tokens=tail,
+            alignment_warning=None if aligned else warning,
+        )
+
     def __bool__(self) -> bool:
         return self.chunks_stored > 0
 
@@ -125,13 +139,6 @@ class WarmResult:
 
     def __index__(self) -> int:
         return self.chunks_stored
-
-
-def alignment_warning(tail: int, chunk_size: int) -> str | None:
-    """What is lost when the last `tail` tokens of a warmed text do not fill a chunk; None if that is little."""
-    if tail < _MIN_CHUNK_TOKENS:
-        return None
-    return f"the last {tail} tokens do not fill a chunk of {chunk_size} and are not cached"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

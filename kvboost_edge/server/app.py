@@ -8,14 +8,12 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import health
-from kvboost_edge.server.api.routes.generation import router as api_router
+from kvboost_edge.server.api.routes import cache, generation, health, text
 from kvboost_edge.server.errors import install_error_handlers
+from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import Envelope, Gate
-from kvboost_edge.server.http.page import STATIC_FILES
-from kvboost_edge.server.http.page import router as page_router
 from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import ServerState
@@ -24,10 +22,12 @@ from kvboost_edge.server.work.admission import Admission
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
-__all__ = ["create_app"]
+__all__ = ["ROUTERS", "create_app"]
 
+# Every endpoint is in one of these. Routes are tried in this order, so the busy ones come first.
+ROUTERS = (generation.router, text.router, cache.router, health.router, page.router)
 # Fixed names, so that no parameter of a path can widen what is open.
-_PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in STATIC_FILES if name != "index.html")})
+_PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
 
 
 def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
@@ -43,9 +43,8 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.kv = state
-    app.include_router(api_router)
-    app.include_router(health.router)
-    app.include_router(page_router)
+    for router in ROUTERS:
+        app.include_router(router)
     install_error_handlers(app)
     # The last one added is the outermost.
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)

@@ -1,4 +1,5 @@
-"""What the answers look like, for the OpenAPI document alone: they are written by hand, not through these models."""
+"""What the answers look like, for the OpenAPI document: they are written by hand, not through these models. A test asks
+every route and compares the keys."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 __all__ = [
+    "ERRORS",
+    "BlockCounts",
     "Blocks",
     "ChatAnswer",
     "CompletionAnswer",
     "Detokenized",
+    "ErrorAnswer",
+    "Memory",
     "Model",
     "ModelList",
     "Reset",
@@ -24,6 +29,24 @@ FinishReason = Literal["stop", "length"]
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(_Answer):
+    """`code` is for programs, `message` for people, `param` names the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(_Answer):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
 
 
 class PromptTokensDetails(_Answer):
@@ -60,6 +83,7 @@ class Costs(_Answer):
     tokenize_ms: float
     queue_ms: float
     lookup_ms: float
+    load_ms: float
     prefill_ms: float
     decode_ms: float
     ttft_ms: float
@@ -88,8 +112,13 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
-class _TokenIds(BaseModel):
-    model_config = ConfigDict(extra="forbid", json_schema_extra=lambda schema: schema["required"].remove("token_ids"))
+def _only_when_asked(name: str) -> ConfigDict:
+    """The field is always there where it is asked for, and never null."""
+    return ConfigDict(json_schema_extra=lambda schema: schema["required"].remove(name))
+
+
+class _TokenIds(_Answer):
+    model_config = _only_when_asked("token_ids")
 
     token_ids: list[int]
 
@@ -143,6 +172,14 @@ class ChatAnswer(_Head):
     choices: list[ChatChoiceAnswer]
 
 
+class ModelMeta(_Answer):
+    architecture: str
+    dtype: str
+    runner: str
+    vocab_size: int
+    weight_bytes: int
+
+
 class Model(_Answer):
     id: str
     object: Literal["model"]
@@ -151,7 +188,7 @@ class Model(_Answer):
     root: str
     parent: None
     max_model_len: int
-    meta: dict[str, Any]
+    meta: ModelMeta
 
 
 class ModelList(_Answer):
@@ -164,12 +201,15 @@ class Piece(_Answer):
     piece: str
 
 
-class Tokenized(BaseModel):
+class Tokenized(_Answer):
     """`token_strs` only when asked for."""
+
+    model_config = _only_when_asked("token_strs")
 
     tokens: list[int] | list[Piece]
     count: int
     max_model_len: int
+    token_strs: list[str]
 
 
 class Detokenized(_Answer):
@@ -194,19 +234,51 @@ class Reset(_Answer):
     blocks_dropped: int
 
 
-class Stats(BaseModel):
-    """Queue, cache, pool, memory and throughput."""
+class Queue(_Answer):
+    running: int
+    waiting: int
+    waiting_tokens: int
+    in_flight: int
+    max_in_flight: int
+    refused: int
+
+
+class Throughput(_Answer):
+    prompt_tokens_total: int
+    generated_tokens_total: int
+    prompt_tokens_per_second: float
+    generated_tokens_per_second: float
+
+
+class Stats(_Answer):
+    """Queue, cache, pool, memory and throughput; those of cache, pool and memory are the engine's own names."""
 
     object: Literal["stats"]
     model: str
-    queue: dict[str, int]
+    queue: Queue
     cache: dict[str, float]
     pool: dict[str, Any]
     memory: dict[str, int]
-    throughput: dict[str, float]
+    throughput: Throughput
 
 
-class Blocks(BaseModel):
+class BlockCounts(_Answer):
+    """By state, in the order of the numbers in `Blocks.states`."""
+
+    free: int
+    cached: int
+    used: int
+    shared: int
+
+
+class Memory(_Answer):
+    weight_bytes: int
+    pool_bytes: int
+    process_rss_bytes: int
+    process_peak_bytes: int
+
+
+class Blocks(_Answer):
     """The pool; `states`, `refs` and `tokens` are base64 of one byte a block."""
 
     num_blocks: int
@@ -214,10 +286,13 @@ class Blocks(BaseModel):
     states: str
     refs: str | None
     tokens: str | None
-    counts: dict[str, int]
+    counts: BlockCounts
     running: int
     waiting: int
     hit_tokens: int
     miss_tokens: int
     hit_rate: float | None
-    memory: dict[str, int]
+    memory: Memory
+    generated_tokens_total: int
+    evictions: int
+    preemptions: int

@@ -7,16 +7,15 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.checks import check_priority, room_for
 from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import TokenTexts, chat_logprobs
-from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
-from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
+from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 
-__all__ = ["chat_order", "encode_messages", "estimate_messages", "size_of"]
+__all__ = ["chat_order"]
 
 
 def chat_order(state: ServerState, body: ChatRequest) -> Order:
@@ -24,10 +23,11 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
     body.check_together()
     body.check_vocabulary(state.engine.runner_info.vocab_size)
     wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    texts = TokenTexts(state.engine.tokenizer) if body.logprobs else None
+    tokenizer = state.engine.tokenizer
+    texts = TokenTexts(tokenizer) if body.logprobs else None
 
     def encode() -> list[EncodedPrompt]:
-        return [EncodedPrompt(encode_messages(state, body.messages, body.chat_template_kwargs or {}))]
+        return [EncodedPrompt(encode_messages(tokenizer, body.messages, body.chat_template_kwargs))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
@@ -55,33 +55,6 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
         kind="chat.completion",
         chunk_kind="chat.completion.chunk",
     )
-
-
-def estimate_messages(messages: list[ChatMessage]) -> int:
-    """About how many tokens these are: four characters make one."""
-    return sum(len(message.content) // 4 + 4 for message in messages)
-
-
-def size_of(messages: list[ChatMessage]) -> int:
-    """Characters to read, with those the template may add."""
-    return sum(len(message.content) + 16 for message in messages)
-
-
-def encode_messages(
-    state: ServerState,
-    messages: list[ChatMessage],
-    variables: dict[str, Any],
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
-    plain = [message.for_template() for message in messages]
-    try:
-        ids = state.engine.tokenizer.encode_chat(plain, add_generation_prompt, variables)
-    except RequestError as error:
-        raise bad_field("messages", str(error)) from error
-    if not ids:
-        raise bad_field("messages", "the model's chat template makes no token of these messages")
-    return ids
 
 
 class ChatChoice:

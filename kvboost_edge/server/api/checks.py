@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from collections.abc import Awaitable, Callable
 
-__all__ = ["check_model", "check_priority", "room_for"]
+from starlette.requests import Request
+from starlette.types import Send
+
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.bridge import Answer
+
+__all__ = ["answered", "check_model", "check_priority", "room_for"]
+
+
+def answered(request: Request, model: str | None, work: Callable[[ServerState, Send], Awaitable[None]]) -> Answer:
+    """The answer that `work` sends, once the model that the body names is known to be the one that is served."""
+
+    async def whole(send: Send) -> None:
+        state = state_of(request)
+        check_model(state, model)
+        await work(state, send)
+
+    return Answer(whole)
 
 
 def check_model(state: ServerState, name: str | None) -> None:

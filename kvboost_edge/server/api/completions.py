@@ -8,17 +8,17 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.checks import check_priority, room_for
 from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
+from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.shared import bad_field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["completion_order", "encode_text"]
+__all__ = ["completion_order"]
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -51,7 +51,7 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
     limit = min(wanted, state.engine.runner_info.max_context)
     sequences = len(body.prompt) * body.num_sequences
     return Order(
-        estimate=sum(map(_estimate, body.prompt)) + sequences * limit,
+        estimate=sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit,
         num_prompts=len(body.prompt),
         job=Job(
             encode=encode,
@@ -71,17 +71,6 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
     )
 
 
-def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
-    """Token ids of a text; slow for long ones. ApiError names the field of a text that makes none."""
-    try:
-        ids = tokenizer.encode(text, add_special_tokens)
-    except RequestError as error:
-        raise bad_field(field, str(error)) from error
-    if not ids:
-        raise bad_field(field, "the tokenizer makes no token of this text")
-    return ids
-
-
 def _encode(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest, vocab_size: int) -> EncodedPrompt:
     if isinstance(prompt, str):
         ids = encode_text(tokenizer, prompt, body.add_special_tokens, "prompt")
@@ -90,11 +79,6 @@ def _encode(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionReque
         raise bad_field("prompt", f"token id {max(prompt)} is outside of the model's vocabulary 0..{vocab_size - 1}")
     text = tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
     return EncodedPrompt(prompt, text, from_text=False)
-
-
-def _estimate(prompt: str | list[int]) -> int:
-    """About how many tokens this is: four characters make one."""
-    return len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt)
 
 
 def _best(results: Sequence[GenerationResult], per_prompt: int, keep: int) -> list[GenerationResult]:

@@ -35,18 +35,16 @@ def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: flo
     """
     firsts = first_comers(results, per_prompt)
     slowest = max(results, key=lambda result: result.total_ms)
+    # Before the engine's queue it waited for the batch window, or for a thread.
+    waited = slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms)
+    phases = {**slowest.phases, "tokenize": tokenize_ms, "queue": waited}
     return {
         "timings": _timings(results, firsts),
         "kvboost": {
             "mode": slowest.mode.value,
             "hit_tokens": _by_tier(firsts),
             "miss_reason": next((result.miss_reason for result in firsts if result.miss_reason), ""),
-            "tokenize_ms": round(tokenize_ms, 3),
-            # Before the engine's queue it waited for the batch window, or for a thread.
-            "queue_ms": round(slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms), 3),
-            "lookup_ms": round(slowest.lookup_ms, 3),
-            "prefill_ms": round(slowest.prefill_ms, 3),
-            "decode_ms": round(slowest.decode_ms, 3),
+            **{f"{name}_ms": round(milliseconds, 3) for name, milliseconds in phases.items()},
             "ttft_ms": round(min(result.ttft_ms for result in results), 3),
             "total_ms": round(slowest.total_ms, 3),
             "preemptions": sum(result.preemptions for result in results),

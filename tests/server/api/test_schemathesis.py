@@ -14,7 +14,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
 from conftest import LONG
-from kvboost_edge.server.api.routes.generation import router
+from kvboost_edge.server.app import ROUTERS
 from live_servers import LiveServer
 
 MODEL = "kvboost-edge/demo"
@@ -35,7 +35,8 @@ CHECKS = [
 def document() -> dict[str, Any]:
     """The OpenAPI document of the API's routes; a model is not needed for it."""
     app = FastAPI()
-    app.include_router(router)
+    for router in ROUTERS:
+        app.include_router(router)
     return app.openapi()
 
 

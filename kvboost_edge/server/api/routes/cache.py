@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,25 +13,16 @@ from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import GenerationResult, alignment_warning
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.api.answers import Blocks, Reset, Stats, Warmed
+from kvboost_edge.server.api.answers import ERRORS, BlockCounts, Blocks, Memory, Reset, Stats, Warmed
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.chat import encode_messages, estimate_messages, size_of
-from kvboost_edge.server.api.checks import check_model, check_priority, room_for
-from kvboost_edge.server.api.completions import encode_text
-from kvboost_edge.server.api.schemas.text import ERRORS, ResetRequest, WarmRequest
+from kvboost_edge.server.api.checks import answered, check_priority, room_for
+from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
+from kvboost_edge.server.api.schemas.text import ResetRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
-from kvboost_edge.server.work.bridge import (
-    Answer,
-    EncodedPrompt,
-    Job,
-    off_loop,
-    running,
-    wait_all,
-)
+from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
@@ -40,7 +32,6 @@ T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
-_STATES = ("free", "cached", "used", "shared")
 _MOST_DETAILS = 4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
 
 
@@ -48,19 +39,18 @@ _MOST_DETAILS = 4096  # a larger pool shows its states only: reading references 
 async def warm(request: Request, body: WarmRequest) -> Response:
     """Compute a text once, so that prompts which begin with it find it in the cache."""
 
-    async def work(send: Send) -> None:
-        state = state_of(request)
-        check_model(state, body.model)
+    async def work(state: ServerState, send: Send) -> None:
         body.check_together()
-        estimate = estimate_messages(body.messages or []) + len(body.text or "") // 4 + 1
-        job = _warm_job(state, body)
-        async with state.admit(request, estimate) as ticket, running(state.engine, job, ticket) as run:
+        engine, job = state.engine, _warm_job(state, body)
+        estimate = estimate_messages(body.messages or []) + estimate_tokens(body.text or "")
+        async with state.admit(request, estimate) as ticket, running(engine, job, ticket) as run:
             results = await wait_all(ticket, run.handles)
-        members = _warmed(results[0], state.engine.config.block_size)
+            ids, tenant = run.prompts[0].token_ids, ticket.tenant
+            stored = await off_loop(lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt))
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
-        await send_json(send, dumps({"object": "warm", **members, **figures}))
+        await send_json(send, dumps({"object": "warm", **dataclasses.asdict(stored), **figures}))
 
-    return Answer(work)
+    return answered(request, body.model, work)
 
 
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
@@ -96,10 +86,12 @@ async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
 
 
 def _warm_job(state: ServerState, body: WarmRequest) -> Job:
+    tokenizer = state.engine.tokenizer
+
     def encode() -> list[EncodedPrompt]:
         if body.messages is not None:
-            return [EncodedPrompt(encode_messages(state, body.messages, body.chat_template_kwargs or {}, False))]
-        return [EncodedPrompt(encode_text(state.engine.tokenizer, body.text or "", True, "text"))]
+            return [EncodedPrompt(encode_messages(tokenizer, body.messages, body.chat_template_kwargs, False))]
+        return [EncodedPrompt(encode_text(tokenizer, body.text or "", True, "text"))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if body.messages is None else "messages"
@@ -114,19 +106,6 @@ def _warm_job(state: ServerState, body: WarmRequest) -> Job:
         cache_salt=body.cache_salt,
         priority=check_priority(state, body.priority),
     )
-
-
-def _warmed(result: GenerationResult, block_size: int) -> dict[str, Any]:
-    chunks, tail = divmod(result.prompt_tokens, block_size)
-    warning = alignment_warning(tail, block_size)
-    return {
-        "chunks_stored": chunks,
-        "token_count": result.prompt_tokens,
-        "chunk_size": block_size,
-        "chunk_boundary_aligned": warning is None,
-        "partial_tail_tokens": tail,
-        "alignment_warning": warning,
-    }
 
 
 def _stats(state: ServerState) -> dict[str, Any]:
@@ -164,15 +143,13 @@ def _blocks(state: ServerState) -> dict[str, Any]:
         "states": _base64(states),
         "refs": _base64(bytes(min(detail.refs, 255) for detail in details)) if detailed else None,
         "tokens": _base64(bytes(min(detail.tokens, 255) for detail in details)) if detailed else None,
-        "counts": {name: states.count(number) for number, name in enumerate(_STATES)},
+        "counts": {name: states.count(number) for number, name in enumerate(BlockCounts.model_fields)},
         "running": engine.num_running(),
         "waiting": engine.num_waiting(),
         "hit_tokens": pool["hit_tokens"],
         "miss_tokens": pool["miss_tokens"],
         "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
-        "memory": {
-            name: pool[name] for name in ("weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes")
-        },
+        "memory": {name: pool[name] for name in Memory.model_fields},
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
         "preemptions": pool["preemptions"],

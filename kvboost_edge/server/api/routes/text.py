@@ -8,17 +8,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from kvboost_edge.server.api.answers import Detokenized, Model, ModelList, Tokenized
+from kvboost_edge.server.api.answers import ERRORS, Detokenized, Model, ModelList, Tokenized
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.chat import encode_messages, estimate_messages, size_of
-from kvboost_edge.server.api.checks import check_model
-from kvboost_edge.server.api.completions import encode_text
+from kvboost_edge.server.api.checks import answered, check_model
 from kvboost_edge.server.api.logprobs import TokenTexts
+from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.shared import bad_field
-from kvboost_edge.server.api.schemas.text import ERRORS, DetokenizeRequest, TokenizeRequest
+from kvboost_edge.server.api.schemas.text import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.state import ServerState, state_of
-from kvboost_edge.server.work.bridge import Answer, off_loop
+from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
 
 __all__ = ["router"]
@@ -43,33 +42,28 @@ async def model(request: Request, name: str) -> Response:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text or of messages."""
 
-    async def work(send: Send) -> None:
-        state = state_of(request)
-        check_model(state, body.model)
+    async def work(state: ServerState, send: Send) -> None:
         body.check_together()
-        text = len(body.content or body.prompt or "")
-        messages = body.messages or []
-        async with state.admit(request, text // 4 + 1 + estimate_messages(messages)):
-            answer = await off_loop(lambda: dumps_long(_tokenize(state, body)), text + size_of(messages))
+        text, messages = body.content or body.prompt or "", body.messages or []
+        async with state.admit(request, estimate_tokens(text) + estimate_messages(messages)):
+            answer = await off_loop(lambda: dumps_long(_tokenize(state, body)), len(text) + size_of(messages))
             await send_json(send, answer)
 
-    return Answer(work)
+    return answered(request, body.model, work)
 
 
 @router.post("/detokenize", response_class=JSONResponse, responses={200: {"model": Detokenized}})
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Text of token ids."""
 
-    async def work(send: Send) -> None:
-        state = state_of(request)
-        check_model(state, body.model)
+    async def work(state: ServerState, send: Send) -> None:
         vocab_size = state.engine.runner_info.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise bad_field("tokens", f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}")
         async with state.admit(request, len(body.tokens)):
             await send_json(send, await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens)))
 
-    return Answer(work)
+    return answered(request, body.model, work)
 
 
 def _model(state: ServerState) -> dict[str, Any]:
@@ -101,8 +95,7 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = state.engine.tokenizer
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:
-        variables = body.chat_template_kwargs or {}
-        ids = encode_messages(state, body.messages, variables, body.add_generation_prompt)
+        ids = encode_messages(tokenizer, body.messages, body.chat_template_kwargs, body.add_generation_prompt)
     elif text:
         ids = encode_text(tokenizer, text, body.with_special_tokens, "content" if body.prompt is None else "prompt")
     else:

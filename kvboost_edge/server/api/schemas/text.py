@@ -1,12 +1,12 @@
-"""Bodies of the small routes (tokenize, detokenize, warm), and the errors of all."""
+"""Bodies of the small routes: tokenize, detokenize, warm, reset."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field
 
-from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.bounds import bounded, counted
 from kvboost_edge.server.api.schemas.chat import ChatMessage, TemplateVariables
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
@@ -14,35 +14,15 @@ from kvboost_edge.server.api.schemas.shared import (
     Strict,
     TokenIds,
     bad_field,
+    check_count,
     check_text,
-    field_error,
 )
 
-__all__ = ["ERRORS", "DetokenizeRequest", "ErrorAnswer", "ResetRequest", "TokenizeRequest", "WarmRequest"]
-
-
-class ErrorDetail(BaseModel):
-    """`code` is for programs, `message` for people, `param` names the field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorAnswer(BaseModel):
-    """Every error, in OpenAI's shape."""
-
-    error: ErrorDetail
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
-"""For the OpenAPI document."""
+__all__ = ["DetokenizeRequest", "ResetRequest", "TokenizeRequest", "WarmRequest"]
 
 
 def _few_tokens(ids: list[int]) -> list[int]:
-    if len(ids) > COUNTS["tokens"].high:
-        raise field_error("too_long", f"holds {len(ids)} token ids; at most {COUNTS['tokens'].high} are allowed")
+    check_count("too_long", "tokens", ids, "token ids")
     return ids
 
 

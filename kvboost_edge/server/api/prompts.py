@@ -1,0 +1,60 @@
+"""From what clients send, text or messages, to token ids; and before that, about how many they will be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.schemas.chat import ChatMessage
+from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["encode_messages", "encode_text", "estimate_messages", "estimate_tokens", "size_of"]
+
+_CHARACTERS_PER_TOKEN = 4
+_TEMPLATE_TOKENS = 3  # around each message
+_TEMPLATE_CHARACTERS = 16
+
+
+def estimate_tokens(text: str) -> int:
+    """About how many tokens this is, never 0."""
+    return len(text) // _CHARACTERS_PER_TOKEN + 1
+
+
+def estimate_messages(messages: Sequence[ChatMessage]) -> int:
+    """About how many tokens these are."""
+    return sum(estimate_tokens(message.content) + _TEMPLATE_TOKENS for message in messages)
+
+
+def size_of(messages: Sequence[ChatMessage]) -> int:
+    """Characters to read, with those the template may add."""
+    return sum(len(message.content) + _TEMPLATE_CHARACTERS for message in messages)
+
+
+def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
+    """Token ids of a text; slow for long ones. ApiError names the field of a text that makes none."""
+    try:
+        ids = tokenizer.encode(text, add_special_tokens)
+    except RequestError as error:
+        raise bad_field(field, str(error)) from error
+    if not ids:
+        raise bad_field(field, "the tokenizer makes no token of this text")
+    return ids
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    variables: dict[str, Any] | None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
+    plain = [message.for_template() for message in messages]
+    try:
+        ids = tokenizer.encode_chat(plain, add_generation_prompt, variables or {})
+    except RequestError as error:
+        raise bad_field("messages", str(error)) from error
+    if not ids:
+        raise bad_field("messages", "the model's chat template makes no token of these messages")
+    return ids

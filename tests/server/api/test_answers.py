@@ -1,0 +1,98 @@
+"""The models of the OpenAPI document against what the routes send: the same keys, nested ones too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from kvboost_edge.server.api import answers
+from kvboost_edge.server.app import ROUTERS
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SHOWN = {"max_tokens": 3, "logprobs": 2, "return_token_ids": True}
+CHAT = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+# Bodies that ask for all an answer may hold; None: GET.
+ASKED: list[tuple[str, dict[str, Any] | None]] = [
+    ("/v1/completions", {"prompt": "hello", **SHOWN}),
+    ("/v1/completions", {"prompt": ["hello", "world"], "n": 2, "echo": True, **SHOWN}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/models", None),
+    ("/v1/models/tiny", None),
+    ("/tokenize", {"content": "hello", "with_pieces": True, "return_token_strs": True}),
+    ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [1, 2]}),
+    ("/v1/warm", {"text": "A text of more than one block. " * 3}),
+    ("/v1/warm", {"messages": MESSAGES}),
+    ("/v1/stats", None),
+    ("/v1/blocks", None),
+    ("/cache/reset", {}),
+]
+MODELS: dict[str, type[BaseModel]] = {
+    route.path: route.responses[200]["model"]
+    for router in ROUTERS
+    for route in router.routes
+    if isinstance(route, APIRoute) and route.include_in_schema
+}
+
+
+def model_of(path: str) -> type[BaseModel]:
+    return MODELS["/v1/models/{name:path}" if path == "/v1/models/tiny" else path]
+
+
+async def ask(app: httpx.AsyncClient, path: str, body: dict[str, Any] | None) -> httpx.Response:
+    return await (app.get(path) if body is None else app.post(path, json=body))
+
+
+def test_every_route_is_asked() -> None:
+    assert {model_of(path) for path, _ in ASKED} == set(MODELS.values())
+
+
+def test_no_model_lets_a_key_pass_that_it_does_not_name() -> None:
+    models = [kind for kind in vars(answers).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    assert len(models) > 20
+    assert {kind.__name__ for kind in models if kind.model_config.get("extra") != "forbid"} == {"BaseModel"}
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+async def test_answers_have_the_keys_of_their_models(
+    tiny_app: httpx.AsyncClient, path: str, body: dict[str, Any] | None
+) -> None:
+    answer = await ask(tiny_app, path, body)
+    assert answer.status_code == 200, answer.text
+    model_of(path).model_validate_json(answer.content, strict=True)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_what_nobody_asks_for_is_left_out(tiny_app: httpx.AsyncClient, path: str) -> None:
+    bodies = {
+        "/v1/completions": {"prompt": "hello", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+        "/tokenize": {"content": "hello"},
+    }
+    answer = (await ask(tiny_app, path, bodies[path])).json()
+    model, name, shown = model_of(path), "token_strs", answer
+    if path != "/tokenize":
+        model, name, shown = model.model_fields["choices"].annotation.__args__[0], "token_ids", answer["choices"][0]
+    assert set(model.model_fields) - set(shown) == {name}
+    assert set(shown) == set(model.model_json_schema()["required"])
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/models/other", 404), ("/nowhere", 404)])
+async def test_errors_have_the_keys_of_their_model(tiny_app: httpx.AsyncClient, path: str, status: int) -> None:
+    answer = await tiny_app.get(path)
+    assert answer.status_code == status
+    answers.ErrorAnswer.model_validate_json(answer.content, strict=True)
+
+
+async def test_a_warmed_text_is_told_as_the_engine_tells_it(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    text = "A text of more than one block. " * 3
+    answer = (await tiny_app.post("/v1/warm", json={"text": text})).json()
+    stored = dataclasses.asdict(tiny_engine.warm(text))
+    assert stored["chunks_stored"] > 0
+    assert {name: answer[name] for name in stored} == stored
+    assert set(answer) - set(stored) == {"object", "usage", "timings", "kvboost"}
