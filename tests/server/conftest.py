@@ -35,6 +35,15 @@ def keyed_server(demo_engine: Any) -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def client(live_server: LiveServer) -> Iterator[Any]:
+    """OpenAI's own client of that server."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
 @pytest.fixture
 async def tiny_app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
     """The app over ASGI, no socket; `tiny_app.app` is the application."""

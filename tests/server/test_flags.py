@@ -193,13 +193,17 @@ def test_serve_is_a_command_of_the_package(capsys):
     assert "kvboost-edge: error: workers=2" in capsys.readouterr().err
 
 
+def run_code(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
 def test_a_missing_extra_is_named():
     code = (
         "import sys; sys.modules['uvicorn'] = None\n"
         "from kvboost_edge.server.__main__ import main\n"
         "sys.exit(main(['--port', '0']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_code(code)
     assert done.returncode == 1
     assert "kvboost-edge[server]" in done.stderr
     assert "'uvicorn'" in done.stderr
@@ -212,5 +216,5 @@ def test_the_package_and_the_flags_load_no_web_framework():
         "print([name for name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'h11', 'torch', 'numba')"
         " if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_code(code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -18,12 +17,6 @@ MESSAGES: Any = [
     {"role": "system", "content": "Answer in one sentence."},
     {"role": "user", "content": "What grinds the corn?"},
 ]
-
-
-@pytest.fixture(scope="module")
-def client(live_server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def test_an_answer_equals_the_engines(client: openai.OpenAI, live_server: LiveServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,12 +15,6 @@ from live_servers import LiveServer
 
 MODEL = "kvboost-edge/demo"
 PROMPT = "The water mill of the old town"
-
-
-@pytest.fixture(scope="module")
-def client(live_server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def test_text_and_token_ids_equal_the_engine(client: openai.OpenAI, live_server: LiveServer) -> None:

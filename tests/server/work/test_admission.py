@@ -13,7 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
+from kvboost_edge.server.app import ROUTERS
+from kvboost_edge.server.http.middleware import ADMIN_PATHS, ADMITTED_PATHS
 from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.grouping import PrefixGroups
 from live_servers import HeldForward, LiveServer, raw_answer, serving, wait_until
@@ -327,3 +330,10 @@ def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_serv
             wait_until(lambda: tickets() <= before + 1, "the tickets to be freed")
     finally:
         gc.enable()
+
+
+def test_the_gates_lists_name_the_routes_there_are() -> None:
+    """A full queue turns away every route that takes a body, apart from an admin's."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    assert {route.path for route in routes} >= ADMIN_PATHS
+    assert {route.path for route in routes if "POST" in route.methods} - ADMIN_PATHS == ADMITTED_PATHS

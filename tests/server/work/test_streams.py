@@ -22,12 +22,6 @@ CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
 TEXT = ("/v1/completions", {"prompt": "The water mill of the old town"})
 
 
-@pytest.fixture(scope="module")
-def client(live_server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
 def events(answer: httpx.Response) -> list[Any]:
     """The events of a stream; the format itself is checked."""
     assert answer.status_code == 200, answer.text
