@@ -10,8 +10,8 @@ from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKV
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.kernels.attention.paged import KVPool
-from kvboost_edge.kernels.coded.layout import kv_record
-from kvboost_edge.kernels.reference.coded import decode_record, quantize_blocks
+from kvboost_edge.kernels.coded.layout import code_layout
+from kvboost_edge.kernels.reference.coded import decode_block, quantize_blocks
 from paged_cases import Case, attend_densely, num_blocks_for
 
 MAKERS = {"reference": ReferenceBackend, "cpu": CPUBackend}
@@ -84,16 +84,16 @@ def before_new(case: Case) -> list[Span]:
 def decoded(keys: np.ndarray, values: np.ndarray, size: int, bits: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """One sequence's keys and values [tokens, heads, dim] as its full blocks decode, float64; the rest as it is."""
     tokens, heads, dim = keys.shape
-    record, full = kv_record(size, dim, bits), tokens // size
+    layout, full = code_layout(size, dim, bits), tokens // size
     shorts = [x[: full * size].astype(np.float16).reshape(full, size, heads, dim) for x in (keys, values)]
     pool = KVPool(shorts[0].transpose(0, 2, 3, 1), shorts[1].transpose(0, 2, 1, 3))
-    records = np.zeros((full, heads, record.nbytes), np.uint8)
-    quantize_blocks(pool, np.arange(full), records, np.arange(full), record)
+    codes = np.zeros((full, heads, layout.nbytes), np.uint8)
+    quantize_blocks(pool, np.arange(full), codes, np.arange(full), layout)
     out_keys, out_values = keys.astype(np.float64), values.astype(np.float64)
     for block in range(full):
         rows = slice(block * size, block * size + size)
         for head in range(heads):
-            out_keys[rows, head], out_values[rows, head] = decode_record(records[block, head], record)
+            out_keys[rows, head], out_values[rows, head] = decode_block(codes[block, head], layout)
     return out_keys, out_values
 
 

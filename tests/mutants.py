@@ -51,8 +51,8 @@ FAULTS = (
     fault(
         "causal mask shows one token too many",
         "kernels/attention/attend.py",
-        "// shape.heads_per_group + 1 - start",
-        "// shape.heads_per_group + 2 - start",
+        "// shape.heads_per_kv + 1 - start",
+        "// shape.heads_per_kv + 2 - start",
         *KERNELS,
     ),
     fault(
@@ -66,11 +66,11 @@ FAULTS = (
         "softcap dropped", "kernels/attention/attend.py", "if shape.softcap > 0:", "if shape.softcap > 1e9:", *KERNELS
     ),
     fault(
-        "attention sinks dropped", "kernels/attention/attend.py", "if job.sinks != 0:", "if job.sinks == -1:", *KERNELS
+        "attention sinks dropped", "kernels/attention/units.py", "if job.sinks != 0:", "if job.sinks == -1:", *KERNELS
     ),
     fault(
-        "merging spans forgets the earlier ones' weight",
-        "kernels/attention/attend.py",
+        "merging partitions forgets the earlier ones' weight",
+        "kernels/attention/units.py",
         "dim, keep, add)",
         "dim, np.float32(1.0), add)",
         *KERNELS,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.coded.layout import kv_record
+from kvboost_edge.kernels.coded.layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["DEFAULT_NUM_OPEN", "AttentionParams", "Backend", "BatchLayout", "KVSpec", "LayerKVSpec"]
@@ -54,7 +54,7 @@ class KVSpec:
         if not self.is_quantized:
             return self._bytes_as_stored
         return sum(
-            layer.num_kv_heads * kv_record(self.block_size, layer.head_dim, self.bits).nbytes for layer in self.layers
+            layer.num_kv_heads * code_layout(self.block_size, layer.head_dim, self.bits).nbytes for layer in self.layers
         )
 
     @property

@@ -43,9 +43,9 @@ class PreparedBatch:
         self.coded: QuantPass | None = None
         self._plans: dict[tuple[int, int, int], WorkPlan] = {}
 
-    def plan(self, heads_per_group: int, num_kv_heads: int, window: int) -> WorkPlan:
+    def plan(self, heads_per_kv: int, num_kv_heads: int, window: int) -> WorkPlan:
         """The work plan of one kind of layer."""
-        key = (heads_per_group, num_kv_heads, window)
+        key = (heads_per_kv, num_kv_heads, window)
         if key not in self._plans:
             self._plans[key] = plan_work(self.paged, *key, self._num_threads)
         return self._plans[key]
@@ -139,7 +139,7 @@ class CPUBackend(NumpyBlocks):
         if batch.coded is not None:
             coded = self._coded.layer(layer, batch.coded)
             return paged_attention_coded(
-                queries, coded.records, coded.record, batch.paged, coded.own, options, self._workspace, plan
+                queries, coded.codes, coded.layout, batch.paged, coded.own, options, self._workspace, plan
             )
         return paged_attention(queries, self._pools[layer], batch.paged, options, self._workspace, plan)
 

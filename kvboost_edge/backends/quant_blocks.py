@@ -1,8 +1,8 @@
-"""Storage of a quantized pool: records of full blocks, float16 buffers of open ones, and the order a pass works in.
+"""Storage of a quantized pool: codes of full blocks, float16 buffers of open ones, and the order a pass works in.
 
 `write_kv` of a layer copies what the filled blocks held before into the pass's temporary buffers, writes the new tokens
 in float16, and quantizes the blocks that are full now. Attention then reads a query's own block from its buffer and all
-blocks before it from their records, so results do not depend on where a pass begins or ends.
+blocks before it from their codes, so results do not depend on where a pass begins or ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks, aligned_empty
-from kvboost_edge.kernels.coded.layout import BIT_PAIRS, KVRecord, kv_record
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS, CodeLayout, code_layout
 
 __all__ = ["CodedLayer", "Places", "QuantBlocks", "QuantKernels", "QuantPass"]
 
@@ -32,7 +32,7 @@ class QuantKernels(NamedTuple):
 
     write_kv: Callable[[Floats, Floats, KVPool, npt.NDArray[np.int64]], None]
     copy_blocks: Callable[[KVPool, Sequence[tuple[int, int]]], None]
-    quantize_blocks: Callable[[KVPool, Longs, Bytes, Longs, KVRecord], None]
+    quantize_blocks: Callable[[KVPool, Longs, Bytes, Longs, CodeLayout], None]
 
 
 class Places(NamedTuple):
@@ -58,10 +58,10 @@ class QuantPass(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """What attention reads of one layer in one pass; records uint8 [num_blocks, num_kv_heads, bytes]."""
+    """What attention reads of one layer in one pass; codes uint8 [num_blocks, num_kv_heads, bytes]."""
 
-    records: Bytes
-    record: KVRecord
+    codes: Bytes
+    layout: CodeLayout
     own: OwnBlocks
 
 
@@ -116,7 +116,7 @@ class _Arena:
 
 
 class QuantBlocks:
-    """Records and open buffers of all layers. ConfigError for a spec that cannot be stored; MemoryError as it comes."""
+    """Codes and open buffers of all layers. ConfigError for a spec that cannot be stored; MemoryError as it comes."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, kernels: QuantKernels) -> None:
         if spec.bits not in BIT_PAIRS:
@@ -128,10 +128,10 @@ class QuantBlocks:
         self._kernels = kernels
         self._open = OpenBlocks(num_open, spec.block_size)
         self._size = spec.block_size
-        self._records_of = [kv_record(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers]
+        self._layouts = [code_layout(spec.block_size, layer.head_dim, spec.bits) for layer in spec.layers]
         self._pools: list[Bytes] = []
-        for layer, record in zip(spec.layers, self._records_of, strict=True):
-            self._pools.append(aligned_empty((num_blocks, layer.num_kv_heads, record.nbytes), np.uint8))
+        for layer, codes in zip(spec.layers, self._layouts, strict=True):
+            self._pools.append(aligned_empty((num_blocks, layer.num_kv_heads, codes.nbytes), np.uint8))
         self._ordinals = [spec.layers[:index].count(layer) for index, layer in enumerate(spec.layers)]
         self._arenas = {
             shape: _Arena(spec, shape, spec.layers.count(shape), num_open) for shape in dict.fromkeys(spec.layers)
@@ -140,7 +140,7 @@ class QuantBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of records and open buffers; the temporary ones of a pass are workspace."""
+        """Bytes of codes and open buffers; the temporary ones of a pass are workspace."""
         kept = sum(array[: arena.num_kept].nbytes for arena in self._arenas.values() for array in arena.pool)
         return kept + sum(pool.nbytes for pool in self._pools)
 
@@ -176,13 +176,13 @@ class QuantBlocks:
         self._kernels.write_kv(keys, values, arena.pool, places.slots[ordinal])
         if places.closed.size:
             sources, targets = places.closed[ordinal].T
-            self._kernels.quantize_blocks(arena.pool, sources, self._pools[layer], targets, self._records_of[layer])
+            self._kernels.quantize_blocks(arena.pool, sources, self._pools[layer], targets, self._layouts[layer])
 
     def layer(self, layer: int, batch: QuantPass) -> CodedLayer:
         """What attention of a layer reads."""
         shape, ordinal = self._layers[layer], self._ordinals[layer]
         own = OwnBlocks(self._arenas[shape].pool, batch.places[shape].tables[ordinal], batch.plan.first)
-        return CodedLayer(self._pools[layer], self._records_of[layer], own)
+        return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
     def all_layers(self, batch: QuantPass) -> tuple[OwnBlocks, Places]:
         """What a pass reads and writes where all layers have one shape: the own blocks of layer 0, and all places."""
@@ -190,9 +190,9 @@ class QuantBlocks:
         return OwnBlocks(self._arenas[self._layers[0]].pool, places.tables[0], batch.plan.first), places
 
     @property
-    def records(self) -> tuple[list[Bytes], KVRecord]:
-        """The records of each layer, uint8 [num_blocks, num_kv_heads, bytes], and what they look like in layer 0."""
-        return self._pools, self._records_of[0]
+    def codes(self) -> tuple[list[Bytes], CodeLayout]:
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in layer 0."""
+        return self._pools, self._layouts[0]
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Bytes of ones, which are NaN in every float16."""
@@ -204,7 +204,7 @@ class QuantBlocks:
                 array[place] = np.nan
 
     def checksum(self, block_id: int) -> int:
-        """CRC-32 of the block over all layers: of its buffer where it is open, else of its record."""
+        """CRC-32 of the block over all layers: of its buffer where it is open, else of its codes."""
         crc = 0
         buffers = self._buffers([block_id])
         for arena, place in buffers:

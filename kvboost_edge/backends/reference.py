@@ -56,7 +56,5 @@ class ReferenceBackend(NumpyBlocks):
         options = AttentionOptions(*params)
         if isinstance(batch, QuantPass):
             coded = self._coded.layer(layer, batch)
-            return reference_coded.paged_attention_coded(
-                queries, coded.records, coded.record, paged, coded.own, options
-            )
+            return reference_coded.paged_attention_coded(queries, coded.codes, coded.layout, paged, coded.own, options)
         return reference.paged_attention(queries, self._pools[layer], paged, options)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-__all__ = ["cache_path", "intrinsic", "kernel", "on_first_compilation"]
+__all__ = ["cache_path", "intrinsic", "kernel", "named_kernel", "on_first_compilation"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -44,14 +44,21 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _PackageCache(FunctionCache):  # type: ignore[misc]
-    """Numba's file cache keys on the file of the function alone; this one keys on all kernel sources."""
+    """Numba's file cache keys on the file of the function alone; this one keys on all kernel sources.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Numba adds a hash of what a closure holds, and that of another kernel is new in every process. is_named: the
+    function's name, which its files bear, and the sources say what it is, see `named_kernel`.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, is_named: bool = False) -> None:
         super().__init__(function)
+        self._is_named = is_named
         locator = self._impl.locator
         self._cache_file = _NamedDataFile(self._cache_path, self._impl.filename_base, locator.get_source_stamp())
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        if self._is_named:
+            return sig, codegen.magic_tuple(), _source_digest()
         return (*super()._index_key(sig, codegen), _source_digest())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -81,8 +88,25 @@ def kernel(function: _Function) -> _Function:
     No fastmath flag may stand in anything that reaches a result: the compiler would fuse or reorder by context, and
     the same row would differ in bits between a batch of one and a batch of many. Fused multiply-adds are written out.
     """
+    return _compiled(function, is_named=False)
+
+
+def named_kernel(name: str) -> Callable[[_Function], _Function]:
+    """`kernel` for a function that is made several times over, each time around other kernels or numbers.
+
+    No two kernels of a module may have one name: on disk, and where machine code is linked, they are told apart by it.
+    """
+
+    def named(function: _Function) -> _Function:
+        function.__name__ = function.__qualname__ = name
+        return _compiled(function, is_named=True)
+
+    return named
+
+
+def _compiled(function: _Function, *, is_named: bool) -> _Function:
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
-    dispatcher._cache = _PackageCache(function)
+    dispatcher._cache = _PackageCache(function, is_named=is_named)
     return cast("_Function", dispatcher)
 
 

@@ -19,6 +19,7 @@ from kvboost_edge.kernels.jit import intrinsic
 
 __all__ = [
     "F32",
+    "I32",
     "I64",
     "KIND_BF16",
     "KIND_F16",
@@ -43,6 +44,7 @@ __all__ = [
     "load_acquire",
     "load_f32",
     "load_i32",
+    "load_i64",
     "load_scalar",
     "relax",
     "store_f32",
@@ -212,6 +214,16 @@ def load_i32(typing: Any, address: Any) -> Any:
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return b.sext(emit_load(b, I32, arguments[0]), I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_i64(typing: Any, address: Any) -> Any:
+    """The int64 at a byte address."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_load(b, I64, arguments[0])
 
     return types.int64(types.int64), codegen
 

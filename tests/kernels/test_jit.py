@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,16 +19,17 @@ from kvboost_edge.kernels import jit
 
 
 def dispatchers() -> dict[str, Dispatcher]:
+    """Every kernel, under the first name that is found for it."""
     modules = [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(kvboost_edge.kernels.__path__, "kvboost_edge.kernels.")
     ]
-    return {
-        f"{module.__name__}.{name}": value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, Dispatcher) and value.__module__ == module.__name__
-    }
+    found: dict[Dispatcher, str] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, Dispatcher) and (value not in found or value.__module__ == module.__name__):
+                found[value] = f"{module.__name__}.{name}"
+    return {name: value for value, name in found.items()}
 
 
 @pytest.mark.parametrize("name", dispatchers())
@@ -45,6 +49,41 @@ def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch
     assert attend._cache._index_key(signature, codegen) == before
     monkeypatch.setattr(jit, "_source_digest", lambda: "edited")
     assert attend._cache._index_key(signature, codegen) != before
+
+
+def test_kernels_made_by_one_factory_differ_in_name() -> None:
+    """Their files, and their code where it is linked, would be taken for one another's."""
+    names = [(kernel.__module__, kernel.__qualname__) for kernel in dispatchers().values()]
+    assert sorted(names) == sorted(set(names))
+
+
+MAKE_TWO = """
+from kvboost_edge.kernels.jit import kernel, named_kernel
+@kernel
+def twice(x):
+    return 2 * x
+@kernel
+def square(x):
+    return x * x
+def make(name, inner, add):
+    @named_kernel(name)
+    def made(x):
+        return inner(x) + add
+    return made
+def run():
+    made = [make("made_twice", twice, 1), make("made_square", square, 5)]
+    print([one(3) for one in made], [sum(one.stats.cache_hits.values()) for one in made])
+"""
+
+
+def test_a_second_process_loads_what_a_factory_made(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(MAKE_TWO)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-c", "import made; made.run()"]
+    for hits in (0, 1):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == f"[7, 14] [{hits}, {hits}]"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import Floats, Ints
-from kvboost_edge.kernels.attention.tiles import GROUPS, TILE
+from kvboost_edge.kernels.attention.tiles import STRIPS, TILE
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "state_floats",
 ]
 
-# Counters of a job, int64; one per (split group, kv head) follows, the number of its finished spans.
+# Counters of a job, int64; one per (split tile, kv head) follows, the number of its finished partitions.
 NEXT_UNIT, NUM_SCRATCH_USERS, UNITS_DONE, NUM_COUNTERS = 0, 1, 2, 3
 
 
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     """Sizes of one layer's attention. `padded_rows` is a multiple of 4, `padded_dim` of 16."""
 
     num_kv_heads: int
-    heads_per_group: int
+    heads_per_kv: int
     head_dim: int
     padded_dim: int
     padded_rows: int
@@ -51,9 +51,10 @@ class AttentionCall(NamedTuple):
     queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens, num_q_heads]
     keys, values  addresses of the pool's arrays
     sinks         float32 [num_q_heads], or [0] for none
-    parts         float32 [num_parts * num_kv_heads, state_floats]: states of split spans
+    parts         float32 [num_parts * num_kv_heads, state_floats]: states of split partitions
     scratch       float32 [num_threads, scratch_floats]; a thread takes a row when it joins
     counters      int64, see NUM_COUNTERS
+    max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
     cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
     """
 
@@ -69,12 +70,18 @@ class AttentionCall(NamedTuple):
     cu_seqlens_q: Ints
     seq_lens: Ints
     block_tables: Ints
+    max_blocks: int
     items: Ints
+    num_items: int
+    num_threads: int
     shape: Shape
 
 
 class Job(NamedTuple):
-    """An AttentionCall as addresses: handing arrays from function to function would cost atomic reference counts."""
+    """An AttentionCall as addresses: handing arrays from function to function would cost atomic reference counts.
+
+    Its fields are those of the call; `sinks` is 0 for none.
+    """
 
     queries: int
     out: int
@@ -100,7 +107,7 @@ class Unit(NamedTuple):
 
     query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0
     scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
-    stage   address of the staged groups: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a row of zeros
+    stage   address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a row of zeros
     table   address of the tile table, see tiles.py
 
     A state is float32 sums [padded_rows, padded_dim], maxima [padded_rows], totals [padded_rows].
@@ -127,6 +134,6 @@ def state_floats(padded_rows: int, padded_dim: int) -> int:
 def scratch_floats(padded_rows: int, head_dim: int, padded_dim: int) -> int:
     """Floats of scratch that one thread needs, a multiple of 16."""
     rows = padded_rows * (head_dim + TILE + 1)
-    stage = GROUPS * LANES * (head_dim + padded_dim) + padded_dim
-    total = 2 * state_floats(padded_rows, padded_dim) + rows + stage + 12 * GROUPS + 8 * LANES
+    stage = STRIPS * LANES * (head_dim + padded_dim) + padded_dim
+    total = 2 * state_floats(padded_rows, padded_dim) + rows + stage + 12 * STRIPS + 8 * LANES
     return -(-total // LANES) * LANES

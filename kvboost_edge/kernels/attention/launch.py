@@ -85,9 +85,9 @@ def paged_attention(
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
     """
     space = workspace or AttentionWorkspace(1)
-    group = check_shapes(queries, pool, options)
+    heads_per_kv = check_shapes(queries, pool, options)
     if plan is None:
-        plan = plan_work(batch, group, pool.keys.shape[1], options.window, space.num_threads)
+        plan = plan_work(batch, heads_per_kv, pool.keys.shape[1], options.window, space.num_threads)
     call = make_call(queries, pool, batch, options, space, plan)
     if is_small(call, plan):
         attend(call)
@@ -120,15 +120,15 @@ def make_call(
     more_scratch: Callable[[int, int], int] | None = None,
 ) -> AttentionCall:
     """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a thread needs beside
-    those of attention.py."""
+    those of attention on floats."""
     num_kv_heads, head_dim, block_size = pool.keys.shape[1:]
     num_tokens, num_q_heads, _ = queries.shape
-    group = num_q_heads // num_kv_heads
-    padded_dim, padded_rows = _round_up(head_dim, LANES), _round_up(plan.tile_rows * group, ROWS)
+    heads_per_kv = num_q_heads // num_kv_heads
+    padded_dim, padded_rows = _round_up(head_dim, LANES), _round_up(plan.tile_rows * heads_per_kv, ROWS)
     extra = 0 if more_scratch is None else _round_up(more_scratch(padded_rows, padded_dim), LANES)
     shape = Shape(
         num_kv_heads=num_kv_heads,
-        heads_per_group=group,
+        heads_per_kv=heads_per_kv,
         head_dim=head_dim,
         padded_dim=padded_dim,
         padded_rows=padded_rows,
@@ -140,6 +140,7 @@ def make_call(
         softcap=float(options.softcap),
         softmax_scale=float(options.softmax_scale),
     )
+    tables, scratch = _plain(batch.block_tables, np.int32), space.scratch(shape.scratch_floats)
     return AttentionCall(
         queries=_plain(queries, np.float32),
         out=np.empty((num_tokens, num_q_heads, head_dim), dtype=np.float32),
@@ -148,12 +149,15 @@ def make_call(
         values=pool.values.ctypes.data,
         sinks=_NO_SINKS if options.sinks is None else _plain(options.sinks, np.float32),
         parts=space.parts(plan.num_parts * num_kv_heads, shape.state_floats),
-        scratch=space.scratch(shape.scratch_floats),
-        counters=np.zeros(NUM_COUNTERS + plan.num_groups * num_kv_heads, dtype=np.int64),
+        scratch=scratch,
+        counters=np.zeros(NUM_COUNTERS + plan.num_splits * num_kv_heads, dtype=np.int64),
         cu_seqlens_q=_plain(batch.cu_seqlens_q, np.int32),
         seq_lens=_plain(batch.seq_lens, np.int32),
-        block_tables=_plain(batch.block_tables, np.int32),
+        block_tables=tables,
+        max_blocks=tables.shape[1],
         items=plan.items,
+        num_items=len(plan.items),
+        num_threads=len(scratch),
         shape=shape,
     )
 

@@ -13,8 +13,9 @@ from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
 
 __all__ = [
     "ITEM_COLUMNS",
-    "SPAN",
+    "PARTITION",
     "AttentionOptions",
+    "Item",
     "KVPool",
     "OwnBlocks",
     "PagedBatch",
@@ -29,15 +30,14 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 _TILE = 64  # tokens, see tiles.py
-SPAN = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
+PARTITION = 512  # tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in order
 _KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): KIND_F32,
     np.dtype(np.float16): KIND_F16,
     np.dtype(np.uint16): KIND_BF16,
 }
-ITEM_COLUMNS = 9
-_ROWS_PER_ITEM = 64  # query rows (tokens x heads of a group) that share one reading of the keys and values
-_ITEMS_PER_THREAD = 4  # fewer items than this per thread: split the sequence's spans over the threads
+_ROWS_PER_ITEM = 64  # query rows (tokens x heads of a kv head) that share one reading of the keys and values
+_ITEMS_PER_THREAD = 4  # fewer items than this per thread: split the sequence's partitions over the threads
 
 
 class KVPool(NamedTuple):
@@ -88,20 +88,42 @@ class AttentionOptions(NamedTuple):
     sinks: Floats | None = None
 
 
+class Item(NamedTuple):
+    """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where the tile is split.
+
+    first_row, num_rows              query tokens, counted from the sequence's first one in the batch
+    first_partition, end_partition   what this item walks
+    split                            number of the split tile, -1: not split
+    split_partition, num_partitions  the split tile's first partition, and how many it has
+    first_part                       the split tile's first partial result
+    """
+
+    sequence: Any
+    first_row: Any
+    num_rows: Any
+    first_partition: Any
+    end_partition: Any
+    split: Any
+    split_partition: Any
+    num_partitions: Any
+    first_part: Any
+
+
+ITEM_COLUMNS = len(Item._fields)
+
+
 class WorkPlan(NamedTuple):
     """Items that threads take one by one; each item stands for one unit per kv head.
 
-    items        int32 [num_items, 9]: sequence; first query row in the sequence; rows; first span; end span; then, for
-                 an item that is one span of a split sequence: group number (-1: not split), the group's first span, its
-                 number of spans, its first part
-    num_groups   row tiles whose spans are split
-    num_parts    partial results of all groups
+    items        int32 [num_items, ITEM_COLUMNS], rows of `Item`
+    num_splits   tiles of query rows whose partitions are split
+    num_parts    partial results of all of them
     tile_rows    most query tokens in one item
     num_steps    (4 query rows x 64 tokens) of all items, about: the size of the work per kv head
     """
 
     items: Ints
-    num_groups: int
+    num_splits: int
     num_parts: int
     tile_rows: int
     num_steps: int
@@ -114,14 +136,14 @@ def query_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
     return np.repeat(first, lengths) + np.arange(int(batch.cu_seqlens_q[-1]))
 
 
-def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window: int, num_threads: int) -> WorkPlan:
-    """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per span.
+def plan_work(batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: int, num_threads: int) -> WorkPlan:
+    """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per partition.
 
     How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way.
     """
-    tile_rows = max(1, _ROWS_PER_ITEM // heads_per_group)
+    tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     lengths = np.diff(batch.cu_seqlens_q)
-    cut = _Cut(heads_per_group, num_kv_heads, window, num_threads, tile_rows)
+    cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows)
     if window > 0 or lengths.max(initial=0) > tile_rows:
         return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), cut)
     # Steps of decoding: the same plan until a sequence begins another tile.
@@ -132,7 +154,7 @@ def plan_work(batch: PagedBatch, heads_per_group: int, num_kv_heads: int, window
 class _Cut(NamedTuple):
     """What decides, beside lengths, how a batch is cut."""
 
-    heads_per_group: int
+    heads_per_kv: int
     num_kv_heads: int
     window: int
     num_threads: int
@@ -147,38 +169,39 @@ def _plan_again(lengths: bytes, seq_lens: bytes, cut: _Cut) -> WorkPlan:
 
 
 def _plan_items(lengths: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], cut: _Cut) -> WorkPlan:
-    heads_per_group, num_kv_heads, window, num_threads, tile_rows = cut
+    heads_per_kv, num_kv_heads, window, num_threads, tile_rows = cut
     tiles = -(-lengths // tile_rows)
     sequence = np.repeat(np.arange(lengths.size), tiles)
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(lengths[sequence] - first_row, tile_rows)
     position = seq_lens[sequence] - lengths[sequence] + first_row
-    first_span = np.maximum(position - window + 1, 0) // SPAN if window > 0 else np.zeros_like(position)
-    end_span = -(-(position + rows) // SPAN)
+    first_partition = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
+    end_partition = -(-(position + rows) // PARTITION)
     few = (tiles == 1) | (tiles * num_kv_heads < _ITEMS_PER_THREAD * num_threads)
-    split = few[sequence] & (end_span - first_span > 1) & (num_threads > 1)
+    split = few[sequence] & (end_partition - first_partition > 1) & (num_threads > 1)
 
-    spans = np.where(split, end_span - first_span, 1)
-    source = np.repeat(np.arange(sequence.size), spans)
-    within = np.arange(source.size) - np.repeat(np.cumsum(spans) - spans, spans)
+    partitions = np.where(split, end_partition - first_partition, 1)
+    source = np.repeat(np.arange(sequence.size), partitions)
+    within = np.arange(source.size) - np.repeat(np.cumsum(partitions) - partitions, partitions)
     is_split = split[source]
-    group = (np.cumsum(split) - 1)[source]
-    part_base = (np.cumsum(np.where(split, spans, 0)) - np.where(split, spans, 0))[source]
-    items = np.empty((source.size, ITEM_COLUMNS), dtype=np.int32)
-    items[:, 0] = sequence[source]
-    items[:, 1] = first_row[source]
-    items[:, 2] = rows[source]
-    items[:, 3] = np.where(is_split, first_span[source] + within, first_span[source])
-    items[:, 4] = np.where(is_split, items[:, 3] + 1, end_span[source])
-    items[:, 5] = np.where(is_split, group, -1)
-    items[:, 6] = first_span[source]
-    items[:, 7] = np.where(is_split, spans[source], 1)
-    items[:, 8] = part_base
-    # Longest first, so that no thread is left with a long item at the end; spans of one group stay side by side.
-    cost = (items[:, 4] - items[:, 3]).astype(np.int64) * items[:, 2]
+    begin = np.where(is_split, first_partition[source] + within, first_partition[source])
+    columns = Item(
+        sequence=sequence[source],
+        first_row=first_row[source],
+        num_rows=rows[source],
+        first_partition=begin,
+        end_partition=np.where(is_split, begin + 1, end_partition[source]),
+        split=np.where(is_split, (np.cumsum(split) - 1)[source], -1),
+        split_partition=first_partition[source],
+        num_partitions=partitions[source],
+        first_part=(np.cumsum(np.where(split, partitions, 0)) - np.where(split, partitions, 0))[source],
+    )
+    items = np.stack(columns, axis=1).astype(np.int32)
+    # Longest first, so that no thread is left with a long item at the end; partitions of one tile stay side by side.
+    cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
-    row_steps, tile_steps = -(-rows * heads_per_group // 4), -(-(position + rows - first_span * SPAN) // _TILE)
-    num_parts, num_steps = int(np.where(split, spans, 0).sum()), int((row_steps * tile_steps).sum())
+    row_steps, tile_steps = -(-rows * heads_per_kv // 4), -(-(position + rows - first_partition * PARTITION) // _TILE)
+    num_parts, num_steps = int(np.where(split, partitions, 0).sum()), int((row_steps * tile_steps).sum())
     return WorkPlan(items, int(split.sum()), num_parts, tile_rows, num_steps)
 
 

@@ -1,10 +1,10 @@
 """Register-blocked microkernels of attention: four query rows against one tile of 64 tokens.
 
-A tile is four groups of 16 tokens. Where the groups lie is told by a tile table, int64 [6, 4] in memory, one column a
-group:
+A tile is four strips of 16 tokens. Where the strips lie is told by a tile table, int64 [6, 4] in memory, one column a
+strip:
 
-    row 0  address of the group's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one dim to the next
-    row 2  address of the group's values: 16 rows of channels                  row 3  bytes from one token to the next
+    row 0  address of the strip's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one dim to the next
+    row 2  address of the strip's values: 16 rows of channels                  row 3  bytes from one token to the next
     row 4  address of the next tile's keys, row 5 of its values: both are asked for while this tile is computed
 
 Each lane of each accumulator is one fma chain in a fixed order (dims for scores, tokens for values), so a row's result
@@ -42,8 +42,8 @@ from kvboost_edge.kernels.vectors import (
 )
 
 __all__ = [
-    "GROUPS",
     "ROWS",
+    "STRIPS",
     "TILE",
     "fill",
     "half_scores_tile",
@@ -51,20 +51,20 @@ __all__ = [
     "hide_row",
     "mix_row",
     "scale_row",
-    "scores_group",
+    "scores_strip",
     "scores_tile",
     "softcap_row",
     "softmax_rows",
     "stage_rows",
-    "values_group",
+    "values_strip",
     "values_tile",
 ]
 
-GROUPS = 4
-TILE = GROUPS * LANES
+STRIPS = 4
+TILE = STRIPS * LANES
 ROWS = 4
 _VECTOR_BYTES = 4 * LANES
-_TABLE_ROW_BYTES = 8 * GROUPS
+_TABLE_ROW_BYTES = 8 * STRIPS
 
 Value = Any
 Builder = Any
@@ -75,7 +75,7 @@ def _int(value: int) -> ir.Constant:
 
 
 def _table(b: Builder, table: Value, row: int) -> list[Value]:
-    return [emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * group))) for group in range(GROUPS)]
+    return [emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * strip))) for strip in range(STRIPS)]
 
 
 def _accumulators(b: Builder, count: int) -> list[Value]:
@@ -89,39 +89,39 @@ def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
     b.store(emit_fma(b, x, y, b.load(slot)), slot)
 
 
-def _emit_scores(b: Builder, arguments: Sequence[Value], groups: int, kind: int) -> None:
+def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int) -> None:
     query, table, head_dim, scores = arguments
     keys, steps, ahead = (_table(b, table, row) for row in (0, 1, 4))
     row_bytes = b.mul(head_dim, _int(4))
-    sums = _accumulators(b, ROWS * groups)
+    sums = _accumulators(b, ROWS * strips)
     with cgutils.for_range(b, head_dim, intp=I64) as loop:
-        for group in range(groups):
-            emit_prefetch(b, b.add(ahead[group], b.mul(loop.index, steps[group])))
-        places = [b.add(keys[g], b.mul(loop.index, steps[g])) for g in range(groups)]
+        for strip in range(strips):
+            emit_prefetch(b, b.add(ahead[strip], b.mul(loop.index, steps[strip])))
+        places = [b.add(keys[g], b.mul(loop.index, steps[g])) for g in range(strips)]
         vectors = [emit_load_as_f32(b, kind, place) for place in places]
         at = b.add(query, b.mul(loop.index, _int(4)))
         for row in range(ROWS):
             scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
             splat = emit_splat(b, scalar)
-            for group in range(groups):
-                _accumulate(b, sums[row * groups + group], splat, vectors[group])
+            for strip in range(strips):
+                _accumulate(b, sums[row * strips + strip], splat, vectors[strip])
     for row in range(ROWS):
-        for group in range(groups):
-            place = b.add(scores, _int((row * GROUPS + group) * _VECTOR_BYTES))
-            emit_store(b, b.load(sums[row * groups + group]), place)
+        for strip in range(strips):
+            place = b.add(scores, _int((row * STRIPS + strip) * _VECTOR_BYTES))
+            emit_store(b, b.load(sums[row * strips + strip]), place)
 
 
-def _scores_tile(groups: int, kind: int = KIND_F32) -> Any:
+def _scores_tile(strips: int, kind: int = KIND_F32) -> Any:
     @intrinsic
     def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
-        """Scores of four rows against the tile's first 16 * groups tokens, whose keys are stored as `kind`.
+        """Scores of four rows against the tile's first 16 * strips tokens, whose keys are stored as `kind`.
 
         query   address of float32 [4, head_dim], rows contiguous
         scores  address of float32 [4, 64], written in the columns of those tokens
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            _emit_scores(b, arguments, groups, kind)
+            _emit_scores(b, arguments, strips, kind)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen
@@ -129,12 +129,12 @@ def _scores_tile(groups: int, kind: int = KIND_F32) -> Any:
     return scores_tile
 
 
-scores_tile = _scores_tile(GROUPS)
-scores_group = _scores_tile(1)
-half_scores_tile = _scores_tile(GROUPS, KIND_F16)
+scores_tile = _scores_tile(STRIPS)
+scores_strip = _scores_tile(1)
+half_scores_tile = _scores_tile(STRIPS, KIND_F16)
 
 
-def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int, groups: int, kind: int) -> None:
+def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int) -> None:
     """`values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
     bases, steps, ahead = (_table(b, table, row) for row in (2, 3, 5))
@@ -149,11 +149,11 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int,
     splats = [emit_splat(b, emit_load(b, F32, b.add(scales, _int(4 * row)))) for row in range(ROWS)]
     for index, place in enumerate(places):
         b.store(b.fmul(emit_load(b, V16, place), splats[index // num_vectors]), sums[index])
-    for group in range(groups):
-        at = b.add(weights, _int(group * _VECTOR_BYTES))
-        base, ask = b.add(bases[group], stored), b.add(ahead[group], stored)
+    for strip in range(strips):
+        at = b.add(weights, _int(strip * _VECTOR_BYTES))
+        base, ask = b.add(bases[strip], stored), b.add(ahead[strip], stored)
         with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
-            row_at, ask_at = (b.add(start, b.mul(loop.index, steps[group])) for start in (base, ask))
+            row_at, ask_at = (b.add(start, b.mul(loop.index, steps[strip])) for start in (base, ask))
             for line in range(0, num_vectors * LANES * size, _VECTOR_BYTES):
                 emit_prefetch(b, b.add(ask_at, _int(line)))
             vectors = [emit_load_as_f32(b, kind, b.add(row_at, _int(v * LANES * size))) for v in range(num_vectors)]
@@ -166,10 +166,10 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int,
         emit_store(b, b.load(sums[index]), place)
 
 
-def _values_tile(num_vectors: int, groups: int, kind: int = KIND_F32) -> Any:
+def _values_tile(num_vectors: int, strips: int, kind: int = KIND_F32) -> Any:
     @intrinsic
     def values_tile(typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any) -> Any:
-        """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * groups) tokens of weight[row] * value.
+        """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * strips) tokens of weight[row] * value.
 
         weights  address of float32 [4, 64]
         channel  first of the panel's channels
@@ -178,7 +178,7 @@ def _values_tile(num_vectors: int, groups: int, kind: int = KIND_F32) -> Any:
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            _emit_values_panel(b, arguments, num_vectors, groups, kind)
+            _emit_values_panel(b, arguments, num_vectors, strips, kind)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -186,9 +186,9 @@ def _values_tile(num_vectors: int, groups: int, kind: int = KIND_F32) -> Any:
     return values_tile
 
 
-values_tile = {vectors: _values_tile(vectors, GROUPS) for vectors in (4, 2, 1)}
-half_values_tile = {vectors: _values_tile(vectors, GROUPS, KIND_F16) for vectors in (4, 2, 1)}
-values_group = {vectors: _values_tile(vectors, 1) for vectors in (4, 1)}
+values_tile = {vectors: _values_tile(vectors, STRIPS) for vectors in (4, 2, 1)}
+half_values_tile = {vectors: _values_tile(vectors, STRIPS, KIND_F16) for vectors in (4, 2, 1)}
+values_strip = {vectors: _values_tile(vectors, 1) for vectors in (4, 1)}
 
 
 @intrinsic
@@ -199,8 +199,8 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
         scores, cap = arguments
         zero, one = ir.Constant(V16, [0.0] * LANES), ir.Constant(V16, [1.0] * LANES)
         cap_splat = emit_splat(b, cap)
-        for group in range(GROUPS):
-            at = b.add(scores, _int(group * _VECTOR_BYTES))
+        for strip in range(STRIPS):
+            at = b.add(scores, _int(strip * _VECTOR_BYTES))
             x = b.fdiv(emit_load(b, V16, at), cap_splat)
             negative = b.fcmp_ordered("<", x, zero)
             minus_abs = b.select(negative, x, b.fsub(zero, x))
@@ -220,9 +220,9 @@ def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         scores, low, high = arguments
         hidden = ir.Constant(V16, [float("-inf")] * LANES)
-        for group in range(GROUPS):
-            at = b.add(scores, _int(group * _VECTOR_BYTES))
-            visible = emit_lanes_in(b, group * LANES, low, high)
+        for strip in range(STRIPS):
+            at = b.add(scores, _int(strip * _VECTOR_BYTES))
+            visible = emit_lanes_in(b, strip * LANES, low, high)
             emit_store(b, b.select(visible, emit_load(b, V16, at), hidden), at)
         return context.get_dummy_value()
 
@@ -263,7 +263,7 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
     def largest(x: Value, y: Value) -> Value:
         return emit_max(b, x, y)
 
-    places = [[b.add(scores, _int((row * GROUPS + g) * _VECTOR_BYTES)) for g in range(GROUPS)] for row in range(ROWS)]
+    places = [[b.add(scores, _int((row * STRIPS + g) * _VECTOR_BYTES)) for g in range(STRIPS)] for row in range(ROWS)]
     rows = [[emit_load(b, V16, place) for place in row] for row in places]
     old = load_quad(maxima)
     new = largest(emit_reduce_rows(b, [fold(row, largest) for row in rows], largest), old)

@@ -9,15 +9,15 @@ from kvboost_edge.kernels.attention.call import UNITS_DONE
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, check_shapes, is_small, make_call
 from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, OwnBlocks, PagedBatch, WorkPlan, plan_work
 from kvboost_edge.kernels.coded.attend import CodedCall, attend_coded, coded_scratch_floats
-from kvboost_edge.kernels.coded.layout import KVRecord
+from kvboost_edge.kernels.coded.layout import CodeLayout
 
 __all__ = ["paged_attention_coded"]
 
 
 def paged_attention_coded(
     queries: Floats,
-    records: npt.NDArray[np.uint8],
-    record: KVRecord,
+    codes: npt.NDArray[np.uint8],
+    layout: CodeLayout,
     batch: PagedBatch,
     own: OwnBlocks,
     options: AttentionOptions,
@@ -27,27 +27,23 @@ def paged_attention_coded(
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
 
     queries    float32 [num_tokens, num_q_heads, head_dim]
-    records    uint8 [num_blocks, num_kv_heads, record.nbytes], C-contiguous
+    codes    uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous
     workspace  None: one thread and buffers of its own
     plan       the batch's `plan_work` for these head counts and this window, if it is known already
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
     """
     space = workspace or AttentionWorkspace(1)
-    group = check_shapes(queries, own.pool, options)
+    heads_per_kv = check_shapes(queries, own.pool, options)
     if plan is None:
-        plan = plan_work(batch, group, records.shape[1], options.window, space.num_threads)
+        plan = plan_work(batch, heads_per_kv, codes.shape[1], options.window, space.num_threads)
     own_batch = PagedBatch(batch.cu_seqlens_q, batch.seq_lens, own.tables)
     plain = make_call(queries, own.pool, own_batch, options, space, plan, coded_scratch_floats)
-    call = CodedCall(
-        plain,
-        records.ctypes.data,
-        record,
-        np.ascontiguousarray(batch.block_tables, dtype=np.int32),
-        np.ascontiguousarray(own.first, dtype=np.int32),
-    )
+    tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
+    first = np.ascontiguousarray(own.first, dtype=np.int32)
+    call = CodedCall(plain, codes.ctypes.data, layout, tables, tables.shape[1], first)
     if is_small(plain, plan):
         attend_coded(call)
     else:
-        space.team.run(attend_coded, call, plain.counters, UNITS_DONE, len(plan.items) * records.shape[1])
+        space.team.run(attend_coded, call, plain.counters, UNITS_DONE, len(plan.items) * codes.shape[1])
     return plain.out, plain.lse

@@ -1,6 +1,6 @@
-"""Where the bytes of a quantized block lie: one record per block and kv head, codes and scales side by side.
+"""Where the bytes of a quantized block lie: one run of codes and scales for each block and kv head.
 
-A record of `block` tokens and `dim` channels (padded to 16); every section starts at a multiple of 64 bytes:
+Of a block of `block` tokens and `dim` channels (padded to 16); every section starts at a multiple of 64 bytes:
 
     key codes      uint8 [dim / 4][block][4]   a quad is 4 channels; key = zero + step * code, code in 0..top
     key zeros      float16 [dim]               the smallest key of a channel in this block
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BIT_PAIRS", "STEP_BIAS", "KVRecord", "kv_record"]
+__all__ = ["BIT_PAIRS", "STEP_BIAS", "CodeLayout", "code_layout"]
 
 BIT_PAIRS = ((8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a quantized pool can have."""
@@ -26,8 +26,8 @@ STEP_BIAS = 18
 _LINE = 64
 
 
-class KVRecord(NamedTuple):
-    """Sizes and byte offsets of a record; `dim` is the padded number of channels. Key codes start at 0."""
+class CodeLayout(NamedTuple):
+    """Sizes and byte offsets of the codes of one block and kv head; `dim`: channels, padded. Key codes start at 0."""
 
     block_size: int
     head_dim: int
@@ -42,8 +42,8 @@ class KVRecord(NamedTuple):
     nbytes: int
 
 
-def kv_record(block_size: int, head_dim: int, bits: tuple[int, int]) -> KVRecord:
-    """The record of one block and kv head. `bits` is one of BIT_PAIRS, block_size a multiple of 16."""
+def code_layout(block_size: int, head_dim: int, bits: tuple[int, int]) -> CodeLayout:
+    """Where the codes of one block and kv head lie. `bits` is one of BIT_PAIRS, block_size a multiple of 16."""
     k_bits, v_bits = bits
     dim = _up(head_dim, 16)
     key_zeros = _up(dim * block_size * k_bits // 8, _LINE)
@@ -53,7 +53,7 @@ def kv_record(block_size: int, head_dim: int, bits: tuple[int, int]) -> KVRecord
     value_middles = value_scales + 2 * block_size
     nbytes = _up(value_middles + (2 * block_size if v_bits == 4 else 0), _LINE)
     sections = (key_zeros, key_steps, values, value_scales, value_middles)
-    return KVRecord(block_size, head_dim, dim, k_bits, v_bits, *sections, nbytes)
+    return CodeLayout(block_size, head_dim, dim, k_bits, v_bits, *sections, nbytes)
 
 
 def _up(value: int, multiple: int) -> int:

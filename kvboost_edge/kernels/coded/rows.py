@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kvboost_edge.kernels.attention.tiles import GROUPS, ROWS
+from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS
 from kvboost_edge.kernels.coded.layout import STEP_BIAS
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import V16I
@@ -115,7 +115,7 @@ def _first(b: Builder, x: Value) -> Value:
 
 @intrinsic
 def decode_keys(typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any) -> Any:
-    """A record's key zeros and steps as float32 [dim] each, steps divided by the largest of them, which is returned."""
+    """A block's key zeros and steps as float32 [dim] each, steps divided by the largest of them, which is returned."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         zeros, steps, dim, out_zeros, out_steps = arguments
@@ -166,13 +166,13 @@ def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
     return types.float32(*[types.int64] * 3), codegen
 
 
-def plane_offset(row: int, group: int, plane: int, quad: int) -> int:
+def plane_offset(row: int, strip: int, plane: int, quad: int) -> int:
     """Where 4 channels of a query's integers lie among those of 16 channels; plane 0: high bytes, 1: low bytes."""
-    return (group * ROWS + row) * 2 * LANES + quad // 2 * LANES + plane * 8 + quad % 2 * 4
+    return (strip * ROWS + row) * 2 * LANES + quad // 2 * LANES + plane * 8 + quad % 2 * 4
 
 
 def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
-    """Store the integers of two rows for one group, <16 x i32> each with 128 added, as `plane_offset` has it."""
+    """Store the integers of two rows for one strip, <16 x i32> each with 128 added, as `plane_offset` has it."""
     words = ir.VectorType(_I16, 2 * LANES)
     low_halves = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(0, 4 * LANES, 2)))
     both = b.shuffle_vector(b.bitcast(numbers[0], words), b.bitcast(numbers[1], words), low_halves)
@@ -186,39 +186,39 @@ def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
 
 @intrinsic
 def fold_rows(typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any) -> Any:
-    """Four query rows for the keys of the tile's four groups.
+    """Four query rows for the keys of the tile's four strips.
 
     rows    address of float32 [dim / 16, 4 rows, 16]: the queries;  units: the same divided, see `divide_row`
-    zeros, steps  float32 [4 groups, dim], see `decode_keys`
-    planes  address of int8 [dim / 16, 4 groups, 4 rows, 32], written: high and low bytes of round(unit * step)
-    dots    address of float32 [4 groups, 4 rows], written: query . zeros
+    zeros, steps  float32 [4 strips, dim], see `decode_keys`
+    planes  address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of round(unit * step)
+    dots    address of float32 [4 strips, 4 rows], written: query . zeros
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, units, dim, zeros, steps, planes, dots = arguments
-        sums = emit_slots(b, ZERO, ROWS * GROUPS)
-        group_bytes = b.mul(dim, emit_int(4))
+        sums = emit_slots(b, ZERO, ROWS * STRIPS)
+        strip_bytes = b.mul(dim, emit_int(4))
         with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
             at, place = b.mul(loop.index, emit_int(LINE)), b.mul(loop.index, emit_int(ROWS * LINE))
-            out = b.add(planes, b.mul(loop.index, emit_int(ROWS * GROUPS * 2 * LANES)))
+            out = b.add(planes, b.mul(loop.index, emit_int(ROWS * STRIPS * 2 * LANES)))
             queries, integers = (
                 [emit_load(b, V16, b.add(array, b.add(place, emit_int(LINE * row)))) for row in range(ROWS)]
                 for array in (rows, units)
             )
-            for group in range(GROUPS):
-                here = b.add(at, b.mul(group_bytes, emit_int(group)))
+            for strip in range(STRIPS):
+                here = b.add(at, b.mul(strip_bytes, emit_int(strip)))
                 zero, step = (emit_load(b, V16, b.add(array, here)) for array in (zeros, steps))
                 for row in range(ROWS):
-                    slot = sums[group * ROWS + row]
+                    slot = sums[strip * ROWS + row]
                     b.store(emit_fma(b, queries[row], zero, b.load(slot)), slot)
                 # 128 more, so that the upper byte is the nearest multiple of 256 and the lower one what is left + 128.
                 numbers = [b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I) for unit in integers]
                 for row in range(0, ROWS, 2):
-                    _emit_planes(b, numbers[row : row + 2], b.add(out, emit_int(plane_offset(row, group, 0, 0))))
-        for group in range(GROUPS):
-            parts = [b.load(slot) for slot in sums[group * ROWS : group * ROWS + ROWS]]
+                    _emit_planes(b, numbers[row : row + 2], b.add(out, emit_int(plane_offset(row, strip, 0, 0))))
+        for strip in range(STRIPS):
+            parts = [b.load(slot) for slot in sums[strip * ROWS : strip * ROWS + ROWS]]
             total = emit_reduce_rows(b, parts, b.fadd)
-            emit_store(b, emit_shuffle(b, total, total, range(0, LANES, ROWS)), b.add(dots, emit_int(4 * ROWS * group)))
+            emit_store(b, emit_shuffle(b, total, total, range(0, LANES, ROWS)), b.add(dots, emit_int(4 * ROWS * strip)))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), codegen

@@ -1,8 +1,8 @@
 """Microkernels of attention on quantized blocks: four query rows against one tile of 64 tokens, in integers.
 
-A tile is four groups of 16 tokens, each inside one record (see kv_layout.py). The tile table, int64 [4, 4] in memory,
-one column a group: address of the group's key codes, bytes from one row of quads to the next, address of its value
-codes, bytes from one row to the next. Query rows come as integers, see kv_rows.py; weights times value scales become
+A tile is four strips of 16 tokens, each inside one block (see layout.py). The tile table, int64 [4, 4] in memory,
+one column a strip: address of the strip's key codes, bytes from one row of quads to the next, address of its value
+codes, bytes from one row to the next. Query rows come as integers, see rows.py; weights times value scales become
 one unsigned byte, relative to the row's largest in the tile.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kvboost_edge.kernels.attention.tiles import GROUPS, ROWS, TILE
+from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE
 from kvboost_edge.kernels.coded.dot import coded_dot_form, emit_dot
 from kvboost_edge.kernels.coded.rows import (
     I8,
@@ -48,7 +48,7 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["coded_scores", "coded_values", "weigh_rows"]
 
-_QUADS_PER_GROUP = LANES // 4
+_QUADS_PER_STRIP = LANES // 4
 
 Value = Any
 Builder = Any
@@ -60,8 +60,8 @@ def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
     return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), V16)
 
 
-def _column(b: Builder, table: Value, row: int, group: int) -> Value:
-    return emit_load(b, I64, b.add(table, emit_int(8 * (row * GROUPS + group))))
+def _column(b: Builder, table: Value, row: int, strip: int) -> Value:
+    return emit_load(b, I64, b.add(table, emit_int(8 * (row * STRIPS + strip))))
 
 
 def _quads(b: Builder, bits: int, address: Value, step: Value, count: int) -> list[Value]:
@@ -75,15 +75,15 @@ def _quads(b: Builder, bits: int, address: Value, step: Value, count: int) -> li
     return quads
 
 
-def _emit_score_pair(b: Builder, arguments: Sequence[Value], bits: int, groups: Sequence[int]) -> None:
+def _emit_score_pair(b: Builder, arguments: Sequence[Value], bits: int, strips: Sequence[int]) -> None:
     planes, table, dim, tops, row_steps, dots, scores = arguments
     form = coded_dot_form()
-    keys, steps = ([_column(b, table, row, group) for group in groups] for row in (0, 1))
+    keys, steps = ([_column(b, table, row, strip) for strip in strips] for row in (0, 1))
     sums = {
-        (row, group, plane): slot
-        for (row, group, plane), slot in zip(
-            [(row, group, plane) for row in range(ROWS) for group in groups for plane in range(2)],
-            emit_slots(b, int_lanes(0), ROWS * len(groups) * 2),
+        (row, strip, plane): slot
+        for (row, strip, plane), slot in zip(
+            [(row, strip, plane) for row in range(ROWS) for strip in strips for plane in range(2)],
+            emit_slots(b, int_lanes(0), ROWS * len(strips) * 2),
             strict=True,
         )
     }
@@ -91,24 +91,24 @@ def _emit_score_pair(b: Builder, arguments: Sequence[Value], bits: int, groups: 
     with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
         first = b.mul(loop.index, emit_int(rows_of_lines))
         codes = [
-            _quads(b, bits, b.add(keys[i], b.mul(steps[i], first)), steps[i], LANES // 4) for i in range(len(groups))
+            _quads(b, bits, b.add(keys[i], b.mul(steps[i], first)), steps[i], LANES // 4) for i in range(len(strips))
         ]
-        at = b.add(planes, b.mul(loop.index, emit_int(ROWS * GROUPS * 2 * LANES)))
+        at = b.add(planes, b.mul(loop.index, emit_int(ROWS * STRIPS * 2 * LANES)))
         for quad in range(LANES // 4):
-            for i, group in enumerate(groups):
+            for i, strip in enumerate(strips):
                 for row in range(ROWS):
                     for plane in range(2):
-                        four = emit_load_i32(b, b.add(at, emit_int(plane_offset(row, group, plane, quad))))
-                        slot = sums[row, group, plane]
+                        four = emit_load_i32(b, b.add(at, emit_int(plane_offset(row, strip, plane, quad))))
+                        slot = sums[row, strip, plane]
                         b.store(emit_dot(b, form, b.load(slot), codes[i][quad], emit_splat_int(b, four)), slot)
     for row in range(ROWS):
         row_step = emit_load(b, F32, b.add(row_steps, emit_int(4 * row)))
-        for group in groups:
-            high, low = (b.sitofp(b.load(sums[row, group, plane]), V16) for plane in range(2))
-            factor = emit_splat(b, b.fmul(row_step, emit_load(b, F32, b.add(tops, emit_int(4 * group)))))
-            dot = emit_splat(b, emit_load(b, F32, b.add(dots, emit_int(4 * (group * ROWS + row)))))
+        for strip in strips:
+            high, low = (b.sitofp(b.load(sums[row, strip, plane]), V16) for plane in range(2))
+            factor = emit_splat(b, b.fmul(row_step, emit_load(b, F32, b.add(tops, emit_int(4 * strip)))))
+            dot = emit_splat(b, emit_load(b, F32, b.add(dots, emit_int(4 * (strip * ROWS + row)))))
             score = emit_fma(b, emit_fma(b, high, float_lanes(256.0), low), factor, dot)
-            emit_store(b, score, b.add(scores, emit_int(4 * (row * TILE + group * LANES))))
+            emit_store(b, score, b.add(scores, emit_int(4 * (row * TILE + strip * LANES))))
 
 
 def _coded_scores(bits: int) -> Any:
@@ -116,13 +116,13 @@ def _coded_scores(bits: int) -> Any:
     def scores(typing: Any, planes: Any, table: Any, dim: Any, tops: Any, steps: Any, dots: Any, scores: Any) -> Any:
         """Scores, float32 [4, 64], of four rows against the tile's 64 tokens.
 
-        planes  int8 [dim / 16, 4 groups, 4, 32] and dots, float32 [4 groups, 4], see `fold_rows`
-        tops    float32 [4 groups]: largest key step of each group;  steps: float32 [4], see `divide_row`
+        planes  int8 [dim / 16, 4 strips, 4, 32] and dots, float32 [4 strips, 4], see `fold_rows`
+        tops    float32 [4 strips]: largest key step of each strip;  steps: float32 [4], see `divide_row`
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            for groups in ((0, 1), (2, 3)):
-                _emit_score_pair(b, arguments, bits, groups)
+            for strips in ((0, 1), (2, 3)):
+                _emit_score_pair(b, arguments, bits, strips)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
@@ -148,9 +148,9 @@ def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any,
 
         def products(row: int, array: Value) -> list[Value]:
             result = []
-            for group in range(GROUPS):
-                weight = emit_load(b, V16, b.add(weights, emit_int(4 * (row * TILE + group * LANES))))
-                product = b.fmul(weight, emit_load(b, V16, b.add(array, emit_int(4 * LANES * group))))
+            for strip in range(STRIPS):
+                weight = emit_load(b, V16, b.add(weights, emit_int(4 * (row * TILE + strip * LANES))))
+                product = b.fmul(weight, emit_load(b, V16, b.add(array, emit_int(4 * LANES * strip))))
                 result.append(b.select(b.fcmp_ordered("==", weight, ZERO), ZERO, product))
             return result
 
@@ -163,9 +163,9 @@ def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any,
         inverse = b.fdiv(float_lanes(255.0), largest)
         for index, row in enumerate(rows):
             own = emit_shuffle(b, inverse, inverse, [index * ROWS] * LANES)
-            for group, vector in enumerate(row):
+            for strip, vector in enumerate(row):
                 bits = b.bitcast(emit_fma(b, vector, own, float_lanes(ROUNDER)), V16I)
-                emit_store_codes(b, b.trunc(bits, V16B), b.add(codes, emit_int(index * TILE + group * LANES)))
+                emit_store_codes(b, b.trunc(bits, V16B), b.add(codes, emit_int(index * TILE + strip * LANES)))
         one = b.fdiv(ir.Constant(F32, 1.0), ir.Constant(F32, 255.0))
         factor = b.fmul(largest, emit_splat(b, one))
         emit_store(b, emit_shuffle(b, factor, factor, range(0, LANES, ROWS)), factors)
@@ -185,15 +185,15 @@ def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors:
     form = coded_dot_form()
     offset = b.mul(channel, emit_int(4))
     sums = emit_slots(b, int_lanes(0), ROWS * num_vectors)
-    for group in range(GROUPS):
-        base, step = b.add(_column(b, table, 2, group), offset), _column(b, table, 3, group)
+    for strip in range(STRIPS):
+        base, step = b.add(_column(b, table, 2, strip), offset), _column(b, table, 3, strip)
         vectors = [
-            _quads(b, bits, b.add(base, emit_int(LINE * vector)), step, _QUADS_PER_GROUP)
+            _quads(b, bits, b.add(base, emit_int(LINE * vector)), step, _QUADS_PER_STRIP)
             for vector in range(num_vectors)
         ]
-        for quad in range(_QUADS_PER_GROUP):
+        for quad in range(_QUADS_PER_STRIP):
             for row in range(ROWS):
-                four = emit_load_i32(b, b.add(codes, emit_int(row * TILE + group * LANES + 4 * quad)))
+                four = emit_load_i32(b, b.add(codes, emit_int(row * TILE + strip * LANES + 4 * quad)))
                 weights = emit_splat_int(b, four)
                 for vector in range(num_vectors):
                     signed = vectors[vector][quad]

@@ -1,4 +1,4 @@
-"""Quantizing full blocks: float16 buffers to records (see kv_layout.py), with the rounding steps of reference_kv.py."""
+"""Quantizing full blocks: float16 buffers to codes (see layout.py), with the rounding steps of reference/coded.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.attention.tiles import fill, stage_rows
-from kvboost_edge.kernels.coded.layout import STEP_BIAS, KVRecord
+from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.dot import V16I, emit_load_bytes
 from kvboost_edge.kernels.vectors import (
@@ -220,27 +220,27 @@ _VALUES_8, _VALUES_4 = _encode_values(8), _encode_values(4)
 
 
 @kernel
-def _quantize_keys(keys: int, stage: int, out: int, record: KVRecord) -> None:
+def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
     """keys: address of float16 [head_dim, block]; stage: of float32 [dim, block]."""
-    size = record.block_size
+    size = layout.block_size
     for start in range(0, size, LANES):
-        for channel in range(record.head_dim):
+        for channel in range(layout.head_dim):
             at = keys + 2 * (channel * size + start)
             stage_rows(stage + 4 * (channel * size + start), at, at, 1, 0, 0, LANES, KIND_F16)
-    fill(stage + 4 * record.head_dim * size, (record.dim - record.head_dim) * size, np.float32(0.0))
-    for quad in range(record.dim // _QUAD):
+    fill(stage + 4 * layout.head_dim * size, (layout.dim - layout.head_dim) * size, np.float32(0.0))
+    for quad in range(layout.dim // _QUAD):
         rows = stage + 4 * quad * _QUAD * size
-        zeros, steps = out + record.key_zeros + 2 * _QUAD * quad, out + record.key_steps + _QUAD * quad
-        if record.k_bits == 8:
+        zeros, steps = out + layout.key_zeros + 2 * _QUAD * quad, out + layout.key_steps + _QUAD * quad
+        if layout.k_bits == 8:
             _KEYS_8(rows, size, out + quad * size * _QUAD, 0, zeros, steps)
         else:
             _KEYS_4(rows, size, out + quad // 2 * size * _QUAD, quad % 2 * 4, zeros, steps)
 
 
 @kernel
-def _quantize_values(values: int, stage: int, out: int, record: KVRecord) -> None:
+def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> None:
     """values: address of float16 [block, head_dim]; stage: of float32 [block, dim]."""
-    size, dim, head_dim = record.block_size, record.dim, record.head_dim
+    size, dim, head_dim = layout.block_size, layout.dim, layout.head_dim
     whole = head_dim // LANES
     for token in range(size):
         source, row = values + 2 * token * head_dim, stage + 4 * token * dim
@@ -249,23 +249,23 @@ def _quantize_values(values: int, stage: int, out: int, record: KVRecord) -> Non
             store_f32(row + 4 * channel, load_scalar(source + 2 * min(channel, head_dim - 1), KIND_F16))
     for quad in range(size // _QUAD):
         rows, first = stage + 4 * quad * _QUAD * dim, 2 * _QUAD * quad
-        scales, middles = out + record.value_scales + first, out + record.value_middles + first
-        if record.v_bits == 8:
-            _VALUES_8(rows, dim, head_dim, out + record.values + quad * dim * _QUAD, 0, scales, middles)
+        scales, middles = out + layout.value_scales + first, out + layout.value_middles + first
+        if layout.v_bits == 8:
+            _VALUES_8(rows, dim, head_dim, out + layout.values + quad * dim * _QUAD, 0, scales, middles)
         else:
-            codes = out + record.values + quad // 2 * dim * _QUAD
+            codes = out + layout.values + quad // 2 * dim * _QUAD
             _VALUES_4(rows, dim, head_dim, codes, quad % 2 * 4, scales, middles)
 
 
 @kernel
-def quantize_block(keys: int, values: int, stage: int, out: int, record: KVRecord) -> None:
-    """One block of one head: float16 keys [head_dim, block] and values [block, head_dim] -> a record; all addresses.
+def quantize_block(keys: int, values: int, stage: int, out: int, layout: CodeLayout) -> None:
+    """One block of one head: float16 keys [head_dim, block] and values [block, head_dim] -> codes; all addresses.
 
     stage: float32 [dim * block]
     """
-    fill(out, record.nbytes // 4, np.float32(0.0))
-    _quantize_keys(keys, stage, out, record)
-    _quantize_values(values, stage, out, record)
+    fill(out, layout.nbytes // 4, np.float32(0.0))
+    _quantize_keys(keys, stage, out, layout)
+    _quantize_values(values, stage, out, layout)
 
 
 @kernel
@@ -273,29 +273,29 @@ def _quantize(
     keys: int,
     values: int,
     pairs: npt.NDArray[np.int64],
-    records: int,
-    record: KVRecord,
+    codes: int,
+    layout: CodeLayout,
     num_heads: int,
     stage: npt.NDArray[np.float32],
 ) -> None:
-    """keys, values, records: addresses of the buffers' arrays and of the records. pairs: int64 [n, 2]."""
-    block_bytes = 2 * record.head_dim * record.block_size
+    """keys, values, codes: addresses of the arrays. pairs: int64 [n, 2]."""
+    block_bytes = 2 * layout.head_dim * layout.block_size
     at = address_of(stage)
     for pair in range(pairs.shape[0]):
         for head in range(num_heads):
             source = (pairs[pair, 0] * num_heads + head) * block_bytes
-            out = records + (pairs[pair, 1] * num_heads + head) * record.nbytes
-            quantize_block(keys + source, values + source, at, out, record)
+            out = codes + (pairs[pair, 1] * num_heads + head) * layout.nbytes
+            quantize_block(keys + source, values + source, at, out, layout)
 
 
 def quantize_blocks(
-    own: KVPool, sources: Longs, records: npt.NDArray[np.uint8], targets: Longs, record: KVRecord
+    own: KVPool, sources: Longs, codes: npt.NDArray[np.uint8], targets: Longs, layout: CodeLayout
 ) -> None:
-    """Quantize whole float16 blocks `sources` of `own` into the records [num_blocks, num_kv_heads, bytes] `targets`.
+    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks, num_kv_heads, bytes].
 
     Block numbers are trusted.
     """
     pairs = np.stack([sources, targets], axis=1)
-    stage = aligned_empty((record.dim * record.block_size,), np.float32)
+    stage = aligned_empty((layout.dim * layout.block_size,), np.float32)
     keys, values = own.keys.ctypes.data, own.values.ctypes.data
-    _quantize(keys, values, pairs, records.ctypes.data, record, records.shape[1], stage)
+    _quantize(keys, values, pairs, codes.ctypes.data, layout, codes.shape[1], stage)

@@ -195,7 +195,7 @@ class AmxTiles(IntTiles):
                 emit_store(b, self._epilogue(b, sums, here_term, (half, low), emit_load(b, V16, slot)), slot)
 
     def _emit_target(self, b: Builder, target: Target) -> None:
-        """As `emit_target` in linear_tiles.py, row by row."""
+        """As `emit_target` in tiles.py, row by row."""
         factors, zero = emit_splat(b, target.factor), int_constant(0)
         # Without a bias minus zero is added: that changes no number, not even a zero of either sign.
         biases = [cgutils.alloca_once(b, V16) for _ in range(_TILES)]
@@ -223,7 +223,7 @@ class AmxTiles(IntTiles):
 def _amx_tile(kind: int, fine: bool) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """tile: `Tile` of pairs; panel: address of the tokens' panel, see linear_panel.py; target: `Target`."""
+        """tile: `Tile` of pairs; panel: address of the tokens' panel, see panel.py; target: `Target`."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             where, out = fields_of(b, Tile, arguments[0]), fields_of(b, Target, arguments[2])

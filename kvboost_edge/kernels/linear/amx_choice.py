@@ -122,7 +122,7 @@ class _Trial:
 
 
 def _panel(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int) -> npt.NDArray[Any]:
-    """Records of blocks of `size` tokens as linear_panel.py describes them, [blocks, groups]."""
+    """Records of blocks of `size` tokens as panel.py describes them, [blocks, groups]."""
     record = np.dtype([("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)])
     panel = np.zeros((len(codes) // size, codes.shape[1]), record)
     shape = (-1, size, codes.shape[1])

@@ -138,7 +138,7 @@ def _int4m(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
 
 @kernel
 def int_block(kind: int, n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
-    """A tile, or two where a block of n tokens takes two at once, against a panel of n tokens (see linear_panel.py)."""
+    """A tile, or two where a block of n tokens takes two at once, against a panel of n tokens (see panel.py)."""
     if kind == KIND_INT8:
         _int8(n, fine, tile, panel, target)
     elif kind == KIND_INT4:

@@ -64,7 +64,7 @@ _SHAPES = {
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
 }
 SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE = _SHAPES[dot_form()]
-# Blocks for tile registers, see linear_amx.py; where there are none, no block is as large as this.
+# Blocks for tile registers, see amx.py; where there are none, no block is as large as this.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 
 

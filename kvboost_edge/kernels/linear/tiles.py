@@ -291,7 +291,7 @@ class IntTiles:
                 )
 
     def _epilogue(self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value) -> Value:
-        """The float epilogue, the only one there is; `reference_linear.linear_int` says the same in NumPy.
+        """The float epilogue, the only one there is; `reference.linear.linear_int` says the same in NumPy.
 
         term: address of the token's term, scales: of 16 rows, and their minima, or None.
         """
@@ -324,7 +324,7 @@ def fields_of(b: Builder, kind: Any, value: Value) -> Any:
 def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """tile: `Tile`; panel: address of the tokens' panel, see linear_panel.py; target: `Target`."""
+        """tile: `Tile`; panel: address of the tokens' panel, see panel.py; target: `Target`."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             emitter = IntTiles(kind, tiles, tokens, fine)

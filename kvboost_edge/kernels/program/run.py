@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.program.attend import attend_record, attention_row, is_attended
+from kvboost_edge.kernels.program.attend import attend_row, attention_row, is_attended
 from kvboost_edge.kernels.program.matrices import run_unit, units_of
 from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, F_OP, OP_ATTEND, ProgramJob
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
@@ -33,7 +33,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
         left = spins
         if op[F_OP] == OP_ATTEND:
             row = attention_row(job, op)
-            attend_record(row)
+            attend_row(row)
             while not is_attended(row):
                 relax()
                 left -= 1

@@ -35,7 +35,7 @@ NUM_FIELDS = 32  # four cache lines
 P_FACTOR, P_EPS, P_CAP, NUM_PARAMS = 0, 1, 2, 4
 
 # Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin). B_PANEL and B_INNER hold quantized rows.
-# B_ROWS: attention rows of all layers, see linear_attend.py; without them rope leaves keys and values in their buffers.
+# B_ROWS: attention rows of all layers, see attend.py; without them rope leaves keys and values in their buffers.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
     B_ROWS, B_TABLES,

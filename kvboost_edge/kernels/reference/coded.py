@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import SPAN, AttentionOptions, Floats, KVPool, OwnBlocks, PagedBatch
-from kvboost_edge.kernels.coded.layout import STEP_BIAS, KVRecord
+from kvboost_edge.kernels.attention.paged import PARTITION, AttentionOptions, Floats, KVPool, OwnBlocks, PagedBatch
+from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
 
-__all__ = ["decode_record", "paged_attention_coded", "quantize_blocks"]
+__all__ = ["decode_block", "paged_attention_coded", "quantize_blocks"]
 
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
@@ -48,39 +48,39 @@ def _unpack(section: Bytes, quads: int, lanes: int, bits: int) -> npt.NDArray[np
     return np.stack([both & 15, both >> 4], axis=1).reshape(quads, lanes, 4)
 
 
-def _steps(record: KVRecord, codes: Bytes) -> Floats:
+def _steps(layout: CodeLayout, codes: Bytes) -> Floats:
     """The key steps' bytes as float32."""
     return ((codes.astype(np.uint32) + np.uint32((127 - STEP_BIAS) << 3)) << np.uint32(20)).view(F32)
 
 
-def _quantize_keys(keys: Floats, record: KVRecord, out: Bytes) -> None:
+def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
     """keys float32 [head_dim, block]."""
-    top = F32(2**record.k_bits - 1)
+    top = F32(2**layout.k_bits - 1)
     low, high = keys.min(axis=1), keys.max(axis=1)
     broken = (keys * F32(0)).sum(axis=1)  # NaN where a key is not finite
     bits = np.maximum((high - low) / top, F32(2.0**-STEP_BIAS)).astype(F32).view(np.uint32)
     rounded = ((bits + np.uint32((1 << 20) - 1)) >> np.uint32(20)).astype(np.int64) - ((127 - STEP_BIAS) << 3)
-    step_codes = np.zeros(record.dim, np.uint8)
-    step_codes[: record.head_dim] = np.clip(rounded, 0, 255)
-    zeros = np.zeros(record.dim, np.float16)
-    zeros[: record.head_dim] = low + broken
-    inverse = (F32(1) / _steps(record, step_codes))[: record.head_dim, None]
-    codes = np.zeros((record.dim, record.block_size), np.int64)
+    step_codes = np.zeros(layout.dim, np.uint8)
+    step_codes[: layout.head_dim] = np.clip(rounded, 0, 255)
+    zeros = np.zeros(layout.dim, np.float16)
+    zeros[: layout.head_dim] = low + broken
+    inverse = (F32(1) / _steps(layout, step_codes))[: layout.head_dim, None]
+    codes = np.zeros((layout.dim, layout.block_size), np.int64)
     scaled = np.rint((keys - low[:, None]) * inverse)
-    codes[: record.head_dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), 0, top)
-    quads = codes.reshape(-1, 4, record.block_size).transpose(0, 2, 1)
-    packed = _pack(quads, record.k_bits)
+    codes[: layout.head_dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), 0, top)
+    quads = codes.reshape(-1, 4, layout.block_size).transpose(0, 2, 1)
+    packed = _pack(quads, layout.k_bits)
     out[: packed.size] = packed
-    out[record.key_zeros :][: 2 * record.dim] = zeros.view(np.uint8)
-    out[record.key_steps :][: record.dim] = step_codes
+    out[layout.key_zeros :][: 2 * layout.dim] = zeros.view(np.uint8)
+    out[layout.key_steps :][: layout.dim] = step_codes
 
 
-def _quantize_values(values: Floats, record: KVRecord, out: Bytes) -> None:
+def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
     """values float32 [block, head_dim]."""
-    size, dim = record.block_size, record.head_dim
+    size, dim = layout.block_size, layout.head_dim
     broken = (values * F32(0)).sum(axis=1)
-    codes = np.zeros((size, record.dim), np.int64)
-    if record.v_bits == 8:
+    codes = np.zeros((size, layout.dim), np.int64)
+    if layout.v_bits == 8:
         scales = _fma(np.abs(values).max(axis=1), SCALE_SLACK / F32(127), SCALE_FLOOR).astype(np.float16)
         inverse = F32(1) / scales.astype(F32)
         scaled = np.rint(values * inverse[:, None])
@@ -92,26 +92,26 @@ def _quantize_values(values: Floats, record: KVRecord, out: Bytes) -> None:
         inverse = F32(1) / scales.astype(F32)
         scaled = np.rint((values - middles.astype(F32)[:, None]) * inverse[:, None])
         codes[:, :dim] = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=0.0, neginf=0.0), -8, 7) + 8
-        out[record.value_middles :][: 2 * size] = middles.view(np.uint8)
+        out[layout.value_middles :][: 2 * size] = middles.view(np.uint8)
     scales = (scales + broken).astype(np.float16)
-    packed = _pack(codes.reshape(-1, 4, record.dim).transpose(0, 2, 1), record.v_bits)
-    out[record.values :][: packed.size] = packed
-    out[record.value_scales :][: 2 * size] = scales.view(np.uint8)
+    packed = _pack(codes.reshape(-1, 4, layout.dim).transpose(0, 2, 1), layout.v_bits)
+    out[layout.values :][: packed.size] = packed
+    out[layout.value_scales :][: 2 * size] = scales.view(np.uint8)
 
 
-def quantize_blocks(own: KVPool, sources: Longs, records: Bytes, targets: Longs, record: KVRecord) -> None:
-    """Quantize whole float16 blocks `sources` of `own` into the records [num_blocks, num_kv_heads, bytes] `targets`."""
+def quantize_blocks(own: KVPool, sources: Longs, codes: Bytes, targets: Longs, layout: CodeLayout) -> None:
+    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks, num_kv_heads, bytes]."""
     with np.errstate(all="ignore"):
         for source, target in zip(sources, targets, strict=True):
-            for head in range(records.shape[1]):
-                out = records[target, head]
+            for head in range(codes.shape[1]):
+                out = codes[target, head]
                 out[:] = 0
-                _quantize_keys(own.keys[source, head].astype(F32), record, out)
-                _quantize_values(own.values[source, head].astype(F32), record, out)
+                _quantize_keys(own.keys[source, head].astype(F32), layout, out)
+                _quantize_values(own.values[source, head].astype(F32), layout, out)
 
 
 class _Coded(NamedTuple):
-    """A record taken apart: key codes [dim, block], zeros, steps [dim]; value codes [block, dim], scales, middles."""
+    """A block taken apart: key codes [dim, block], zeros, steps [dim]; value codes [block, dim], scales, middles."""
 
     keys: Longs
     zeros: Floats
@@ -121,34 +121,34 @@ class _Coded(NamedTuple):
     middles: Floats
 
 
-def _take_apart(stored: Bytes, record: KVRecord) -> _Coded:
-    dim, size = record.dim, record.block_size
+def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
+    dim, size = layout.dim, layout.block_size
 
     def halves(start: int, count: int) -> Floats:
         return stored[start : start + 2 * count].view(np.float16).astype(F32)
 
-    key_bytes, value_bytes = (dim * size * bits // 8 for bits in (record.k_bits, record.v_bits))
-    keys = _unpack(stored[:key_bytes], dim // 4, size, record.k_bits).transpose(0, 2, 1).reshape(dim, size)
-    section = stored[record.values : record.values + value_bytes]
-    values = _unpack(section, size // 4, dim, record.v_bits).transpose(0, 2, 1).reshape(size, dim)
-    signed = values.view(np.int8).astype(np.int64) if record.v_bits == 8 else values.astype(np.int64) - 8
-    middles = halves(record.value_middles, size) if record.v_bits == 4 else np.zeros(size, F32)
+    key_bytes, value_bytes = (dim * size * bits // 8 for bits in (layout.k_bits, layout.v_bits))
+    keys = _unpack(stored[:key_bytes], dim // 4, size, layout.k_bits).transpose(0, 2, 1).reshape(dim, size)
+    section = stored[layout.values : layout.values + value_bytes]
+    values = _unpack(section, size // 4, dim, layout.v_bits).transpose(0, 2, 1).reshape(size, dim)
+    signed = values.view(np.int8).astype(np.int64) if layout.v_bits == 8 else values.astype(np.int64) - 8
+    middles = halves(layout.value_middles, size) if layout.v_bits == 4 else np.zeros(size, F32)
     return _Coded(
         keys.astype(np.int64),
-        halves(record.key_zeros, dim),
-        _steps(record, stored[record.key_steps :][:dim]),
+        halves(layout.key_zeros, dim),
+        _steps(layout, stored[layout.key_steps :][:dim]),
         signed,
-        halves(record.value_scales, size),
+        halves(layout.value_scales, size),
         middles,
     )
 
 
-def decode_record(stored: Bytes, record: KVRecord) -> tuple[Doubles, Doubles]:
-    """What a record stands for: keys and values, float64 [block, head_dim]."""
-    coded = _take_apart(stored, record)
+def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
+    """What the codes of a block stand for: keys and values, float64 [block, head_dim]."""
+    coded = _take_apart(stored, layout)
     keys = coded.zeros.astype(np.float64) + coded.keys.T * coded.steps.astype(np.float64)
     values = coded.middles.astype(np.float64)[:, None] + coded.values * coded.scales.astype(np.float64)[:, None]
-    return keys[:, : record.head_dim], values[:, : record.head_dim]
+    return keys[:, : layout.head_dim], values[:, : layout.head_dim]
 
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -178,9 +178,9 @@ def _reduce(lanes: Floats, combine: Any) -> Floats:
 
 
 def _sum_tile(tile: Floats) -> Floats:
-    """[rows, 64] -> [rows]: the four groups pairwise, then the lanes."""
-    groups = tile.reshape(*tile.shape[:-1], 4, 16)
-    return _reduce((groups[..., 0, :] + groups[..., 1, :]) + (groups[..., 2, :] + groups[..., 3, :]), np.add)
+    """[rows, 64] -> [rows]: the four strips pairwise, then the lanes."""
+    strips = tile.reshape(*tile.shape[:-1], 4, 16)
+    return _reduce((strips[..., 0, :] + strips[..., 1, :]) + (strips[..., 2, :] + strips[..., 3, :]), np.add)
 
 
 class _State(NamedTuple):
@@ -255,30 +255,32 @@ def _add_tile(state: _State, scores: Floats, values: Longs, scales: Floats, midd
 class _Sequence(NamedTuple):
     """Where one sequence's blocks are for one kv head."""
 
-    records: Bytes
-    record: KVRecord
+    codes: Bytes
+    layout: CodeLayout
     table: npt.NDArray[np.int32]
     head: int
 
 
-def _attend_spans(rows: _Rows, where: _Sequence, low: int, high: int, softcap: float) -> _State:
-    """The rows over quantized tokens [low, high): span by span, merged in order."""
-    record = where.record
-    merged = _empty(len(rows.scaled), record.dim)
+def _attend_partitions(rows: _Rows, where: _Sequence, low: int, high: int, softcap: float) -> _State:
+    """The rows over quantized tokens [low, high): partition by partition, merged in order."""
+    layout = where.layout
+    merged = _empty(len(rows.scaled), layout.dim)
     apart: dict[int, _Coded] = {}
-    for span in range(low // SPAN, -(-high // SPAN)):
-        state = _empty(len(rows.scaled), record.dim)
-        for start in range(max(low, span * SPAN) // TILE * TILE, min(high, span * SPAN + SPAN), TILE):
+    for partition in range(low // PARTITION, -(-high // PARTITION)):
+        state = _empty(len(rows.scaled), layout.dim)
+        for start in range(
+            max(low, partition * PARTITION) // TILE * TILE, min(high, partition * PARTITION + PARTITION), TILE
+        ):
             scores = np.full((len(rows.scaled), TILE), -np.inf, F32)
-            values = np.zeros((TILE, record.dim), np.int64)
+            values = np.zeros((TILE, layout.dim), np.int64)
             scales, middles = np.zeros(TILE, F32), np.zeros(TILE, F32)
             for at in range(start, start + TILE, 16):
                 if at + 16 <= low or at >= high:
                     continue
-                block = at // record.block_size
+                block = at // layout.block_size
                 if block not in apart:
-                    apart[block] = _take_apart(where.records[where.table[block], where.head], record)
-                inside, tokens = slice(at - start, at - start + 16), slice(at % record.block_size, None)
+                    apart[block] = _take_apart(where.codes[where.table[block], where.head], layout)
+                inside, tokens = slice(at - start, at - start + 16), slice(at % layout.block_size, None)
                 tokens = slice(tokens.start, tokens.start + 16)
                 scores[:, inside] = _scores(rows, apart[block], tokens)
                 values[inside], scales[inside] = apart[block].values[tokens], apart[block].scales[tokens]
@@ -306,16 +308,16 @@ def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _S
 
 
 def paged_attention_coded(
-    queries: Floats, records: Bytes, record: KVRecord, batch: PagedBatch, own: OwnBlocks, options: AttentionOptions
+    queries: Floats, codes: Bytes, layout: CodeLayout, batch: PagedBatch, own: OwnBlocks, options: AttentionOptions
 ) -> tuple[Floats, Floats]:
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
 
-    queries float32 [num_tokens, num_q_heads, head_dim]; records uint8 [num_blocks, num_kv_heads, bytes]; returns (out
+    queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads, bytes]; returns (out
     like queries, lse float32 [num_tokens, num_q_heads]).
     """
     out, lse = np.empty(queries.shape, F32), np.empty(queries.shape[:2], F32)
-    num_kv_heads, size = records.shape[1], record.block_size
-    group = queries.shape[1] // num_kv_heads
+    num_kv_heads, size = codes.shape[1], layout.block_size
+    heads_per_kv = queries.shape[1] // num_kv_heads
     with np.errstate(all="ignore"):
         for sequence, seq_len in enumerate(batch.seq_lens):
             first, stop = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
@@ -326,10 +328,10 @@ def paged_attention_coded(
                 buffer = own.tables[sequence, position // size - own.first[sequence]]
                 seen = slice(max(low - begin, 0), position + 1 - begin)
                 for head in range(num_kv_heads):
-                    heads = slice(head * group, head * group + group)
-                    rows = _query_rows(queries[row, heads], options.softmax_scale, record.dim)
-                    where = _Sequence(records, record, batch.block_tables[sequence], head)
-                    coded = _attend_spans(rows, where, low, begin, options.softcap)
+                    heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
+                    rows = _query_rows(queries[row, heads], options.softmax_scale, layout.dim)
+                    where = _Sequence(codes, layout, batch.block_tables[sequence], head)
+                    coded = _attend_partitions(rows, where, low, begin, options.softcap)
                     keys, values = own.pool.keys[buffer, head][:, seen], own.pool.values[buffer, head][seen]
                     state = _merge(coded, _attend_own(rows, keys, values, options.softcap))
                     sinks = None if options.sinks is None else options.sinks[heads]

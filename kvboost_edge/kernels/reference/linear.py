@@ -54,7 +54,7 @@ def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int1
 
 
 def pack_panel(x: Floats, kind: str, blocks: Sequence[int], *, fine: bool = False) -> npt.NDArray[np.uint8]:
-    """The bytes of a panel for weights of a kind: a record per block of tokens and group, see linear_panel.py."""
+    """The bytes of a panel for weights of a kind: a record per block of tokens and group, see panel.py."""
     codes, scales, sums = quantize_rows(x, fine=fine)
     planes = [codes]
     if fine:

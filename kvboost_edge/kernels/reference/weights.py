@@ -1,4 +1,4 @@
-"""Quantization of weights in plain NumPy: the specification of quant_fit.py, and packed matrices back to floats.
+"""Quantization of weights in plain NumPy: the specification of linear/fit.py, and packed matrices back to floats.
 
 Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4m are nibbles like those of int4, without an
 offset. Padded rows have scale 0; padded inputs, which only ever meet activations that are 0, may have any code.

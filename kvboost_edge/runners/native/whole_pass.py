@@ -68,11 +68,11 @@ class WholePass:
             self._fixed[la.R_KEYS] = [pool.keys.ctypes.data for pool in self._pools]
             self._fixed[la.R_VALUES] = [pool.values.ctypes.data for pool in self._pools]
         else:
-            pools, record = self._coded.records
-            self._stage = aligned_empty((self._space.num_threads, record.dim * record.block_size), np.float32)
-            self._fixed[la.R_RECORDS] = [pool.ctypes.data for pool in pools]
+            pools, layout = self._coded.codes
+            self._stage = aligned_empty((self._space.num_threads, layout.dim * layout.block_size), np.float32)
+            self._fixed[la.R_CODES] = [pool.ctypes.data for pool in pools]
             self._fixed[la.R_STAGE] = self._stage.ctypes.data
-            self._fixed |= {la.R_KV_RECORD + index: number for index, number in enumerate(record)}
+            self._fixed |= {la.R_LAYOUT + index: number for index, number in enumerate(layout)}
         self._kinds: dict[AttentionParams, list[int]] = {}
         for layer, one in enumerate(params):
             self._kinds.setdefault(one, []).append(layer)
@@ -96,13 +96,13 @@ class WholePass:
             call = make_call(queries, storage.pool, storage.batch, options, self._space, plan, more)
             calls.append(call._replace(out=calls[0].out, lse=calls[0].lse) if calls else call)
         each = -(-max(call.counters.size for call in calls) // 8) * 8
-        memory = np.zeros(num_counters + num_layers * (la.RECORD + each), dtype=np.int64)
-        rows = memory[num_counters : num_counters + num_layers * la.RECORD].reshape(num_layers, la.RECORD)
+        memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + each), dtype=np.int64)
+        rows = memory[num_counters : num_counters + num_layers * la.ROW_NUMBERS].reshape(num_layers, la.ROW_NUMBERS)
         for call, layers in zip(calls, self._kinds.values(), strict=True):
-            rows[layers] = la.record_of(call)
+            rows[layers] = la.row_of(call)
         for index, numbers in (self._fixed | storage.columns).items():
             rows[:, index] = numbers
-        first = rows.ctypes.data + 8 * num_layers * la.RECORD
+        first = rows.ctypes.data + 8 * num_layers * la.ROW_NUMBERS
         rows[:, la.R_COUNTERS] = first + 8 * each * np.arange(num_layers)
         held = [*calls, *storage.held]
         return PassMemory(memory, rows.ctypes.data, calls[0].out.reshape(len(queries), -1), held)

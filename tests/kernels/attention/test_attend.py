@@ -17,7 +17,7 @@ from paged_cases import DTYPES, NUMPY_DTYPES, Case, assert_close, make_case, num
 Span = tuple[int, int, int]  # sequence, first position, position after the last
 Result = tuple[np.ndarray, np.ndarray]
 
-# Decode and prefill, deep and shallow, around tiles of 64 and spans of 512.
+# Decode and prefill, deep and shallow, around tiles of 64 and partitions of 512.
 LENGTHS = ((1, 1), (63, 63), (1, 65), (70, 600), (1, 1100), (5, 513), (130, 130), (1, 512), (3, 1537))
 OPTIONS = {
     "plain": AttentionOptions(0.2),

@@ -7,7 +7,8 @@ import pytest
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import (
-    SPAN,
+    PARTITION,
+    Item,
     KVPool,
     PagedBatch,
     aligned_empty,
@@ -20,7 +21,7 @@ from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32
 
 def random_batch(rng: np.random.Generator) -> PagedBatch:
     num_seqs = int(rng.integers(1, 7))
-    totals = rng.integers(1, 5 * SPAN, num_seqs)
+    totals = rng.integers(1, 5 * PARTITION, num_seqs)
     new = np.array([rng.choice([0, 1, rng.integers(1, total + 1)]) for total in totals])
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     return PagedBatch(starts, totals.astype(np.int32), np.zeros((num_seqs, 1), np.int32))
@@ -29,49 +30,49 @@ def random_batch(rng: np.random.Generator) -> PagedBatch:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_plan_covers_every_span_of_every_row_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    batch, group, heads = random_batch(rng), int(rng.choice([1, 3, 8, 100])), int(rng.integers(1, 9))
+    batch, per_kv, heads = random_batch(rng), int(rng.choice([1, 3, 8, 100])), int(rng.integers(1, 9))
     window, threads = int(rng.choice([0, 1, 100, 512, 1000])), int(rng.integers(1, 9))
-    plan = plan_work(batch, group, heads, window, threads)
+    plan = plan_work(batch, per_kv, heads, window, threads)
     assert plan.items.dtype == np.int32
     assert plan.items.flags.c_contiguous
     done: dict[tuple[int, int], list[int]] = {}
-    groups: dict[int, list[tuple[int, ...]]] = {}
-    for sequence, first, rows, first_span, end_span, number, group_span, num_spans, part in plan.items.tolist():
-        assert 0 < rows <= plan.tile_rows
-        assert first_span < end_span
-        for row in range(first, first + rows):
-            done.setdefault((sequence, row), []).extend(range(first_span, end_span))
-        if number >= 0:
-            assert end_span == first_span + 1
-            groups.setdefault(number, []).append((sequence, first, group_span, num_spans, part, first_span))
+    splits: dict[int, list[Item]] = {}
+    for item in (Item(*row) for row in plan.items.tolist()):
+        assert 0 < item.num_rows <= plan.tile_rows
+        assert item.first_partition < item.end_partition
+        for row in range(item.first_row, item.first_row + item.num_rows):
+            done.setdefault((item.sequence, row), []).extend(range(item.first_partition, item.end_partition))
+        if item.split >= 0:
+            assert item.end_partition == item.first_partition + 1
+            splits.setdefault(item.split, []).append(item)
     lengths = np.diff(batch.cu_seqlens_q)
     assert set(done) == {(sequence, row) for sequence, length in enumerate(lengths) for row in range(length)}
-    for (sequence, row), spans in done.items():
+    for (sequence, row), partitions in done.items():
         position = int(batch.seq_lens[sequence] - lengths[sequence]) + row
         seen = range(max(0, position - window + 1) if window else 0, position + 1)
-        assert sorted(set(spans)) == sorted(spans), "no span twice"
-        assert {token // SPAN for token in (seen[0], seen[-1])} <= set(spans)
-        assert set(range(seen[0] // SPAN, seen[-1] // SPAN + 1)) <= set(spans)
-    assert sorted(groups) == list(range(plan.num_groups))
+        assert sorted(set(partitions)) == sorted(partitions), "no partition twice"
+        assert {token // PARTITION for token in (seen[0], seen[-1])} <= set(partitions)
+        assert set(range(seen[0] // PARTITION, seen[-1] // PARTITION + 1)) <= set(partitions)
+    assert sorted(splits) == list(range(plan.num_splits))
     parts = []
-    for members in groups.values():
-        assert len({member[:5] for member in members}) == 1
-        _, _, group_span, num_spans, part, _ = members[0]
-        assert sorted(member[5] for member in members) == list(range(group_span, group_span + num_spans))
-        parts.extend(range(part, part + num_spans))
+    for members in splits.values():
+        assert len({member._replace(first_partition=0, end_partition=0) for member in members}) == 1
+        begin, count = members[0].split_partition, members[0].num_partitions
+        assert sorted(member.first_partition for member in members) == list(range(begin, begin + count))
+        parts.extend(range(members[0].first_part, members[0].first_part + count))
     assert sorted(parts) == list(range(plan.num_parts)), "parts do not overlap"
     if threads == 1:
-        assert plan.num_groups == 0
+        assert plan.num_splits == 0
 
 
 def test_a_window_leaves_out_the_spans_before_it() -> None:
-    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * SPAN], np.int32), np.zeros((1, 1), np.int32))
+    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
     items = plan_work(batch, 1, 1, 100, 4).items
-    assert items[:, 3:5].tolist() == [[9, 10]]
+    assert [(item.first_partition, item.end_partition) for item in (Item(*row) for row in items)] == [(9, 10)]
 
 
 def test_a_long_decode_is_split_over_the_threads() -> None:
-    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * SPAN], np.int32), np.zeros((1, 1), np.int32))
+    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
     assert len(plan_work(batch, 4, 1, 0, 2).items) == 10
     assert len(plan_work(batch, 4, 1, 0, 1).items) == 1
 

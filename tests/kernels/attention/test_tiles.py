@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvboost_edge.kernels.attention.tiles import (
-    GROUPS,
     ROWS,
+    STRIPS,
     TILE,
     fill,
     hide_row,
@@ -64,15 +64,15 @@ def set_table(table: int, numbers: np.ndarray) -> None:
 
 def tile_table(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Groups in the order 2, 0, 3, 1 of keys [4, dim, 16] and values [4, 16, channels]."""
-    order, table = (2, 0, 3, 1), np.zeros((6, GROUPS), np.int64)
-    for column, group in enumerate(order):
+    order, table = (2, 0, 3, 1), np.zeros((6, STRIPS), np.int64)
+    for column, strip in enumerate(order):
         table[:, column] = (
-            keys[group].ctypes.data,
+            keys[strip].ctypes.data,
             keys.strides[1],
-            values[group].ctypes.data,
+            values[strip].ctypes.data,
             values.strides[1],
-            keys[group].ctypes.data,
-            values[group].ctypes.data,
+            keys[strip].ctypes.data,
+            values[strip].ctypes.data,
         )
     out = np.empty_like(table)
     set_table(out.ctypes.data, table.ravel())
@@ -87,8 +87,8 @@ def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("dim", [1, 16, 24, 128])
 def test_scores(dim: int) -> None:
     rng = np.random.default_rng(dim)
-    query, keys = random(rng, ROWS, dim), random(rng, GROUPS, dim, LANES)
-    table = tile_table(keys, np.zeros((GROUPS, LANES, dim * LANES), np.float32))
+    query, keys = random(rng, ROWS, dim), random(rng, STRIPS, dim, LANES)
+    table = tile_table(keys, np.zeros((STRIPS, LANES, dim * LANES), np.float32))
     scores = np.full((ROWS, TILE), np.nan, np.float32)
     score(query.ctypes.data, table.ctypes.data, dim, scores.ctypes.data)
     expected = query.astype(np.float64) @ np.concatenate(keys[[2, 0, 3, 1]].astype(np.float64), axis=1)
@@ -97,11 +97,11 @@ def test_scores(dim: int) -> None:
 
 def test_weighted_values() -> None:
     rng = np.random.default_rng(0)
-    weights, values, scales = random(rng, ROWS, TILE), random(rng, GROUPS, LANES, 112), random(rng, ROWS)
+    weights, values, scales = random(rng, ROWS, TILE), random(rng, STRIPS, LANES, 112), random(rng, ROWS)
     out = random(rng, ROWS, 112)
     tokens = np.concatenate(values[[2, 0, 3, 1]]).astype(np.float64)
     expected = out * scales[:, None].astype(np.float64) + weights @ tokens
-    table = tile_table(np.zeros((GROUPS, 112, LANES), np.float32), values)
+    table = tile_table(np.zeros((STRIPS, 112, LANES), np.float32), values)
     weigh(weights.ctypes.data, table.ctypes.data, scales.ctypes.data, out.ctypes.data, out.strides[0])
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 

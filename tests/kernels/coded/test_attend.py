@@ -53,7 +53,7 @@ def test_equal_to_the_specification(dim: int, size: int, per_group: int, bits: t
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 def test_threads_batches_and_chunks_change_no_bit(bits: tuple[int, int]) -> None:
-    """Spans of a long sequence are split over the threads, which merge them in order."""
+    """Partitions of a long sequence are split over the threads, which merge them in order."""
     rng = np.random.default_rng(5)
     case = make_case(rng, ((1, 1600), (40, 700), (3, 90)), kv_heads=2, per_group=7, dim=64, block_size=16)
     params = AttentionParams(0.125, window=900)

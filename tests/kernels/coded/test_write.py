@@ -7,7 +7,7 @@ import pytest
 
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.coded import write as coded_write
-from kvboost_edge.kernels.coded.layout import BIT_PAIRS, kv_record
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS, code_layout
 from kvboost_edge.kernels.reference import coded as reference
 
 BLOCKS, HEADS = 4, 2
@@ -23,11 +23,11 @@ def make_pool(rng: np.random.Generator, dim: int, size: int) -> KVPool:
 
 
 def quantize(module: object, pool: KVPool, dim: int, size: int, bits: tuple[int, int]) -> np.ndarray:
-    record = kv_record(size, dim, bits)
-    records = aligned_empty((6, HEADS, record.nbytes), np.uint8)
-    records[:] = 0xFF
-    module.quantize_blocks(pool, np.array([0, 2, 3]), records, np.array([5, 1, 2]), record)  # type: ignore[attr-defined]
-    return records
+    layout = code_layout(size, dim, bits)
+    codes = aligned_empty((6, HEADS, layout.nbytes), np.uint8)
+    codes[:] = 0xFF
+    module.quantize_blocks(pool, np.array([0, 2, 3]), codes, np.array([5, 1, 2]), layout)  # type: ignore[attr-defined]
+    return codes
 
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
@@ -44,10 +44,10 @@ def test_compiled_and_specified_bytes_are_equal(dim: int, bits: tuple[int, int])
 def test_decoded_numbers_are_within_half_a_step(bits: tuple[int, int]) -> None:
     """Half a step of a channel's (keys) or a token's range (values), an eighth more where a step is rounded up."""
     pool = make_pool(np.random.default_rng(1), 64, 16)
-    records = quantize(reference, pool, 64, 16, bits)
+    codes = quantize(reference, pool, 64, 16, bits)
     for source, target in ((0, 5), (2, 1), (3, 2)):
         for head in range(HEADS):
-            keys, values = reference.decode_record(records[target, head], kv_record(16, 64, bits))
+            keys, values = reference.decode_block(codes[target, head], code_layout(16, 64, bits))
             true_keys, true_values = (half[source, head].astype(np.float64) for half in pool)
             step = np.ptp(true_keys, axis=1) / (2 ** bits[0] - 1)
             assert (np.abs(keys.T - true_keys) <= 0.5625 * np.maximum(step, 2.0**-18)[:, None] + 1e-9).all()
@@ -64,7 +64,7 @@ def test_sections_of_a_record_do_not_overlap_and_start_at_cache_lines() -> None:
     for bits in BIT_PAIRS:
         for dim in (16, 24, 64, 80, 128, 256):
             for size in (16, 32, 48, 64):
-                r = kv_record(size, dim, bits)
+                r = code_layout(size, dim, bits)
                 starts = (0, r.key_zeros, r.key_steps, r.values, r.value_scales, r.nbytes)
                 lengths = (r.dim * size * bits[0] // 8, 2 * r.dim, r.dim, r.dim * size * bits[1] // 8, 2 * size)
                 for start, length, stop in zip(starts, lengths, starts[1:], strict=False):

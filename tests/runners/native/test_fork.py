@@ -16,9 +16,9 @@ from paged_driver import PagedDriver, Sequence_
 from tiny_checkpoints import save_tiny_checkpoint
 
 BLOCK = 16
-LENGTH = 580  # past the end of attention's first span of 512 tokens
+LENGTH = 580  # past the end of attention's first partition of 512 tokens
 TEXT, OTHER = (np.random.default_rng(seed).integers(0, 256, LENGTH).tolist() for seed in (0, 1))
-CUTS = [1, 33, 37, 47, 530]  # one token into a block, inside it, one token before its end, behind the first span
+CUTS = [1, 33, 37, 47, 530]  # one token into a block, inside it, one token before its end, behind the first partition
 WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4))
 Logits = npt.NDArray[np.float32]
 

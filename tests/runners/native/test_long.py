@@ -1,4 +1,4 @@
-"""Prompts over several of attention's 512-token spans: every family, every width of the cache, `==` on all logits."""
+"""Prompts over several of attention's partitions of 512 tokens: every family and cache width, `==` on all logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvboost_edge.models.config.families import FAMILIES as KNOWN
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
 
-SPAN, CONTEXT, BLOCKS = 512, 2048, 100
+PARTITION, CONTEXT, BLOCKS = 512, 2048, 100
 LONG = np.random.default_rng(3).integers(0, 256, 1210).tolist()
 WIDTHS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4))
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=2)
 
-# name -> (family, weights, config fields); windows of the tiny models are short, these cross spans too.
+# name -> (family, weights, config fields); windows of the tiny models are short, these cross partitions too.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "int8", {}),
     "llama-llama3rope": ("llama-llama3rope", "int4", {}),
@@ -80,7 +80,7 @@ def test_any_pass_size(case: Case, budget: int, threads: int) -> None:
     assert equal(case.bench(max_batch_tokens=budget, threads=threads).logits(LONG), case.cold)
 
 
-@pytest.mark.parametrize("cut", [530, 2 * SPAN])
+@pytest.mark.parametrize("cut", [530, 2 * PARTITION])
 def test_a_prefix_from_the_pool(case: Case, cut: int) -> None:
     """Once in the first pass behind it, and once more with all but the last tokens cached."""
     bench = case.bench(threads=2, max_batch_tokens=300)
@@ -105,9 +105,9 @@ def test_a_batch_that_shares_its_first_tokens(case: Case) -> None:
     assert sum(handle.result(0).cached_tokens for handle in handles) == 3 * (1100 // BLOCK * BLOCK)
 
 
-def test_decoding_into_a_new_span(case: Case) -> None:
-    """KV that decoding made, one token at a time on both sides of a span's end, equals what one pass makes."""
-    stem = LONG[: 2 * SPAN - 15]
+def test_decoding_into_a_new_partition(case: Case) -> None:
+    """KV that decoding made, one token at a time on both sides of a partition's end, equals what one pass makes."""
+    stem = LONG[: 2 * PARTITION - 15]
     bench = case.bench(threads=2, max_batch_tokens=300)
     first = bench.generate(stem, SamplingParams(max_new_tokens=40, temperature=0.0))
     turn = [*stem, *first.output_token_ids, *LONG[:60]]
@@ -118,7 +118,7 @@ def test_decoding_into_a_new_span(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3"])
 def test_it_is_what_transformers_computes(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """All of the above would hold for spans that are merged wrongly in the same way each time."""
+    """All of the above would hold for partitions that are merged wrongly in the same way each time."""
     family, _, fields = CASES[name]
     fields = {**fields, "max_position_embeddings": CONTEXT}
     machine = Machine(save_tiny_model(family, tmp_path_factory.mktemp("exact"), **fields), "f32")

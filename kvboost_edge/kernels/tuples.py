@@ -1,0 +1,130 @@
+"""NamedTuples as rows of numbers in memory: written on the host, read by kernels, field by field and in one order.
+
+A row is the tuple's fields one after another, those of a tuple inside it in its place. Numbers are int64; a float is
+the bits of a float64; an array is the address of its first element, 0 where it is empty.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, get_type_hints
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.core.types.containers import BaseTuple
+
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.vectors import I32, I64, emit_load
+
+__all__ = ["addresses_of", "load_i32_row", "load_row", "num_numbers", "number_at", "numbers_of"]
+
+Value = Any
+Builder = Any
+
+
+@cache
+def _fields(kind: Any) -> dict[str, Any]:
+    """Field -> int, float or a NamedTuple; whatever else is annotated is an int in memory."""
+    hints = get_type_hints(kind)
+    return {name: hint if hasattr(hint, "_fields") or hint is float else int for name, hint in hints.items()}
+
+
+def num_numbers(kind: Any) -> int:
+    """Numbers in a row of a NamedTuple class."""
+    return sum(num_numbers(field) if hasattr(field, "_fields") else 1 for field in _fields(kind).values())
+
+
+def number_at(kind: Any, path: str) -> int:
+    """Index in a row of `kind` of the field `path`, as "shape.head_dim"; of a tuple's first number."""
+    name, _, rest = path.partition(".")
+    fields = _fields(kind)
+    before = 0
+    for field in kind._fields[: kind._fields.index(name)]:
+        before += num_numbers(fields[field]) if hasattr(fields[field], "_fields") else 1
+    return before + (number_at(fields[name], rest) if rest else 0)
+
+
+def numbers_of(kind: Any, values: Any) -> list[int]:
+    """The row of a tuple whose fields have the names of those of `kind`."""
+    numbers: list[int] = []
+    for name, field in _fields(kind).items():
+        value = getattr(values, name)
+        if hasattr(field, "_fields"):
+            numbers += numbers_of(field, value)
+        elif isinstance(value, np.ndarray):
+            numbers.append(value.__array_interface__["data"][0] if value.size else 0)
+        elif field is float:
+            numbers.append(int.from_bytes(struct.pack("<d", value), "little", signed=True))
+        else:
+            numbers.append(int(value))
+    return numbers
+
+
+def _numba_type(kind: Any) -> Any:
+    if kind is float:
+        return types.float64
+    if kind is int:
+        return types.int64
+    return BaseTuple.from_types([_numba_type(field) for field in _fields(kind).values()], kind)
+
+
+def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
+    if kind is float:
+        return emit_load(b, ir.DoubleType(), address)
+    if kind is int:
+        return emit_load(b, I64, address)
+    items = []
+    for name, field in _fields(kind).items():
+        place = b.add(address, ir.Constant(I64, 8 * number_at(kind, name)))
+        items.append(_load(context, b, field, place))
+    return context.make_tuple(b, _numba_type(kind), items)
+
+
+@intrinsic
+def load_row(typing: Any, kind: Any, address: Any) -> Any:
+    """The tuple of class `kind` whose row is at a byte address."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return _load(context, b, kind.instance_class, arguments[1])
+
+    return _numba_type(kind.instance_class)(kind, types.int64), codegen
+
+
+@intrinsic
+def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
+    """The tuple of class `kind`, ints alone, whose row at a byte address is of int32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        places = [b.add(arguments[1], ir.Constant(I64, 4 * index)) for index in range(len(kind.instance_class._fields))]
+        return context.make_tuple(b, signature.return_type, [b.sext(emit_load(b, I32, place), I64) for place in places])
+
+    return _numba_type(kind.instance_class)(kind, types.int64), codegen
+
+
+@intrinsic
+def addresses_of(typing: Any, kind: Any, values: Any) -> Any:
+    """The tuple of class `kind` made of a tuple whose fields have the same names: arrays become addresses."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return _convert(context, b, kind.instance_class, values, arguments[1])
+
+    return _numba_type(kind.instance_class)(kind, values), codegen
+
+
+def _convert(context: Any, b: Builder, kind: Any, source: Any, value: Value) -> Value:
+    names, items = source.instance_class._fields, []
+    for name, field in _fields(kind).items():
+        index = names.index(name)
+        item, item_type = b.extract_value(value, index), source.types[index]
+        if hasattr(field, "_fields"):
+            items.append(_convert(context, b, field, item_type, item))
+        elif isinstance(item_type, types.Array):
+            array = context.make_array(item_type)(context, b, item)
+            is_empty = b.icmp_signed("==", array.nitems, ir.Constant(I64, 0))
+            items.append(b.select(is_empty, ir.Constant(I64, 0), b.ptrtoint(array.data, I64)))
+        else:
+            items.append(context.cast(b, item, item_type, _numba_type(field)))
+    return context.make_tuple(b, _numba_type(kind), items)

@@ -1,0 +1,84 @@
+"""Rows of numbers that hold NamedTuples: what the host writes, kernels read, field by field."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvboost_edge.kernels.attention.call import AttentionCall, Job
+from kvboost_edge.kernels.coded.attend import CodedCall, CodedJob
+from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.tuples import addresses_of, load_i32_row, load_row, num_numbers, number_at, numbers_of
+from kvboost_edge.kernels.vectors import address_of
+
+
+class Inner(NamedTuple):
+    size: int
+    factor: float
+
+
+class Outer(NamedTuple):
+    first: int
+    inner: Inner
+    last: int
+
+
+class Call(NamedTuple):
+    """Fields of `Outer` in another order, an array among them."""
+
+    last: int
+    unused: int
+    inner: Inner
+    first: Any
+
+
+@kernel
+def read(row: Any) -> Any:
+    outer = load_row(Outer, address_of(row))
+    return outer.first, outer.inner.size, outer.inner.factor, outer.last
+
+
+@kernel
+def convert(call: Any) -> Any:
+    outer = addresses_of(Outer, call)
+    return outer.first, outer.inner.size, outer.inner.factor, outer.last
+
+
+@kernel
+def read_i32(row: Any) -> Any:
+    outer = load_i32_row(Pair, address_of(row))
+    return outer.high - outer.low
+
+
+class Pair(NamedTuple):
+    low: int
+    high: int
+
+
+def test_a_row_is_read_as_it_was_written() -> None:
+    array = np.zeros(3, np.float32)
+    for first, address in ((array, array.ctypes.data), (array[:0], 0), (-7, -7)):
+        call = Call(last=-(2**60), unused=1, inner=Inner(5, -0.1), first=first)
+        row = np.array(numbers_of(Outer, call), np.int64)
+        assert row.size == num_numbers(Outer) == 4
+        assert read(row) == convert(call) == (address, 5, -0.1, -(2**60))
+
+
+def test_numbers_are_found_by_their_names() -> None:
+    assert [number_at(Outer, path) for path in ("first", "inner", "inner.size", "inner.factor", "last")] == [
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_a_row_of_int32_keeps_signs() -> None:
+    assert read_i32(np.array([-5, 3], np.int32)) == 8
+
+
+def test_jobs_have_the_fields_of_their_calls() -> None:
+    assert set(Job._fields) == set(AttentionCall._fields)
+    assert set(CodedJob._fields) == set(CodedCall._fields)
