@@ -24,16 +24,16 @@ __all__ = [
     "plan_label",
 ]
 
-_INT4_ASYM = "int4-asym"
 # Weight format -> packed kind of the layers' matrices, and of the embedding and the head.
 _KINDS_OF = {
     "f32": ("f32", "f32"),
     "bf16": ("bf16", "bf16"),
     "int8": ("int8", "int8"),
     "int4": ("int4", "int8"),
-    _INT4_ASYM: ("int4m", "int8"),
+    "int4-asym": ("int4m", "int8"),
 }
 WEIGHT_FORMATS = tuple(_KINDS_OF)
+_NAME_OF = {inner: name for name, (inner, _) in _KINDS_OF.items()}
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
@@ -126,8 +126,8 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
 
 
 def format_name(kind: str) -> str:
-    """What users call a packed kind: "int4-asym" for "int4m", else its own name."""
-    return _INT4_ASYM if kind == "int4m" else kind
+    """What users call a packed kind of matrices."""
+    return _NAME_OF[kind]
 
 
 def _as_stored(entry: PackEntry, source: WeightSource) -> PackEntry:
