@@ -28,9 +28,10 @@ import harness
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
 from kvboost_edge.kernels.reference.weights import round_to_nearest, unpack_rows
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.weights.report import weight_error
-from kvboost_edge.models.weights.source import SafetensorsSource
+from kvboost_edge.models.packed.report import weight_error
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 FORMATS = ("f32", "bf16", "int8", "int4", "int4-asym")
 KL_QUESTIONS = 16
@@ -129,7 +130,7 @@ def main() -> None:
     model_dir = locate_model(options.model)
     rows = []
     for weights in FORMATS:
-        report = weight_error(model_dir, weights)
+        report = weight_error(Checkpoint.open(model_dir), weights)
         with CPUPagedEngine.from_pretrained(model_dir, runner="native", weights=weights) as engine:
             rows.append(judge.row(weights, engine, report.bits_per_weight, report.relative))
     for name, (change, bits) in VARIANTS.items():

@@ -19,6 +19,7 @@ from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
+from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -115,7 +116,7 @@ def _versions() -> dict[str, Any]:
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
         with found_model(model, options, Console(stderr=True)) as path:
-            report = route(path, config)
+            report = route(Checkpoint.open(path), config)
     except KVBoostError as error:
         return {"problem": str(error)}
     if report["runner"] == "torch" and importlib.util.find_spec("transformers") is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,13 +12,12 @@ from rich.table import Table
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.engine.selection import select_path
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility, pinned_context
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
-from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.runners.choice import native_kv_spec
 
 __all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
@@ -31,22 +29,21 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print the report of `model`; a damaged or missing file is an error that names it."""
     notes = Console(stderr=True, quiet=as_json)
     with found_model(model, options, notes) as path, notes.status(f"checking {model} …"):
-        report = {"model": model, **model_report(path, EngineConfig.from_options(**options))}
+        report = {"model": model, **model_report(Checkpoint.open(path), EngineConfig.from_options(**options))}
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
     else:
         print_report(report, title=f"Model {model}")
 
 
-def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
-    """Figures of a model directory or GGUF file by name. Raises ModelFormatError for what the engine would refuse."""
-    files = ModelFiles(path)
-    fields, weights = files.config, files.summary()
+def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
+    """Figures of a model by name. Raises ModelFormatError for what the engine would refuse."""
+    fields, weights = checkpoint.config, checkpoint.summary()
     inner = text_config(fields)
-    path_taken = route(path, config)
+    path_taken = route(checkpoint, config)
     kv = _kv_spec(fields, config, path_taken)
     return {
-        "path": str(path),
+        "path": str(checkpoint.path),
         **path_taken,
         "layers": size_of(inner, "num_hidden_layers"),
         "hidden_size": size_of(inner, "hidden_size"),
@@ -59,14 +56,13 @@ def model_report(path: Path, config: EngineConfig) -> dict[str, Any]:
         "kv_dtype": f"{kv.bits[0]} bit keys, {kv.bits[1]} bit values" if kv.is_quantized else kv.dtype,
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "kv_bytes_per_block": kv.bytes_per_block,
-        "fingerprint": model_fingerprint(path),
+        "fingerprint": checkpoint.fingerprint(),
     }
 
 
-def route(path: Path, config: EngineConfig) -> dict[str, Any]:
-    """Which runner, weights and backend `path` would use on this machine, and why; a refusal is part of the answer."""
-    files = ModelFiles(path)
-    compatibility = check_model_compatibility(files.config, strict=False)
+def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
+    """Which runner, weights and backend a model would use on this machine, and why; a refusal is part of the answer."""
+    compatibility = check_model_compatibility(checkpoint.config, strict=False)
     report: dict[str, Any] = {
         "architecture": compatibility.model_type,
         "supported": compatibility.supported,
@@ -82,7 +78,7 @@ def route(path: Path, config: EngineConfig) -> dict[str, Any]:
     if not compatibility.supported:
         return report
     try:
-        selected = select_path(files, config)
+        selected = select_path(checkpoint, config)
     except KVBoostError as error:
         return {**report, "runner_reason": f"refused: {error}", "backend_reason": str(error)}
     return report | {

@@ -14,24 +14,25 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, num_open_blocks, plan_num_blocks
-from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.engine.selection import Selection, select_path
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.file import generation_defaults, stored_dtype
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
-from kvboost_edge.models.weights.safetensors_check import WeightSummary
+from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import Runner
 from kvboost_edge.runners.choice import RunnerChoice
+from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["EngineParts", "build_from_model", "build_from_path"]
+__all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -64,20 +65,30 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
-    files = ModelFiles(model_path)
-    check_model_compatibility(files.config, strict=config.strict)
-    summary = files.summary()
-    selected = select_path(files, config)
+    checkpoint = Checkpoint.open(model_path)
+    check_model_compatibility(checkpoint.config, strict=config.strict)
+    summary = checkpoint.summary()
+    selected = select_path(checkpoint, config)
     if selected.backend.device == "cpu":
-        check_weights_fit(_loaded_bytes(files, summary, selected.runner, config.dtype), available_bytes())
-    tokenizer = files.tokenizer()
-    defaults = files.generation(tokenizer_eos=tokenizer.eos_token_id)
-    fingerprint = files.fingerprint()
-    runner = _load_runner(files, config, selected, progress)
+        check_weights_fit(_loaded_bytes(checkpoint, summary, selected.runner, config.dtype), available_bytes())
+    tokenizer = load_tokenizer(checkpoint)
+    defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
+    fingerprint = checkpoint.fingerprint()
+    runner = _load_runner(checkpoint, config, selected, progress)
     return _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
 
 
-def _load_runner(files: ModelFiles, config: EngineConfig, selected: Selection, progress: Progress | None) -> Runner:
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a model: from the metadata of a GGUF file, else from the tokenizer's files."""
+    metadata = checkpoint.gguf_metadata()
+    if metadata is None:
+        return Tokenizer.from_dir(checkpoint.path)
+    return gguf_tokenizer(metadata, name=checkpoint.path.name)
+
+
+def _load_runner(
+    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, progress: Progress | None
+) -> Runner:
     num_threads = config.num_threads or default_num_threads()
     choice = selected.runner
     # What nobody asked for and is slower is said where everybody sees it.
@@ -87,18 +98,18 @@ def _load_runner(files: ModelFiles, config: EngineConfig, selected: Selection, p
         from kvboost_edge.runners.native.runner import NativeRunner
 
         return NativeRunner.from_dir(
-            files.path,
+            checkpoint,
             weights=choice.weights,
             num_threads=num_threads,
             block_size=config.block_size,
             kv_bits=config.kv_bits,
             progress=progress,
         )
-    _require_torch(choice.reason, config=files.config)
+    _require_torch(choice.reason, config=checkpoint.config)
     from kvboost_edge.runners.torch.runner import TorchRunner
 
     return TorchRunner.from_dir(
-        files.path,
+        checkpoint.path,
         dtype=config.dtype,
         device=selected.backend.device,
         num_threads=num_threads,
@@ -172,12 +183,12 @@ def _assemble(
     )
 
 
-def _loaded_bytes(files: ModelFiles, summary: WeightSummary, selected: RunnerChoice, dtype: str) -> int:
+def _loaded_bytes(checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str) -> int:
     """Bytes the weights will take on the CPU: "auto" is the dtype in the config, float32 where that is float16."""
     if selected.weights:
-        return files.packed_bytes(selected.weights)
+        return checkpoint.packed_bytes(selected.weights)
     if dtype == "auto":
-        dtype = stored_dtype(files.config)
+        dtype = stored_dtype(checkpoint.config)
         dtype = "float32" if dtype == "float16" else dtype
     per_param = _DTYPE_BYTES.get(dtype)
     return summary.nbytes if per_param is None else summary.num_params * per_param

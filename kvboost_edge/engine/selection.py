@@ -9,10 +9,10 @@ from typing import NamedTuple
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import planned_pool_bytes
-from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.host.memory import available_bytes
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.runners.choice import Checkpoint, RunnerChoice, choose_runner, choose_weights, native_kv_spec
+from kvboost_edge.runners.choice import ModelTraits, RunnerChoice, choose_runner, choose_weights, native_kv_spec
 
 __all__ = ["Selection", "select_path"]
 
@@ -24,22 +24,22 @@ class Selection(NamedTuple):
     runner: RunnerChoice
 
 
-def select_path(files: ModelFiles, config: EngineConfig) -> Selection:
+def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     """Decide; nothing is loaded, and torch is asked for its devices only where the torch runner is taken.
 
     Raises ConfigError, ModelFormatError or BackendUnavailable where what was asked for cannot be had.
     """
-    checkpoint = Checkpoint(files.config, files.is_gguf, files.is_quantized)
-    runner = choose_runner(config, checkpoint)
+    model = ModelTraits(checkpoint.config, checkpoint.is_gguf, checkpoint.is_quantized)
+    runner = choose_runner(config, model)
     if runner.name == "torch":
         return Selection(choose_backend(config.backend, config.device), runner)
     backend = choose_backend("cpu" if config.backend == "auto" else config.backend, config.device)
     if config.backend == "auto":
         reason = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
         backend = dataclasses.replace(backend, reason=reason)
-    spec = describe_model(files.config)
+    spec = describe_model(model.config)
     kv_spec = native_kv_spec(spec, "", config.block_size, config.kv_bits)
     available = available_bytes()
     pool_bytes = planned_pool_bytes(config, kv_spec, spec.max_context, available)
-    weights, why = choose_weights(config, checkpoint, pool_bytes, available)
+    weights, why = choose_weights(config, model, pool_bytes, available)
     return Selection(backend, dataclasses.replace(runner, weights=weights, reason=f"{runner.reason}; weights: {why}"))

@@ -17,7 +17,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.weights.safetensors_check import weight_files
 
-__all__ = ["checkpoint_stamps", "fingerprint_of_module", "model_fingerprint"]
+__all__ = ["fingerprint_of_directory", "fingerprint_of_file", "fingerprint_of_module", "fingerprinted_files"]
 
 # Files that change what the same prompt means; those that are there are hashed.
 _SMALL_FILES = (
@@ -37,34 +37,30 @@ _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 
 
-def model_fingerprint(model_dir: Path | str, *, cache_dir: Path | None = None) -> str:
-    """Fingerprint of a model directory or GGUF file, 64 hexadecimal digits.
+def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) -> str:
+    """Fingerprint of a model directory, 64 hexadecimal digits.
 
     The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's cache directory)
     and computed again when the file's size, times or inode change. Raises ModelFormatError when files are missing.
     """
-    directory = Path(model_dir)
-    if directory.is_file():
-        # A GGUF file holds everything: config, tokenizer and weights.
-        return hashlib.sha256(b"kvboost-edge gguf 1" + _file_digest(directory, cache_dir).encode()).hexdigest()
     digest = hashlib.sha256(b"kvboost-edge model 1")
-    for path in _small_files(directory):
+    for path in _small_files(model_dir):
         _add(digest, path.name.encode())
         _add(digest, _read(path))
-    for path in weight_files(directory):
+    for path in weight_files(model_dir):
         _add(digest, path.name.encode())
         _add(digest, _file_digest(path, cache_dir).encode())
     return digest.hexdigest()
 
 
-def checkpoint_stamps(model_dir: Path | str) -> tuple[FileStamp, ...]:
-    """Stamps of every file that the fingerprint covers: as long as they are the same, so is it."""
-    directory = Path(model_dir)
-    paths = [directory] if directory.is_file() else [*_small_files(directory), *weight_files(directory)]
-    try:
-        return tuple(FileStamp.of(path) for path in paths)
-    except OSError as error:
-        raise ModelFormatError(f"{model_dir} cannot be read: {error}") from error
+def fingerprint_of_file(path: Path, *, cache_dir: Path | None = None) -> str:
+    """As `fingerprint_of_directory`, of one file that holds everything: config, tokenizer and weights (GGUF)."""
+    return hashlib.sha256(b"kvboost-edge gguf 1" + _file_digest(path, cache_dir).encode()).hexdigest()
+
+
+def fingerprinted_files(model_dir: Path) -> list[Path]:
+    """Every file of a directory that its fingerprint covers: as long as none changes, it stays the same."""
+    return [*_small_files(model_dir), *weight_files(model_dir)]
 
 
 def _small_files(directory: Path) -> list[Path]:

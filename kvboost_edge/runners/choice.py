@@ -12,7 +12,7 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.plan import STORED, pack_plan, plan_bytes
 
-__all__ = ["Checkpoint", "RunnerChoice", "choose_runner", "choose_weights", "native_kv_spec"]
+__all__ = ["ModelTraits", "RunnerChoice", "choose_runner", "choose_weights", "native_kv_spec"]
 
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _TORCH_BACKENDS = ("torch", "mps", "cuda")
@@ -20,7 +20,7 @@ _ACCELERATORS = ("mps", "cuda")
 _UNQUANTIZED = (16, 16)
 
 
-class Checkpoint(NamedTuple):
+class ModelTraits(NamedTuple):
     """What is known of a model before it is loaded: its config, and whether its weights are stored in a quantized
     format (which is then kept)."""
 
@@ -40,13 +40,13 @@ class RunnerChoice:
     wanted: bool = True
 
 
-def choose_runner(config: EngineConfig, checkpoint: Checkpoint) -> RunnerChoice:
+def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
     """The runner, its `weights` still open: native wherever it knows the family and nothing asks for torch.
 
     Raises ConfigError for options that contradict each other, ModelFormatError where only the native runner could do
     what is asked for and does not know the model.
     """
-    torch_wish, native_wish = _torch_wish(config), _native_wish(config, checkpoint)
+    torch_wish, native_wish = _torch_wish(config), _native_wish(config, model)
     if torch_wish and native_wish:
         raise ConfigError(
             f"{native_wish} needs the native runner, which works with backend='cpu', and {torch_wish} asks for the "
@@ -55,7 +55,7 @@ def choose_runner(config: EngineConfig, checkpoint: Checkpoint) -> RunnerChoice:
     if torch_wish:
         return RunnerChoice("torch", "", f"{torch_wish} was asked for")
     try:
-        describe_model(checkpoint.config)
+        describe_model(model.config)
     except ModelFormatError as error:
         if native_wish:
             raise ModelFormatError(f"{error}; {native_wish} needs the native runner") from error
@@ -64,7 +64,7 @@ def choose_runner(config: EngineConfig, checkpoint: Checkpoint) -> RunnerChoice:
     return RunnerChoice("native", "", f"{native_wish} was asked for" if native_wish else known, bool(native_wish))
 
 
-def choose_weights(config: EngineConfig, checkpoint: Checkpoint, pool_bytes: int, available: int) -> tuple[str, str]:
+def choose_weights(config: EngineConfig, model: ModelTraits, pool_bytes: int, available: int) -> tuple[str, str]:
     """The native runner's weight format, and why. `pool_bytes`: what the pool will take of the `available` memory.
 
     A quantized checkpoint keeps its own formats. Of a float one: int8 if weights and pool take at most half of the
@@ -80,9 +80,9 @@ def choose_weights(config: EngineConfig, checkpoint: Checkpoint, pool_bytes: int
         return config.weights, "asked for"
     if named:
         return named, f"dtype={config.dtype!r}"
-    if checkpoint.is_quantized:
+    if model.is_quantized:
         return STORED, "as the checkpoint stores them"
-    needed = plan_bytes(pack_plan(describe_model(checkpoint.config), "int8"))
+    needed = plan_bytes(pack_plan(describe_model(model.config), "int8"))
     sum_of = f"{_mb(needed)} of int8 weights + {_mb(pool_bytes)} of pool"
     if 2 * (needed + pool_bytes) <= available:
         return "int8", f"{sum_of} are at most half of the {_mb(available)} available"
@@ -108,13 +108,13 @@ def _torch_wish(config: EngineConfig) -> str:
     return next((name for name, given in wishes.items() if given), "")
 
 
-def _native_wish(config: EngineConfig, checkpoint: Checkpoint) -> str:
+def _native_wish(config: EngineConfig, model: ModelTraits) -> str:
     """The option, or the form of the checkpoint, that only the native runner serves, empty if none does."""
     wishes = {
         f"runner={config.runner!r}": config.runner == "native",
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits != _UNQUANTIZED,
-        "a GGUF file": checkpoint.is_gguf,
+        "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")
 

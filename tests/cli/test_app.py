@@ -241,13 +241,13 @@ def test_warmup_says_where_the_kernels_are(tiny_model_dir, capsys):
 
 def test_warmup_packs_a_model_in_the_one_format_it_gets(tiny_model_dir, tmp_path, monkeypatch, capsys):
     """Every other form is compiled on the bundled model: a large model is not packed five times."""
-    from kvboost_edge.models.fingerprint import model_fingerprint
+    from kvboost_edge.models.fingerprint import fingerprint_of_directory
 
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setattr("kvboost_edge.cli.warmup._forms", lambda options: [{"weights": "int4"}])
     assert run(["warmup", "-m", str(tiny_model_dir)]) == 0
     names = [path.name.split("-") for path in (tmp_path / "packed").iterdir()]
-    own = model_fingerprint(tiny_model_dir)[:40]
+    own = fingerprint_of_directory(tiny_model_dir)[:40]
     assert [form for digest, form in names if digest == own] == ["int8.kvpack"]
     assert [form for digest, form in names if digest != own] == ["int4.kvpack"]
     assert run(["warmup", "-m", str(tiny_model_dir / "nowhere")]) == 1

@@ -11,8 +11,8 @@ import pytest
 from awq_gptq_files import quantize_dir
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine import build
-from kvboost_edge.engine.model_files import ModelFiles
 from kvboost_edge.errors import BackendUnavailable, CapacityError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
@@ -25,9 +25,10 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 def test_weights_are_weighed_as_they_are_packed(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit, and count so."""
     directory = save_tiny_checkpoint("llama", tmp_path, vocab_size=8000, **WIDE)
-    plan = pack_plan(describe_model(ModelFiles(directory).config), weights)
-    packed = load_packed(directory, plan, weights=weights, cache_dir=tmp_path / "cache")
-    needed = ModelFiles(directory).packed_bytes(weights)
+    checkpoint = Checkpoint.open(directory)
+    plan = pack_plan(describe_model(checkpoint.config), weights)
+    packed = load_packed(checkpoint, plan, weights=weights, cache_dir=tmp_path / "cache")
+    needed = checkpoint.packed_bytes(weights)
     assert 0 <= packed.nbytes - needed < 0.01 * needed + 10_000  # the header, and sections at multiples of 64
     packed.close()
     monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall, remember
 from kvboost_edge.models import fingerprint
-from kvboost_edge.models.fingerprint import fingerprint_of_module, model_fingerprint
+from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_module
 
 
 @pytest.fixture
@@ -43,24 +43,24 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_a_copy_has_the_same_and_a_changed_byte_another(model: Path, tmp_path: Path, cache: Path) -> None:
-    first = model_fingerprint(model, cache_dir=cache)
+    first = fingerprint_of_directory(model, cache_dir=cache)
     assert len(first) == 64
     copy = shutil.copytree(model, tmp_path / "copy")
-    assert model_fingerprint(copy, cache_dir=cache) == first
+    assert fingerprint_of_directory(copy, cache_dir=cache) == first
     seen = {first}
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         other = Path(shutil.copytree(model, tmp_path / name))
         raw = bytearray((other / name).read_bytes())
         raw[-2] ^= 1
         (other / name).write_bytes(raw)
-        seen.add(model_fingerprint(other, cache_dir=cache))
+        seen.add(fingerprint_of_directory(other, cache_dir=cache))
     assert len(seen) == 4
 
 
 def test_other_files_do_not_count(model: Path, cache: Path) -> None:
-    first = model_fingerprint(model, cache_dir=cache)
+    first = fingerprint_of_directory(model, cache_dir=cache)
     (model / "README.md").write_text("words")
-    assert model_fingerprint(model, cache_dir=cache) == first
+    assert fingerprint_of_directory(model, cache_dir=cache) == first
 
 
 def test_digest_is_sha256_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -73,10 +73,10 @@ def test_digest_is_sha256_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_remembered_by_stamp(model: Path, hashed: list[Path], cache: Path) -> None:
-    first = model_fingerprint(model, cache_dir=cache)
+    first = fingerprint_of_directory(model, cache_dir=cache)
     assert hashed
     hashed.clear()
-    assert model_fingerprint(model, cache_dir=cache) == first
+    assert fingerprint_of_directory(model, cache_dir=cache) == first
     assert not hashed
     weights = model / "model.safetensors"
     before = weights.stat()
@@ -84,7 +84,7 @@ def test_remembered_by_stamp(model: Path, hashed: list[Path], cache: Path) -> No
     raw[-1] ^= 1
     weights.write_bytes(raw)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, time and inode, other bytes
-    assert model_fingerprint(model, cache_dir=cache) != first
+    assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
 def test_cache_directory_from_the_environment_and_private(
@@ -92,7 +92,7 @@ def test_cache_directory_from_the_environment_and_private(
 ) -> None:
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "named"))
     assert cache_directory() == tmp_path / "named"
-    model_fingerprint(model)
+    fingerprint_of_directory(model)
     entries = list((tmp_path / "named" / "files").iterdir())
     assert len(entries) == 1
     assert stat.S_IMODE((tmp_path / "named").stat().st_mode) == 0o700
@@ -101,17 +101,17 @@ def test_cache_directory_from_the_environment_and_private(
 
 
 def test_works_where_nothing_can_be_remembered(model: Path, tmp_path: Path, cache: Path, hashed: list[Path]) -> None:
-    first = model_fingerprint(model, cache_dir=cache)
+    first = fingerprint_of_directory(model, cache_dir=cache)
     blocked = tmp_path / "a-file"
     blocked.write_text("in the way")
     hashed.clear()
-    assert model_fingerprint(model, cache_dir=blocked) == first
-    assert model_fingerprint(model, cache_dir=blocked) == first
+    assert fingerprint_of_directory(model, cache_dir=blocked) == first
+    assert fingerprint_of_directory(model, cache_dir=blocked) == first
     assert len(hashed) == 2
 
 
 def test_damaged_or_foreign_memory_is_not_believed(model: Path, cache: Path, hashed: list[Path]) -> None:
-    first = model_fingerprint(model, cache_dir=cache)
+    first = fingerprint_of_directory(model, cache_dir=cache)
     (entry,) = (cache / "files").iterdir()
     good = entry.read_text()
     for bad in (
@@ -122,11 +122,11 @@ def test_damaged_or_foreign_memory_is_not_believed(model: Path, cache: Path, has
         '{"stamp": null, "facts": {"digest": "0"}}',
     ):
         entry.write_text(bad)
-        assert model_fingerprint(model, cache_dir=cache) == first
+        assert fingerprint_of_directory(model, cache_dir=cache) == first
     (cache / "files").chmod(0o777)  # anybody may have written there
     entry.write_text(good)
     hashed.clear()
-    assert model_fingerprint(model, cache_dir=cache) == first
+    assert fingerprint_of_directory(model, cache_dir=cache) == first
     assert hashed
 
 
@@ -141,17 +141,17 @@ def test_facts_add_up(model: Path, cache: Path) -> None:
 def test_missing_weights_raise(model: Path, cache: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
-        model_fingerprint(model, cache_dir=cache)
+        fingerprint_of_directory(model, cache_dir=cache)
 
 
 def test_shards_and_their_names_count(model: Path, cache: Path) -> None:
     """Bytes moved from one tensor to another are another model, though the bytes are the same."""
-    first = model_fingerprint(model, cache_dir=cache)
+    first = fingerprint_of_directory(model, cache_dir=cache)
     state = load_file(model / "model.safetensors")
     a, b = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"
     state[a], state[b] = state[b].clone(), state[a].clone()
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
-    assert model_fingerprint(model, cache_dir=cache) != first
+    assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
 def test_module_fingerprint_sees_every_parameter() -> None:

@@ -10,7 +10,7 @@ from kvboost_edge.config import _CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
-from kvboost_edge.runners.choice import Checkpoint, choose_runner, choose_weights, native_kv_spec
+from kvboost_edge.runners.choice import ModelTraits, choose_runner, choose_weights, native_kv_spec
 
 LLAMA = {
     "model_type": "llama",
@@ -26,11 +26,11 @@ INT8_BYTES = plan_bytes(pack_plan(describe_model(LLAMA), "int8"))
 
 
 def runner(model: dict[str, Any] = LLAMA, *, gguf: bool = False, stored: bool = False, **options: Any) -> Any:
-    return choose_runner(EngineConfig.from_options(**options), Checkpoint(model, gguf, stored))
+    return choose_runner(EngineConfig.from_options(**options), ModelTraits(model, gguf, stored))
 
 
 def weights(available: int = 10**9, pool: int = 0, *, stored: bool = False, **options: Any) -> tuple[str, str]:
-    return choose_weights(EngineConfig.from_options(**options), Checkpoint(LLAMA, False, stored), pool, available)
+    return choose_weights(EngineConfig.from_options(**options), ModelTraits(LLAMA, False, stored), pool, available)
 
 
 @pytest.mark.parametrize(

@@ -58,14 +58,8 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
     """The object in config.json. For a supported family the keys that every causal language model needs are checked;
     another one's are left to `check_model_compatibility`, which says more than that a key is missing.
 
-    `model_dir` may be a GGUF file: its metadata as such a config. Raises ModelFormatError that names the file and the
-    key.
+    Raises ModelFormatError that names the file and the key.
     """
-    if Path(model_dir).is_file():
-        from kvboost_edge.models.gguf.config import gguf_config
-        from kvboost_edge.models.gguf.file import read_gguf
-
-        return gguf_config(read_gguf(model_dir))
     path = Path(model_dir) / "config.json"
     config = read_config_object(Path(model_dir))
     settings = config.get("quantization_config")
@@ -127,12 +121,7 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 def read_generation_config(
     model_dir: Path | str, config: Mapping[str, Any] | None = None, *, tokenizer_eos: int | None = None
 ) -> GenerationDefaults:
-    """EOS ids and special ids of a model directory, of which generation_config.json may be missing, or a GGUF file."""
-    if Path(model_dir).is_file():
-        from kvboost_edge.models.gguf.config import token_ids
-        from kvboost_edge.models.gguf.file import read_gguf
-
-        return generation_defaults(token_ids(read_gguf(model_dir)), {}, tokenizer_eos=tokenizer_eos, path=model_dir)
+    """EOS ids and special ids of a model directory, of which generation_config.json may be missing."""
     path = Path(model_dir) / "generation_config.json"
     generation = read_json_object(path) if path.is_file() else {}
     if config is None:

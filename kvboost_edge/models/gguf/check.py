@@ -12,32 +12,29 @@ import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.host.file_memo import FileStamp, recall, remember
+from kvboost_edge.host.file_memo import recall, remember
 from kvboost_edge.models.gguf.blocks import BLOCKS, scales_of
-from kvboost_edge.models.gguf.file import GgufTensor, read_gguf
+from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.finite import first_non_finite
-from kvboost_edge.models.weights.safetensors_check import WeightSummary
 from kvboost_edge.models.weights.shapes import check_shapes
+from kvboost_edge.models.weights.source import WeightSummary
 
 __all__ = ["check_gguf"]
 
 _CHUNK_BYTES = 1 << 20
 
 
-def check_gguf(
-    path: Path, config: Mapping[str, Any], *, check_finite: bool = True, cache_dir: Path | None = None
-) -> WeightSummary:
+def check_gguf(header: GgufHeader, config: Mapping[str, Any]) -> WeightSummary:
     """Check a GGUF file against its own config, as `check_weights` does a directory.
 
-    With `check_finite` all floats and all scales of quantized tensors are searched for NaN and infinity; that a file
-    is sound is remembered in the cache directory.
+    All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is sound is
+    remembered in the cache directory.
     """
-    header = read_gguf(path)
-    with GgufSource(path) as source:
-        check_shapes({name: (path, source.shape(name)) for name in source.names()}, config, path.name)
-        if check_finite:
-            _check_finite(path, list(header.tensors.values()), cache_dir)
+    path = header.path
+    with GgufSource(header) as source:
+        check_shapes({name: (path, source.shape(name)) for name in source.names()}, config, path, path.name)
+        _check_finite(header)
     dtypes: dict[str, int] = {}
     for tensor in header.tensors.values():
         dtypes[tensor.type] = dtypes.get(tensor.type, 0) + math.prod(tensor.shape)
@@ -45,11 +42,11 @@ def check_gguf(
     return WeightSummary((path,), sum(dtypes.values()), nbytes, dtypes)
 
 
-def _check_finite(path: Path, tensors: list[GgufTensor], cache_dir: Path | None) -> None:
+def _check_finite(header: GgufHeader) -> None:
+    path, tensors = header.path, list(header.tensors.values())
+    if recall(header.stamp).get("finite") is True:
+        return
     try:
-        stamp = FileStamp.of(path)
-        if recall(stamp, cache_dir).get("finite") is True:
-            return
         with ThreadPoolExecutor(default_num_threads()) as pool:
             for tensor, where in zip(tensors, pool.map(lambda t: _first_damaged(path, t), tensors), strict=True):
                 if where is not None:
@@ -59,7 +56,7 @@ def _check_finite(path: Path, tensors: list[GgufTensor], cache_dir: Path | None)
                     )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
-    remember(stamp, {"finite": True}, cache_dir)
+    remember(header.stamp, {"finite": True})
 
 
 def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:

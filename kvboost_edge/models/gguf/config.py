@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,10 @@ from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.names import GgufArchitecture
 from kvboost_edge.models.gguf.source import ROPE_FACTORS, architecture_of
 
-__all__ = ["gguf_config", "token_ids"]
+__all__ = ["TOKENS", "gguf_config"]
+
+TOKENS = "tokenizer.ggml.tokens"
+"""The key of the vocabulary."""
 
 _MAX_SIZE = 1 << 31
 _ROPE_KEYS = {
@@ -84,9 +87,9 @@ class _Keys:
         return None if value is None else float(value)
 
 
-def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """A config for `describe_model`. ModelFormatError names a key that is missing, contradicts another or the tensors,
-    or whose meaning is not known."""
+def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
+    """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none. ModelFormatError
+    names a key that is missing, contradicts another or the tensors, or whose meaning is not known."""
     architecture, keys = architecture_of(header), _Keys(header)
     _refuse_unknown(keys, architecture)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
@@ -113,7 +116,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        **token_ids(header),
+        **_token_ids(header, vocabulary),
     }
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         raise keys.error("attention.head_count", heads, f"is no multiple of {config['num_key_value_heads']} key heads")
@@ -124,7 +127,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     return config
 
 
-def token_ids(header: GgufHeader) -> dict[str, Any]:
+def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     """bos_token_id, pad_token_id and all of eos_token_id that the file has. Ids beyond the vocabulary are refused."""
     found: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
@@ -132,11 +135,10 @@ def token_ids(header: GgufHeader) -> dict[str, Any]:
         if value is not None:
             found[name] = value
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
-    if header.has_strings("tokenizer.ggml.tokens"):
-        types = header.values.get("tokenizer.ggml.token_type")
-        for index, token in enumerate(header.strings("tokenizer.ggml.tokens")):
-            if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types) and types[index] == _CONTROL:
-                endings.add(index)
+    types = header.values.get("tokenizer.ggml.token_type")
+    for index, token in enumerate(vocabulary):
+        if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types) and types[index] == _CONTROL:
+            endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)
     return found
@@ -192,11 +194,11 @@ def _vocab_size(keys: _Keys, hidden: int) -> int:
     given = keys.optional_size("vocab_size")
     if given not in (None, rows):
         raise keys.error("vocab_size", given, f"but tensor 'token_embd.weight' has {rows} rows")
-    if header.has_strings("tokenizer.ggml.tokens"):
-        count = header.length("tokenizer.ggml.tokens")
+    if header.has_strings(TOKENS):
+        count = header.length(TOKENS)
         if count > rows:
             raise ModelFormatError(
-                f"{header.path}: tokenizer.ggml.tokens has {count} tokens, but tensor 'token_embd.weight' {rows} rows"
+                f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' {rows} rows"
             )
     return rows
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES
 
 __all__ = ["GgufHeader", "GgufTensor", "read_gguf"]
@@ -75,9 +76,11 @@ class GgufTensor:
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufHeader:
     """All of a GGUF file but the data. Values are int, float, bool, str, a NumPy array, an array of strings, which
-    `strings` reads, or an array of arrays, which is not kept. `tensors` are in the order of their data."""
+    `strings` reads, or an array of arrays, which is not kept. `tensors` are in the order of their data. `stamp`: of the
+    file that was read; with another one at `path` the places in the header mean nothing."""
 
     path: Path
+    stamp: FileStamp
     version: int
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -122,7 +125,7 @@ def read_gguf(path: Path | str) -> GgufHeader:
             if size < 24:
                 raise ModelFormatError(f"{path} has {size} bytes, too few for a GGUF file; it is truncated")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                return _read(path, mapped, size)
+                return _read(path, FileStamp.of_open(file, path), mapped)
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
 
@@ -173,7 +176,8 @@ class _Cursor:
         return _Strings(start, at, count)
 
 
-def _read(path: Path, mapped: mmap.mmap, size: int) -> GgufHeader:
+def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
+    size = len(mapped)
     cursor = _Cursor(path, mapped, min(size, _MAX_HEADER_BYTES))
     if mapped[:4] != _MAGIC:
         raise ModelFormatError(f"{path} is not a GGUF file: it begins with {bytes(mapped[:4])!r}, not {_MAGIC!r}")
@@ -199,7 +203,7 @@ def _read(path: Path, mapped: mmap.mmap, size: int) -> GgufHeader:
     end = max((tensor.stop for tensor in tensors.values()), default=start)
     if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
         raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor belong to none")
-    return GgufHeader(path, version, MappingProxyType(values), MappingProxyType(tensors))
+    return GgufHeader(path, stamp, version, MappingProxyType(values), MappingProxyType(tensors))
 
 
 def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
-from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor, read_gguf
+from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows
@@ -43,11 +43,10 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
 
 
 class GgufSource:
-    """A `WeightSource` over one GGUF file, whose header is checked on opening."""
+    """A `WeightSource` over one GGUF file, which must still be the one that its header was read of."""
 
-    def __init__(self, path: Path | str) -> None:
-        self._path = Path(path)
-        header = read_gguf(self._path)
+    def __init__(self, header: GgufHeader) -> None:
+        self._path = header.path
         self.architecture = architecture_of(header)
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
@@ -62,9 +61,9 @@ class GgufSource:
                 )
             self._tensors[found] = tensor
         self._file = FileBytes(self._path)
-        if self._file.size < max((tensor.stop for tensor in self._tensors.values()), default=0):
+        if self._file.stamp != header.stamp:
             self._file.close()
-            raise ModelFormatError(f"{self._path} was cut short while it was opened")
+            raise ModelFormatError(f"{self._path} changed since its header was read; load it when it is complete")
 
     def __enter__(self) -> GgufSource:
         return self

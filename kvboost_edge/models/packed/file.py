@@ -18,9 +18,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,12 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall, remember
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.kernels.linear.weights import PackedRows
-from kvboost_edge.models.fingerprint import checkpoint_stamps, model_fingerprint
 from kvboost_edge.models.packed.conversions import log_conversions
 from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.models.packed.stream import pack_stream
-from kvboost_edge.models.weights.source import open_source
+from kvboost_edge.models.weights.source import WeightSource
 
-__all__ = ["PackedWeights", "Progress", "load_packed"]
+__all__ = ["Packable", "PackedWeights", "Progress", "load_packed"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
@@ -47,6 +46,23 @@ _READ_BYTES = 1 << 20
 _MAKE_ROOM = "make room, or point KVBOOST_EDGE_CACHE (TMPDIR where that cannot be written) to another disk"
 
 Progress = Callable[[int, int], None]
+
+
+class Packable(Protocol):
+    """What packing asks of a model; `Checkpoint` answers."""
+
+    path: Path
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    def open_source(self) -> WeightSource: ...
+
+    def fingerprint(self, *, cache_dir: Path | None = None) -> str: ...
+
+    def changed_files(self) -> list[str]:
+        """Files that are no longer those the fingerprint was taken of."""
+        ...
 
 
 class PackedWeights:
@@ -81,42 +97,38 @@ class PackedWeights:
 class _Job(NamedTuple):
     """What is packed, and where to (for messages)."""
 
-    model_path: Path | str
+    model: Packable
     plan: Sequence[PackEntry]
     weights: str
     target: Path
     num_threads: int
     progress: Progress | None
-    stamps: tuple[FileStamp, ...]
 
 
 def load_packed(
-    model_path: Path | str,
+    model: Packable,
     plan: Sequence[PackEntry],
     *,
     weights: str,
-    fingerprint: str | None = None,
     cache_dir: Path | None = None,
     num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> PackedWeights:
     """The packed weights of a model, from the cache directory or packed now.
 
-    fingerprint: the model's; None: found out here. progress: called with (bytes done, bytes in all) while packing.
-    num_threads: of packing; None: the machine's. Raises ModelFormatError where the checkpoint does not fit the plan,
-    holds weights that the format cannot hold or changes meanwhile, CapacityError where the disk is full. Where the
-    cache directory cannot be written the weights are packed into a temporary file.
+    progress: called with (bytes done, bytes in all) while packing. num_threads: of packing; None: the machine's.
+    Raises ModelFormatError where the checkpoint does not fit the plan, holds weights that the format cannot hold or
+    changes meanwhile, CapacityError where the disk is full. Where the cache directory cannot be written the weights are
+    packed into a temporary file.
     """
-    stamps = checkpoint_stamps(model_path)  # before the fingerprint: what is packed is what it was taken of, or refused
-    if fingerprint is None:
-        fingerprint = model_fingerprint(model_path, cache_dir=cache_dir)
+    fingerprint = model.fingerprint(cache_dir=cache_dir)  # what is packed is what it was taken of, or refused
     directory = (cache_dir if cache_dir is not None else cache_directory()) / "packed"
     path = directory / f"{fingerprint[:40]}-{weights}.kvpack"
     header = _header(plan, fingerprint, weights)
     found = _open_checked(path, header, cache_dir)
     if found is not None:
         return found
-    job = _Job(model_path, plan, weights, path, num_threads or default_num_threads(), progress, stamps)
+    job = _Job(model, plan, weights, path, num_threads or default_num_threads(), progress)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.is_dir():
@@ -255,9 +267,9 @@ def _write(file: IO[bytes], header: bytes, job: _Job) -> None:
         put(bytes(-size % _ALIGN))
 
     error, energy, start = 0.0, 0.0, time.monotonic()
-    _LOG.info("packing %s as %s into %s, %.1f MB", job.model_path, job.weights, job.target, total / 1e6)
+    _LOG.info("packing %s as %s into %s, %.1f MB", job.model.path, job.weights, job.target, total / 1e6)
     put(header)
-    with open_source(job.model_path) as source:
+    with job.model.open_source() as source:
         waiting: list[PackedRows] = []
         for piece, packed in pack_stream(job.plan, source, job.num_threads):
             put(packed.codes.data)
@@ -285,6 +297,5 @@ def _write(file: IO[bytes], header: bytes, job: _Job) -> None:
 
 def _check_unchanged(job: _Job) -> None:
     """The weights that were packed are those of the fingerprint."""
-    changed = sorted({stamp.path for stamp in set(job.stamps) ^ set(checkpoint_stamps(job.model_path))})
-    if changed:
-        raise ModelFormatError(f"{changed[0]} changed while its weights were packed; load it when it is complete")
+    for path in job.model.changed_files():
+        raise ModelFormatError(f"{path} changed while its weights were packed; load it when it is complete")

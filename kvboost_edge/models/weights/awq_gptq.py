@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.quant_config import GROUP, packed_layout
-from kvboost_edge.models.weights.source import QuantRows, SafetensorsSource
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.models.weights.source import QuantRows
 
 __all__ = ["PackedQuantSource"]
 

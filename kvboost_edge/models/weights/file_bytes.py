@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import FileStamp
 
 __all__ = ["FileBytes"]
 
@@ -28,7 +29,7 @@ class FileBytes:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - `close` closes it
         except OSError as error:
             raise ModelFormatError(f"{path} cannot be read: {error}") from error
-        self.size = os.fstat(self._file.fileno()).st_size
+        self.stamp = FileStamp.of_open(self._file, path)
         self._turn = threading.Lock()
 
     def read_into(self, buffer: npt.NDArray[Any], start: int) -> None:

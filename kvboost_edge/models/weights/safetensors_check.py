@@ -1,4 +1,4 @@
-"""Weight files looked over before anything is loaded: complete, inside their bounds, fitting the config, finite.
+"""Safetensors looked over before anything is loaded: complete, inside their bounds, fitting the config, finite.
 
 Only the headers are trusted with memory, up to a bound; tensor data is read in small pieces. Pickle files are never
 opened.
@@ -19,8 +19,9 @@ from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.config.json_file import read_json_object
 from kvboost_edge.models.weights.finite import DTYPE_BITS, first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
+from kvboost_edge.models.weights.source import WeightSummary
 
-__all__ = ["TensorEntry", "WeightSummary", "check_weights", "read_header", "weight_files"]
+__all__ = ["TensorEntry", "check_weights", "read_header", "weight_files"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,29 +43,15 @@ class TensorEntry:
     stop: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WeightSummary:
-    """What the weight files hold: `nbytes` of tensor data, `dtypes` with the number of parameters in each."""
-
-    files: tuple[Path, ...]
-    num_params: int
-    nbytes: int
-    dtypes: dict[str, int]
-
-
 def check_weights(
     model_dir: Path | str, config: Mapping[str, Any], *, check_finite: bool = True, cache_dir: Path | None = None
 ) -> WeightSummary:
-    """Check all weight files of a model directory, or a GGUF file, against themselves and the config.
+    """Check all weight files of a model directory against themselves and the config.
 
     With `check_finite` every float tensor is searched for NaN and infinity; that a file is sound is remembered in
     the cache directory, so that it is read through once. Raises ModelFormatError that names file and tensor.
     """
     directory = Path(model_dir)
-    if directory.is_file():
-        from kvboost_edge.models.gguf.check import check_gguf
-
-        return check_gguf(directory, config, check_finite=check_finite, cache_dir=cache_dir)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
     files = weight_files(directory)
     for path in files:
@@ -73,7 +60,7 @@ def check_weights(
                 raise ModelFormatError(f"tensor {entry.name!r} is in both {entries[entry.name][0]} and {path}")
             entries[entry.name] = (path, entry)
     _check_index(directory, entries)
-    check_shapes({name: (path, entry.shape) for name, (path, entry) in entries.items()}, config)
+    check_shapes({name: (path, entry.shape) for name, (path, entry) in entries.items()}, config, directory)
     if check_finite:
         for path in files:
             _check_finite(

@@ -22,25 +22,24 @@ _ATTENTION = re.compile(r"(^|\.)layers\.\d+\.self_attn\.([qkvo])_proj\.weight$")
 _VISION = re.compile(r"(^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector)\.")
 
 
-def check_shapes(shapes: Shapes, config: Mapping[str, Any], said_by: str = "config.json") -> None:
+def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json") -> None:
     """Compare with the config what the config says for sure; ModelFormatError names file, tensor and key.
 
-    `shapes` maps each tensor's name to its file and shape. Tensors of other parts (vision) are left alone. `said_by`:
-    where the config comes from, for messages.
+    `shapes` maps each tensor's name to its file and shape. Tensors of other parts (vision) are left alone. In messages
+    `model` is the directory or file that is the whole model, `said_by` where the config comes from.
     """
     inner = text_config(config)
     own = {name: found for name, found in shapes.items() if not _VISION.search(name)}
-    _check_vocabulary(own, inner, said_by)
-    _check_layers(own, inner, said_by)
+    _check_vocabulary(own, inner, model, said_by)
+    _check_layers(own, inner, model, said_by)
     _check_attention(own, inner, said_by)
 
 
-def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
+def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str) -> None:
     vocab, hidden = size_of(config, "vocab_size"), size_of(config, "hidden_size")
     embeddings = [name for name in shapes if _EMBEDDING.search(name)]
     if not embeddings:
-        path = next(iter(shapes.values()))[0]
-        raise ModelFormatError(f"{_place(path)}: no file holds the token embedding; the weights are of another kind")
+        raise ModelFormatError(f"{model}: no file holds the token embedding; the weights are of another kind")
     for name in (*embeddings, *(name for name in shapes if _HEAD.search(name))):
         path, shape = shapes[name]
         if len(shape) != 2:
@@ -56,16 +55,15 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], said_by: str) -
             )
 
 
-def _check_layers(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
+def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str) -> None:
     expected = size_of(config, "num_hidden_layers")
     found = {int(match[2]): name for name in shapes if (match := _LAYER.search(name))}
     if expected is None or not found:
         return
     missing = next((layer for layer in range(expected) if layer not in found), None)
     if missing is not None:
-        path = next(iter(shapes.values()))[0]
         raise ModelFormatError(
-            f"{_place(path)}: no tensor of layer {missing} is there, but {said_by} says num_hidden_layers={expected}"
+            f"{model}: no tensor of layer {missing} is there, but {said_by} says num_hidden_layers={expected}"
         )
     last = max(found)
     extra = config.get("num_nextn_predict_layers") or 0  # layers that only speculate, behind the others
@@ -98,8 +96,3 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
                 f"{path}: tensor {name!r} has shape {shape}, but {said_by} says {expected} "
                 f"({key} x head_dim={head_dim}, hidden_size={hidden})"
             )
-
-
-def _place(path: Path) -> Path:
-    """A GGUF file is the whole model, a file of safetensors a part of a directory."""
-    return path if path.suffix == ".gguf" else path.parent

@@ -20,12 +20,11 @@ from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
-from kvboost_edge.models.config.file import read_config
 from kvboost_edge.models.packed.file import PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
-from kvboost_edge.models.weights.source import open_source
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.runners.choice import native_kv_spec
 from kvboost_edge.runners.native.buffers import Buffers
@@ -76,7 +75,7 @@ class NativeRunner:
     @classmethod
     def from_dir(
         cls,
-        model_dir: Path | str,
+        model: Checkpoint | Path | str,
         *,
         weights: str = "int8",
         num_threads: int = 1,
@@ -85,19 +84,19 @@ class NativeRunner:
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> NativeRunner:
-        """Load a model directory; its packed weights come from the cache directory, or are packed now.
+        """Load a checkpoint, or the one at a path; its packed weights come from the cache directory, or are packed now.
 
         Raises ModelFormatError with the reason where the model is not known to this runner.
         """
-        config = read_config(Path(model_dir))
-        spec, notice = describe_model(config), pin_notice(config)
+        checkpoint = Checkpoint.open(model)
+        spec, notice = describe_model(checkpoint.config), pin_notice(checkpoint.config)
         if notice:
-            _LOG.warning("%s: %s", model_dir, notice)
-        with open_source(model_dir) as source:
+            _LOG.warning("%s: %s", checkpoint.path, notice)
+        with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source)
         packed = load_packed(
-            model_dir,
+            checkpoint,
             plan,
             weights=weights,
             cache_dir=cache_dir,

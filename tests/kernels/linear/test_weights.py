@@ -18,7 +18,7 @@ from kvboost_edge.kernels.linear.weights import (
 )
 from kvboost_edge.kernels.reference.weights import fit_rows, round_to_nearest, unpack_rows
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.weights.source import SafetensorsSource
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 Floats = npt.NDArray[np.float32]
 SHAPES = [(16, 32), (33, 64), (16, 40), (5, 31), (40, 7), (1, 1), (17, 33)]

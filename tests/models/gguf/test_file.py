@@ -12,10 +12,10 @@ import pytest
 from gguf import GGUFReader, GGUFWriter, quants
 
 from gguf_models import write_gguf
-from kvboost_edge.engine.model_files import ModelFiles
+from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
-from kvboost_edge.models.gguf.source import GgufSource
 from tiny_models import save_tiny_model
 
 MUTATIONS = 1000
@@ -241,13 +241,13 @@ def _parse(path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < MAX_BYTES
-    files = ModelFiles(path)
-    assert files.config["vocab_size"] > 0
-    tokenizer = files.tokenizer()
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.config["vocab_size"] > 0
+    tokenizer = load_tokenizer(checkpoint)
     assert tokenizer.vocab_size > 0
-    files.generation(tokenizer_eos=tokenizer.eos_token_id)
-    files.summary()
-    with GgufSource(path) as source:
+    checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
+    checkpoint.summary()
+    with checkpoint.open_source() as source:
         for name in source.names():
             assert np.isfinite(source.rows(name)).all()
             if source.kind(name) is not None:

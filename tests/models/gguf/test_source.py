@@ -16,14 +16,13 @@ from gguf_models import gguf_tensors, write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import read_config, read_generation_config
-from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.weights.safetensors_check import check_weights
-from kvboost_edge.models.weights.source import SafetensorsSource, open_source
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
 from tiny_models import save_tiny_model
@@ -62,13 +61,13 @@ def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
     model = save_tiny_model(name, tmp_path / "model", **FAMILIES[name])
     path = write_gguf(model, tmp_path / "m.gguf")
     exact = not name.startswith("gemma")
-    with GgufSource(path) as ours, SafetensorsSource(model) as theirs:
+    with GgufSource(read_gguf(path)) as ours, SafetensorsSource(model) as theirs:
         assert ours.names() == theirs.names() - {"lm_head.weight" if FAMILIES[name].get("tie_word_embeddings") else ""}
         for tensor in ours.names():
             assert ours.shape(tensor) == theirs.shape(tensor)
             # Gemma's norms are stored with one more, which rounds.
             np.testing.assert_allclose(ours.rows(tensor), theirs.rows(tensor), rtol=0, atol=0 if exact else 2e-7)
-    spec, expected = describe_model(read_config(path)), describe_model(read_config(model))
+    spec, expected = describe_model(Checkpoint.open(path).config), describe_model(Checkpoint.open(model).config)
     for field in spec.__dataclass_fields__:
         if name != "mistral" or field not in ("model_type", "family"):
             assert getattr(spec, field) == getattr(expected, field), field
@@ -89,7 +88,7 @@ def test_rows_of_permuted_quantized_tensors(tmp_path: Path) -> None:
         rounded = quants.dequantize(quants.quantize(stored, number), number)
         expected = rounded.reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(128, 256)
         name = "model.layers.1.self_attn.k_proj.weight"
-        with GgufSource(path) as source:
+        with GgufSource(read_gguf(path)) as source:
             assert source.kind(name) == BLOCKS[kind].kind
             for start, stop in ((0, 128), (5, 70), (127, 128)):
                 np.testing.assert_array_equal(source.rows(name, start, stop), expected[start:stop])
@@ -176,15 +175,15 @@ def test_path_summary_and_fingerprint(tmp_path: Path) -> None:
     for missing in (tmp_path / "none.gguf", "none.gguf"):
         with pytest.raises(ModelFormatError, match="there is no file"):
             locate_model(missing)
-    summary = check_weights(paths[0], read_config(paths[0]))
+    summary = Checkpoint.open(paths[0]).summary()
     assert summary.files == (paths[0],)
     assert summary.num_params == sum(t.size for t in gguf_tensors(model).values())
     assert set(summary.dtypes) == {"F32", "Q8_0"}
-    assert len({model_fingerprint(path) for path in (*paths, model)}) == 3
+    assert len({Checkpoint.open(path).fingerprint() for path in (*paths, model)}) == 3
     moved = paths[0].rename(tmp_path / "other-name.gguf")
-    assert model_fingerprint(moved) == model_fingerprint(moved)
-    assert read_generation_config(moved).eos_token_ids == (258,)
-    with open_source(moved) as source:
+    assert Checkpoint.open(moved).fingerprint() == Checkpoint.open(moved).fingerprint()
+    assert Checkpoint.open(moved).generation().eos_token_ids == (258,)
+    with Checkpoint.open(moved).open_source() as source:
         assert isinstance(source, GgufSource)
         assert source.file_of("model.norm.weight") == moved
 
@@ -261,15 +260,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_metadata_that_is_refused(name: str, tmp_path: Path) -> None:
     change, message = REFUSED[name]
     path = _file(tmp_path / "m.gguf", **change)
-    read = read_generation_config if "eos" in name else read_config
     with pytest.raises(ModelFormatError, match=message) as caught:
-        read(path)
+        _ = Checkpoint.open(path).config
     assert "m.gguf" in str(caught.value)
 
 
 def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     neutral = {"attention__sliding_window": 0, "rope__scaling__attn_factor": 1.0, "logit_scale": 1.0, "pooling_type": 0}
-    assert read_config(_file(tmp_path / "m.gguf", **neutral)) == read_config(_file(tmp_path / "p.gguf"))
+    assert (
+        Checkpoint.open(_file(tmp_path / "m.gguf", **neutral)).config
+        == Checkpoint.open(_file(tmp_path / "p.gguf")).config
+    )
 
 
 @pytest.mark.parametrize("has_output_bias", [True, False])
@@ -284,27 +285,27 @@ def test_biases_of_queries_alone(has_output_bias: bool, tmp_path: Path) -> None:
     if not has_output_bias:
         save_file({n: t for n, t in tensors.items() if not n.endswith("o_proj.bias")}, model / "model.safetensors")
     path = write_gguf(model, tmp_path / "m.gguf")
-    assert describe_model(read_config(path)).output_bias == has_output_bias
+    assert describe_model(Checkpoint.open(path).config).output_bias == has_output_bias
     np.testing.assert_array_equal(_logits(path), expected)
 
 
 def test_messages_name_the_file_and_not_a_config(tmp_path: Path) -> None:
     path = _file(tmp_path / "m.gguf", block_count=3, tensors={"blk.0.attn_norm.weight": np.ones(32, dtype=np.float32)})
     with pytest.raises(ModelFormatError, match=r"m\.gguf: no tensor of layer 1 is there, but m\.gguf says num_hidden"):
-        check_weights(path, read_config(path))
+        Checkpoint.open(path).summary()
 
 
 def test_unknown_architecture_and_tensor(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"'bert'.*known: gemma"):
-        read_config(_file(tmp_path / "bert.gguf", "bert"))
+        _ = Checkpoint.open(_file(tmp_path / "bert.gguf", "bert")).config
     path = _file(tmp_path / "m.gguf", tensors={"blk.0.ssm_in.weight": ONES})
     with pytest.raises(ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"):
-        open_source(path)
+        Checkpoint.open(path).open_source()
 
 
 def test_partial_rope_and_equal_heads_per_layer(tmp_path: Path) -> None:
     path = _file(tmp_path / "m.gguf", rope__dimension_count=8, attention__head_count_kv=[2], rope__scale_linear=4.0)
-    spec = describe_model(read_config(path))
+    spec = describe_model(Checkpoint.open(path).config)
     assert spec.num_kv_heads == 2
     assert (spec.ropes[0].half, spec.ropes[0].frequencies[0]) == (4, 0.25)
 
@@ -313,21 +314,21 @@ def test_endings_by_text(tmp_path: Path) -> None:
     tokens = [f"t{i}" for i in range(39)] + ["<|im_end|>"]
     types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 39 + [3]}
     path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=5, tokenizer__ggml__eot_token_id=7, **types)
-    assert read_generation_config(path).eos_token_ids == (5, 7, 39)
+    assert Checkpoint.open(path).generation().eos_token_ids == (5, 7, 39)
 
 
 @pytest.mark.parametrize(("kind", "where"), [("Q4_0", 7), ("Q8_0", 3), ("F32", 100), ("F16", 100)])
 def test_nan_is_found(kind: str, where: int, tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
     path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
-    with GgufSource(path) as source:
+    with GgufSource(read_gguf(path)) as source:
         tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
     data = bytearray(path.read_bytes())
     at = tensor.start + where * BLOCKS[kind].nbytes
     data[at : at + BLOCKS[kind].nbytes] = b"\xff" * BLOCKS[kind].nbytes
     path.write_bytes(data)
     with pytest.raises(ModelFormatError, match=r"m.gguf: tensor 'blk.0.ffn_up.weight'.*NaN or infinity"):
-        check_weights(path, read_config(path))
+        Checkpoint.open(path).summary()
 
 
 # Where the numbers of a block are, by the definitions in ggml-common.h.
@@ -351,10 +352,10 @@ def test_every_kind_is_searched() -> None:
 def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> None:
     """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
     path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
-    with GgufSource(path) as source:
+    with GgufSource(read_gguf(path)) as source:
         tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
     assert tensor.type == kind
-    config, nbytes, sound = read_config(path), BLOCKS[kind].nbytes, path.read_bytes()
+    nbytes, sound = BLOCKS[kind].nbytes, path.read_bytes()
     last = (tensor.stop - tensor.start) // nbytes - 1
     for block in (0, 300, last):
         for at in NUMBERS[kind]:
@@ -362,7 +363,7 @@ def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> No
                 place = tensor.start + block * nbytes + at
                 path.write_bytes(sound[:place] + number + sound[place + len(number) :])
                 with pytest.raises(ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "):
-                    check_weights(path, config)
+                    Checkpoint.open(path).summary()
     data = bytearray(sound)
     if BLOCKS[kind].kind is not None:
         first = data[tensor.start : tensor.start + nbytes]
@@ -370,7 +371,7 @@ def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> No
             first[index] = 255
         data[tensor.start : tensor.start + nbytes] = first
     path.write_bytes(data)
-    check_weights(path, config)
+    Checkpoint.open(path).summary()
 
 
 def test_shapes_against_the_metadata(tmp_path: Path) -> None:
@@ -379,4 +380,4 @@ def test_shapes_against_the_metadata(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     path = write_gguf(model, tmp_path / "m.gguf")
     with pytest.raises(ModelFormatError, match="layer 3"):
-        check_weights(path, read_config(path))
+        Checkpoint.open(path).summary()

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from gguf_models import write_gguf
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import read_config
 from kvboost_edge.models.gguf.blocks import BLOCKS
-from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.conversions import conversion_error, log_conversions
 from kvboost_edge.models.packed.plan import STORED, pack_plan
-from kvboost_edge.models.weights.source import SafetensorsSource
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from tiny_models import save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -30,15 +29,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _lines(path: Path, weights: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
-    with caplog.at_level(logging.INFO, "kvboost_edge"), GgufSource(path) as source:
-        log_conversions(pack_plan(describe_model(read_config(path)), weights, source), source)
+    with caplog.at_level(logging.INFO, "kvboost_edge"), Checkpoint.open(path).open_source() as source:
+        log_conversions(pack_plan(describe_model(Checkpoint.open(path).config), weights, source), source)
     return [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_exact_formats_have_no_error(kind: str, model_dir: Path, tmp_path: Path) -> None:
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=kind)
-    with GgufSource(path) as source:
+    with Checkpoint.open(path).open_source() as source:
         own = BLOCKS[kind].kind
         assert own is not None
         found = conversion_error(source, QUERY, own)

@@ -21,13 +21,12 @@ from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import fit_rows, unpack_rows
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import read_config
-from kvboost_edge.models.fingerprint import model_fingerprint
 from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS, check_tensors, pack_plan
-from kvboost_edge.models.weights.source import SafetensorsSource
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from tiny_models import save_tiny_model
 
 
@@ -37,10 +36,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
-    plan = pack_plan(describe_model(read_config(model_dir)), weights)
-    return load_packed(
-        model_dir, plan, fingerprint=model_fingerprint(model_dir, cache_dir=cache), weights=weights, cache_dir=cache
-    )
+    checkpoint = Checkpoint.open(model_dir)
+    plan = pack_plan(describe_model(checkpoint.config), weights)
+    return load_packed(checkpoint, plan, weights=weights, cache_dir=cache)
 
 
 def _only_file(cache: Path) -> Path:
@@ -116,8 +114,8 @@ def test_four_bit_weights_are_those_of_the_reference_fit(
 
 
 def test_two_formats_of_one_model_do_not_share_a_file(model_dir: Path, tmp_path: Path) -> None:
-    fingerprint = model_fingerprint(model_dir, cache_dir=tmp_path)
-    spec = describe_model(read_config(model_dir))
+    fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
+    spec = describe_model(Checkpoint.open(model_dir).config)
     headers = {name: packed_file._header(pack_plan(spec, name), fingerprint, name) for name in WEIGHT_FORMATS}
     for number, weights in enumerate(WEIGHT_FORMATS, 1):
         before = set((tmp_path / "packed").iterdir()) if number > 1 else set()
@@ -176,8 +174,8 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Pa
     good = _content(_load(model_dir, tmp_path))
     path = _only_file(tmp_path)
     data = path.read_bytes()
-    plan = pack_plan(describe_model(read_config(model_dir)), "int8")
-    header = packed_file._header(plan, model_fingerprint(model_dir, cache_dir=tmp_path), "int8")
+    plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
+    header = packed_file._header(plan, Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path), "int8")
     rng = np.random.default_rng(5)
     head = len(header)
     mutated, refused = tmp_path / "mutated.kvpack", 0
@@ -208,8 +206,8 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir: Path, tmp_path: Pa
 def test_other_entries_or_another_fingerprint_are_another_file(model_dir: Path, tmp_path: Path) -> None:
     _content(_load(model_dir, tmp_path))
     path = _only_file(tmp_path)
-    plan = pack_plan(describe_model(read_config(model_dir)), "int8")
-    fingerprint = model_fingerprint(model_dir, cache_dir=tmp_path)
+    plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int8")
+    fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
     wide = [dataclasses.replace(entry, kind="bf16") if entry.inputs else entry for entry in plan]
     for entries, digest, weights in ((plan[:-1], fingerprint, "int8"), (wide, fingerprint, "int8"),
                                      (plan, "0" * 64, "int8"), (plan, fingerprint, "int4")):  # fmt: skip
@@ -248,16 +246,16 @@ def test_a_full_disk_is_named_before_anything_is_packed(
 _LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
-model, cache = Path(sys.argv[1]), Path(sys.argv[2])
-plan = pack_plan(describe_model(read_config(model)), "f32")
+model, cache = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
+plan = pack_plan(describe_model(model.config), "f32")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    load_packed(model, plan, fingerprint="f" * 64, weights="f32", cache_dir=cache, num_threads=1)
+    load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1)
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -285,9 +283,9 @@ def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, mo
 def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvboost_edge")
     seen: list[tuple[int, int]] = []
-    plan = pack_plan(describe_model(read_config(model_dir)), "int4")
+    plan = pack_plan(describe_model(Checkpoint.open(model_dir).config), "int4")
     packed = load_packed(
-        model_dir, plan, fingerprint="a" * 64, weights="int4", cache_dir=tmp_path,
+        Checkpoint.open(model_dir), plan, weights="int4", cache_dir=tmp_path,
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -316,7 +314,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> N
     first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     cache, kept = tmp_path / "cache", tmp_path / "kept"
     shutil.copy(first / "model.safetensors", kept)
-    plan = pack_plan(describe_model(read_config(first)), "int8")
+    plan = pack_plan(describe_model(Checkpoint.open(first).config), "int8")
     swaps = iter([other / "model.safetensors"])
 
     def swap(done: int, total: int) -> None:
@@ -324,7 +322,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> N
             os.replace(shutil.copy(path, tmp_path / "new"), first / "model.safetensors")
 
     with pytest.raises(ModelFormatError, match=r"model\.safetensors changed while its weights were packed"):
-        load_packed(first, plan, weights="int8", cache_dir=cache, progress=swap)
+        load_packed(Checkpoint.open(first), plan, weights="int8", cache_dir=cache, progress=swap)
     assert list((cache / "packed").iterdir()) == []
     shutil.copy(kept, first / "model.safetensors")
     assert _content(_load(first, cache)) == _content(_load(first, tmp_path / "fresh"))
@@ -332,7 +330,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> N
 
 def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> None:
     directory = save_tiny_model("llama", tmp_path / "model", vocab_size=20_000)
-    plan = pack_plan(describe_model(read_config(directory)), "int8")
+    plan = pack_plan(describe_model(Checkpoint.open(directory).config), "int8")
 
     calls = itertools.count()
 
@@ -341,7 +339,7 @@ def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> 
             os.truncate(directory / "model.safetensors", 4096)
 
     with pytest.raises(ModelFormatError, match=r"model\.safetensors was cut short while it was read"):
-        load_packed(directory, plan, weights="int8", cache_dir=tmp_path, num_threads=1, progress=cut)
+        load_packed(Checkpoint.open(directory), plan, weights="int8", cache_dir=tmp_path, num_threads=1, progress=cut)
     assert list((tmp_path / "packed").iterdir()) == []
 
 
@@ -378,7 +376,7 @@ def test_another_process_packed_the_same_first(
 
 
 def test_tensors_are_checked_against_the_plan(model_dir: Path, tmp_path: Path) -> None:
-    config = read_config(model_dir)
+    config = Checkpoint.open(model_dir).config
     with SafetensorsSource(model_dir) as source:
         check_tensors(pack_plan(describe_model(config), "int8"), source)
         for change, message in (

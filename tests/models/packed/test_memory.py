@@ -20,13 +20,13 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from kvboost_edge.host.memory import process_peak
-from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
-model, cache, weights = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-plan = pack_plan(describe_model(read_config(model)), weights)
-packed = load_packed(model, plan, fingerprint="f" * 64, weights=weights, cache_dir=cache, num_threads=2)
+model, cache, weights = Checkpoint.open(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+plan = pack_plan(describe_model(model.config), weights)
+packed = load_packed(model, plan, weights=weights, cache_dir=cache, num_threads=2)
 max(packed.array(name).max() for entry in plan for name, _ in entry.sections)
 print(process_peak(), packed.nbytes)
 """

@@ -12,10 +12,8 @@ from safetensors.numpy import load_file, save_file
 from awq_gptq_files import quantize_dir
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import read_config
-from kvboost_edge.models.weights.safetensors_check import check_weights
-from kvboost_edge.models.weights.source import open_source
 from tiny_models import save_tiny_model
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
@@ -34,7 +32,7 @@ def test_rows_equal_the_codes(
 ) -> None:
     save_tiny_model("llama", tmp_path, **SHAPES)
     known = quantize_dir(tmp_path, method, group=group, symmetric=symmetric, **settings)
-    with open_source(tmp_path) as source:
+    with Checkpoint.open(tmp_path).open_source() as source:
         assert not any(name.endswith((".qweight", ".bias", ".g_idx")) for name in source.names())
         for module, (codes, scales, zeros) in known.items():
             name = f"{module}.weight"
@@ -54,7 +52,7 @@ def test_rows_equal_the_codes(
                     product = scales[start:stop].astype(np.float32) * zeros[start:stop]
                     expected = np.repeat(product.astype(np.float16), times, 1)[:, :groups]
                     np.testing.assert_array_equal(rows.minima, expected)
-    assert check_weights(tmp_path, read_config(tmp_path)).dtypes["I32"] > sum(c.size for c, _, _ in known.values())
+    assert Checkpoint.open(tmp_path).summary().dtypes["I32"] > sum(c.size for c, _, _ in known.values())
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -100,9 +98,9 @@ def test_settings_that_are_not_read(change: dict[str, object], message: str, tmp
     config["quantization_config"].update(change)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFormatError, match=message):
-        describe_model(read_config(tmp_path))
+        describe_model(Checkpoint.open(tmp_path).config)
     with pytest.raises(ModelFormatError, match=message):
-        open_source(tmp_path)
+        Checkpoint.open(tmp_path).open_source()
 
 
 def _damage(directory: Path, part: str, values: np.ndarray) -> str:
@@ -128,5 +126,5 @@ def test_damaged_parts_are_named(part: str, values: np.ndarray, message: str, tm
     save_tiny_model("llama", tmp_path, **SHAPES)
     quantize_dir(tmp_path, "gptq", group=32, symmetric=True, desc_act=False)
     name = _damage(tmp_path, part, values)
-    with pytest.raises(ModelFormatError, match=message), open_source(tmp_path) as source:
+    with pytest.raises(ModelFormatError, match=message), Checkpoint.open(tmp_path).open_source() as source:
         source.kind(f"{name.rpartition('.')[0]}.weight")

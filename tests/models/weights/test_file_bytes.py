@@ -30,7 +30,7 @@ def test_every_thread_reads_what_it_asked_for(
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, np.random.default_rng(0).integers(0, 49_700, 300).tolist()))
-    assert file.size == 200_000
+    assert file.stamp.size == 200_000
     file.read_into(np.empty(0), 0)
     file.close()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.source import SafetensorsSource
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from tiny_models import save_tiny_model
 
 

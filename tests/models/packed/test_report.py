@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.weights.report import weight_error
+from kvboost_edge.models.packed.report import weight_error
 
 
 # Format, relative error at most and at least, bits per weight.
@@ -23,7 +24,7 @@ from kvboost_edge.models.weights.report import weight_error
 )
 def test_report_of_the_bundled_model(weights: str, most: float, least: float, bits: float) -> None:
     seen: list[tuple[int, int]] = []
-    report = weight_error(locate_model(BUNDLED_MODEL), weights, progress=lambda *at: seen.append(at))
+    report = weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), weights, progress=lambda *at: seen.append(at))
     assert least <= report.relative <= most
     assert report.bits_per_weight == pytest.approx(bits, abs=0.05)
     assert len(report.matrices) == 1 + 4 * 6
@@ -37,6 +38,6 @@ def test_report_of_the_bundled_model(weights: str, most: float, least: float, bi
 
 def test_unknown_formats_are_refused() -> None:
     with pytest.raises(ConfigError, match="int2"):
-        weight_error(locate_model(BUNDLED_MODEL), "int2")
+        weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), "int2")
     with pytest.raises(ConfigError, match="auto"):
-        weight_error(locate_model(BUNDLED_MODEL), "auto")
+        weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), "auto")

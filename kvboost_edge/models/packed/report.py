@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import read_config
-from kvboost_edge.models.packed.file import Progress
+from kvboost_edge.models.packed.file import Packable, Progress
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan, plan_bytes
 from kvboost_edge.models.packed.stream import pack_stream, read_rows
-from kvboost_edge.models.weights.source import WeightSource, open_source
+from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = ["MatrixError", "WeightReport", "measure_plan", "weight_error"]
 
@@ -68,14 +66,14 @@ class WeightReport:
         return max(self.matrices, key=lambda matrix: matrix.relative)
 
 
-def weight_error(model_path: Path | str, weights: str, *, progress: Progress | None = None) -> WeightReport:
+def weight_error(model: Packable, weights: str, *, progress: Progress | None = None) -> WeightReport:
     """Pack a model's matrices in memory and compare each with the checkpoint's weights, in float64.
 
     weights: as in `pack_plan`. progress: called with (bytes packed, bytes in all). Raises ModelFormatError for models
     the native runner does not know and for weights the format cannot hold.
     """
-    with open_source(model_path) as source:
-        plan = pack_plan(describe_model(read_config(Path(model_path))), weights, source)
+    with model.open_source() as source:
+        plan = pack_plan(describe_model(model.config), weights, source)
         check_tensors(plan, source)
         return measure_plan(plan, source, weights, progress=progress)
 

@@ -1,0 +1,194 @@
+"""A model on disk, opened once: the one place that asks whether it is a directory of safetensors or a GGUF file."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import FileStamp
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults, read_config, read_generation_config
+from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_file, fingerprinted_files
+from kvboost_edge.models.gguf.check import check_gguf
+from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.file import read_gguf
+from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.packed.plan import STORED, is_quantized, pack_plan, plan_bytes
+from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.safetensors_check import check_weights
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.models.weights.source import WeightSource, WeightSummary
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(abc.ABC):
+    """What is read of a model. Whatever is wrong raises ModelFormatError that names the file.
+
+    The config, the header of a GGUF file and the fingerprint are read once and kept; no file stays open or mapped.
+    """
+
+    is_gguf: bool
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamps: tuple[FileStamp, ...] = ()  # of the files, before they were read
+        self._fingerprint = ""
+
+    @staticmethod
+    def open(model: Checkpoint | Path | str) -> Checkpoint:
+        """The checkpoint at a path that `locate_model` returned; one that is open already is returned as it is."""
+        if isinstance(model, Checkpoint):
+            return model
+        path = Path(model)
+        return _GgufFile(path) if path.is_file() else _Directory(path)
+
+    @property
+    @abc.abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """The config as transformers writes it, from config.json or from the metadata of a GGUF file."""
+
+    @property
+    @abc.abstractmethod
+    def is_quantized(self) -> bool:
+        """Whether weights are stored in a quantized format, which is then kept."""
+
+    @abc.abstractmethod
+    def gguf_metadata(self) -> Mapping[str, Any] | None:
+        """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files of a tokenizer."""
+
+    @abc.abstractmethod
+    def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
+        """What ends a generation, and the special ids."""
+
+    @abc.abstractmethod
+    def summary(self) -> WeightSummary:
+        """The weight files, checked against themselves and the config."""
+
+    @abc.abstractmethod
+    def open_source(self) -> WeightSource:
+        """The tensors, as a context manager."""
+
+    def packed_bytes(self, weights: str) -> int:
+        """Bytes of the weights once they are packed in a format, head and embedding in theirs."""
+        spec = describe_model(self.config)
+        if weights != STORED:
+            return plan_bytes(pack_plan(spec, weights))
+        with self.open_source() as source:
+            return plan_bytes(pack_plan(spec, STORED, source))
+
+    def fingerprint(self, *, cache_dir: Path | None = None) -> str:
+        """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered."""
+        if not self._fingerprint:
+            self._stamps = self._stamps or self._current_stamps()
+            found = self._read_fingerprint(cache_dir)
+            for path in self.changed_files():
+                raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
+            self._fingerprint = found
+        return self._fingerprint
+
+    def changed_files(self) -> list[str]:
+        """Files that are no longer those the fingerprint was taken of."""
+        return sorted({stamp.path for stamp in set(self._stamps) ^ set(self._current_stamps())})
+
+    def _current_stamps(self) -> tuple[FileStamp, ...]:
+        try:
+            return tuple(FileStamp.of(path) for path in self._files())
+        except OSError as error:
+            raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
+
+    @abc.abstractmethod
+    def _files(self) -> list[Path]:
+        """Every file that the fingerprint covers."""
+
+    @abc.abstractmethod
+    def _read_fingerprint(self, cache_dir: Path | None) -> str: ...
+
+
+class _Directory(Checkpoint):
+    """Safetensors (float, AWQ or GPTQ) beside config.json and the files of a tokenizer."""
+
+    is_gguf = False
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        return read_config(self.path)
+
+    @functools.cached_property
+    def is_quantized(self) -> bool:
+        if not self.config.get("quantization_config"):
+            return False
+        with self.open_source() as source:
+            return is_quantized(source)
+
+    def gguf_metadata(self) -> None:
+        return None
+
+    def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
+        return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)
+
+    def summary(self) -> WeightSummary:
+        return check_weights(self.path, self.config)
+
+    def open_source(self) -> WeightSource:
+        if self.config.get("quantization_config"):
+            return PackedQuantSource(self.path, self.config)
+        return SafetensorsSource(self.path)
+
+    def _files(self) -> list[Path]:
+        return fingerprinted_files(self.path)
+
+    def _read_fingerprint(self, cache_dir: Path | None) -> str:
+        return fingerprint_of_directory(self.path, cache_dir=cache_dir)
+
+
+class _GgufFile(Checkpoint):
+    """One file that holds everything. Its header is parsed on opening, its vocabulary read when it is first needed."""
+
+    is_gguf = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._header = read_gguf(path)
+        self._stamps = (self._header.stamp,)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        return gguf_config(self._header, self._vocabulary)
+
+    @functools.cached_property
+    def is_quantized(self) -> bool:
+        with self.open_source() as source:
+            return is_quantized(source)
+
+    @functools.cached_property
+    def _vocabulary(self) -> list[str]:
+        return self._header.strings(TOKENS) if self._header.has_strings(TOKENS) else []
+
+    def gguf_metadata(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in self._header.values.items():
+            if self._header.has_strings(key) and key.startswith("tokenizer."):
+                found[key] = self._vocabulary if key == TOKENS else self._header.strings(key)
+            elif key.startswith("tokenizer.") or key == "general.architecture":
+                found[key] = value
+        return found
+
+    def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
+        return generation_defaults(self.config, {}, tokenizer_eos=tokenizer_eos, path=self.path)
+
+    def summary(self) -> WeightSummary:
+        return check_gguf(self._header, self.config)
+
+    def open_source(self) -> WeightSource:
+        return GgufSource(self._header)
+
+    def _files(self) -> list[Path]:
+        return [self.path]
+
+    def _read_fingerprint(self, cache_dir: Path | None) -> str:
+        return fingerprint_of_file(self.path, cache_dir=cache_dir)
