@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BatchLayout, KVSpec
-from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
+from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.numpy_blocks import NumpyBlocks
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels, QuantPass
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, BatchLayout
-from kvboost_edge.backends.numpy_blocks import NumpyBlocks, check_layout
+from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.numpy_blocks import NumpyBlocks
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
 from kvboost_edge.kernels.reference import attention as reference

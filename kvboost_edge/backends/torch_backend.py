@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
-from kvboost_edge.backends.numpy_blocks import check_layout
+from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
