@@ -135,6 +135,24 @@ class Backend(Protocol):
         """Copy whole blocks (all layers, K and V) src -> dst, in order; a copy of an open block is open too."""
         ...
 
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """The bytes of whole blocks: uint8 [len(block_ids), spec.bytes_per_block], a copy in the host's memory.
+
+        A row is layer 0, layer 1, ...; of a layer the keys, then the values, or the records of all kv heads where the
+        pool is quantized: codes and scales as stored. Every backend of the same name and spec reads and writes the
+        same bytes. ConfigError for an id outside the pool, and for an open block of a quantized pool, whose bytes are
+        not what will be stored. Of other pools the caller knows which blocks are full.
+        """
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Put what `read_blocks` returned into these blocks, each named once; those of a quantized pool are full then.
+
+        ConfigError for data of another shape or type, an id outside the pool or named twice, and an open block;
+        nothing is changed then. The bytes are not looked at.
+        """
+        ...
+
     def release_blocks(self, block_ids: Sequence[int]) -> None:
         """These blocks were freed: give back the buffers of those among them that are open. Others are passed over,
         and so is everything where the pool is not quantized."""

@@ -6,8 +6,10 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, KVSpec, LayerKVSpec
+from kvboost_edge.backends.block_bytes import as_rows, check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_block
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.errors import CapacityError, ConfigError
@@ -68,6 +70,28 @@ class NumpyBlocks:
         if self._quant is not None:
             return [self._quant.checksum(block_id) for block_id in block_ids]
         return [self._checksum(block_id) for block_id in block_ids]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
+        self._check_whole(block_ids)
+        return gather(self._byte_rows(), block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Put bytes that were read into whole blocks; see `Backend`."""
+        self._check_whole(block_ids)
+        check_content(block_ids, data, self.spec.bytes_per_block)
+        scatter(self._byte_rows(), block_ids, data)
+
+    def _check_whole(self, block_ids: Sequence[int]) -> None:
+        check_block_ids(block_ids, self.num_blocks)
+        if self._quant is not None:
+            self._quant.check_full(block_ids)
+
+    def _byte_rows(self) -> list[npt.NDArray[np.uint8]]:
+        arrays = self._coded.records[0] if self.spec.is_quantized else [array for pool in self._pools for array in pool]
+        if not arrays:
+            raise ConfigError(f"backend {self.name!r} is closed: it holds no blocks")
+        return [as_rows(array) for array in arrays]
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
         """Give back the buffers of those of the blocks that are open; see `Backend`."""

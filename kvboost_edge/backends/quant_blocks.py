@@ -154,6 +154,14 @@ class QuantBlocks:
     def release(self, block_ids: Sequence[int]) -> None:
         self._open.release(block_ids)
 
+    def check_full(self, block_ids: Sequence[int]) -> None:
+        """ConfigError where one of the blocks is open."""
+        for block_id in block_ids:
+            if self._open.buffer(block_id) is not None:
+                raise ConfigError(
+                    f"block {block_id} is open: only full blocks of a quantized pool are read or written whole"
+                )
+
     def copy_blocks(self, ops: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in order, open ones from buffer to buffer."""
         for src, dst in ops:

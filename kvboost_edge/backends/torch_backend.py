@@ -12,9 +12,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
@@ -126,6 +128,8 @@ class TorchBackend:
         dtype = _DTYPES[spec.dtype]
         try:
             self._device = torch.device(device)
+            # NumPy copies rows of bytes there some fifty times as fast as torch.
+            self._in_host_memory = self._device.type == "cpu"
             self._pool = [
                 torch.zeros(
                     (2, num_blocks, spec.block_size, layer.num_kv_heads, layer.head_dim),
@@ -164,6 +168,35 @@ class TorchBackend:
                 raise ConfigError(f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}")
             for pool in self._pool:
                 pool[:, dst].copy_(pool[:, src])
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block], in the host's memory; see `Backend`."""
+        check_block_ids(block_ids, self.num_blocks)
+        halves = self._byte_rows()
+        if self._in_host_memory:
+            return gather([half.numpy() for half in halves], block_ids)
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        data: npt.NDArray[np.uint8] = torch.cat([half[ids] for half in halves], dim=1).cpu().numpy()
+        return data
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Put bytes that were read into whole blocks; see `Backend`."""
+        check_block_ids(block_ids, self.num_blocks)
+        check_content(block_ids, data, self.spec.bytes_per_block)
+        halves = self._byte_rows()
+        if self._in_host_memory:
+            scatter([half.numpy() for half in halves], block_ids, data)
+            return
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        source = torch.from_numpy(data.copy()).to(self._device)  # a copy, for torch has no read-only tensors
+        for half, part in zip(halves, source.split([half.shape[1] for half in halves], dim=1), strict=True):
+            half[ids] = part
+
+    def _byte_rows(self) -> list[torch.Tensor]:
+        """The keys and the values of each layer as uint8 [num_blocks, n]."""
+        if not self._pool:
+            raise ConfigError("backend 'torch' is closed: it holds no blocks")
+        return [half.flatten(1).view(torch.uint8) for pool in self._pool for half in pool]
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
         """Nothing to give back: only quantized pools have open blocks."""

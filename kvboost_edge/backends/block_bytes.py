@@ -1,0 +1,60 @@
+"""Whole blocks as bytes, for what keeps them outside the pool. Plain memory copies, one for each array of a pool.
+
+A pool's arrays are seen as rows of bytes, uint8 [num_blocks, n]: row b holds what the array has of block b. A block's
+bytes are its rows of all arrays one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.layout import check_block
+from kvboost_edge.errors import ConfigError
+
+__all__ = ["as_rows", "check_block_ids", "check_content", "gather", "scatter"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_rows(array: npt.NDArray[np.generic]) -> Bytes:
+    """A view of a contiguous array [num_blocks, ...] as uint8 [num_blocks, n]."""
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
+    """ConfigError unless all of the ids lie in the pool."""
+    for block_id in block_ids:
+        check_block(block_id, num_blocks)
+
+
+def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -> None:
+    """ConfigError unless `data` is what these blocks take, and each of them is named once."""
+    expected = (len(block_ids), bytes_per_block)
+    if data.dtype != np.uint8 or data.shape != expected:
+        raise ConfigError(
+            f"{len(block_ids)} blocks are written from uint8 bytes of shape {expected}; got {data.dtype} {data.shape}"
+        )
+    if len(set(block_ids)) != len(block_ids):
+        raise ConfigError(f"blocks {list(block_ids)} are written at once, and one of them is named twice")
+
+
+def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
+    """uint8 [len(block_ids), bytes of a block]: those rows of all arrays, side by side."""
+    ids = np.array(block_ids, dtype=np.intp)
+    ends = np.cumsum([rows.shape[1] for rows in arrays])
+    data = np.empty((len(ids), int(ends[-1])), dtype=np.uint8)
+    for rows, end in zip(arrays, ends.tolist(), strict=True):
+        data[:, end - rows.shape[1] : end] = rows.take(ids, axis=0)
+    return data
+
+
+def scatter(arrays: Sequence[Bytes], block_ids: Sequence[int], data: Bytes) -> None:
+    """Put what `gather` returns into those rows."""
+    ids = np.array(block_ids, dtype=np.intp)
+    end = 0
+    for rows in arrays:
+        start, end = end, end + rows.shape[1]
+        rows[ids] = data[:, start:end]

@@ -1,0 +1,235 @@
+"""What every backend promises of whole blocks as bytes: what is read can be written anywhere, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.backends.reference import ReferenceBackend
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS
+from kvboost_edge.kvcache.block_table import CopyOp
+from paged_cases import DTYPES, Case, make_case
+
+
+def _as_on_a_device(spec: KVSpec, num_blocks: int) -> TorchBackend:
+    """Moves bytes as where the pool is not in the host's memory."""
+    backend = TorchBackend(spec, num_blocks)
+    backend._in_host_memory = False
+    return backend
+
+
+MAKERS: dict[str, Callable[[KVSpec, int], Backend]] = {
+    "reference": ReferenceBackend,
+    "cpu": lambda spec, num_blocks: CPUBackend(spec, num_blocks, num_threads=1),
+    "torch-cpu": TorchBackend,
+    "torch-device": _as_on_a_device,
+}
+PLAIN = (16, 16)
+WIDTHS = [*((dtype, PLAIN) for dtype in DTYPES), *(("float16", bits) for bits in BIT_PAIRS)]
+SHAPES = (LayerKVSpec(2, 24), LayerKVSpec(1, 64), LayerKVSpec(2, 24))
+NUM_BLOCKS = 8
+LENGTH = 48  # three full blocks of 16
+PARAMS = AttentionParams(0.2)
+Make = Callable[..., Backend]
+
+
+def _kinds() -> Iterator[Any]:
+    for name in MAKERS:
+        for dtype, bits in WIDTHS:
+            if not name.startswith("torch") or bits == PLAIN:
+                yield pytest.param((name, dtype, bits), id=f"{name}-{dtype}-{bits[0]}-{bits[1]}")
+
+
+def _fixture(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes poisoned pools of one kind; shapes: those of the layers."""
+    name, dtype, bits = request.param
+    made: list[Backend] = []
+
+    def call(shapes: tuple[LayerKVSpec, ...] = SHAPES) -> Backend:
+        made.append(MAKERS[name](KVSpec(shapes, 16, dtype, bits), NUM_BLOCKS))
+        made[-1].poison_blocks(range(NUM_BLOCKS))
+        return made[-1]
+
+    yield call
+    for backend in made:
+        backend.close()
+
+
+make = pytest.fixture(_fixture, params=_kinds(), name="make")
+make_coded = pytest.fixture(_fixture, params=[kind for kind in _kinds() if kind.values[0][2] != PLAIN])
+
+
+@pytest.fixture
+def cases() -> list[Case]:
+    """One sequence of full blocks, other tokens in each layer."""
+    rng, lengths = np.random.default_rng(0), ((1, LENGTH),)
+    made = [
+        make_case(rng, lengths, kv_heads=shape.num_kv_heads, per_group=3, dim=shape.head_dim, block_size=16)
+        for shape in SHAPES
+    ]
+    tables = np.array([[5, 0, 3, -1]], np.int32)
+    return [dataclasses.replace(case, tables=tables) for case in made]
+
+
+def into(backend: Backend, array: np.ndarray) -> Any:
+    return array if backend.array_kind == "numpy" else torch.from_numpy(array)
+
+
+def write(backend: Backend, cases: list[Case], start: int, stop: int) -> None:
+    span = [(0, start, stop)]
+    batch = backend.prepare(cases[0].layout(span))
+    for layer, case in enumerate(cases):
+        keys, values = (into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values))
+        backend.write_kv(layer, keys, values, batch)
+
+
+def attend(backend: Backend, cases: list[Case], table: list[int]) -> list[np.ndarray]:
+    """A query after the blocks of `table`, in every layer; its own key and value are written to block 7."""
+    moved = [
+        dataclasses.replace(
+            case,
+            lengths=((1, LENGTH + 1),),
+            tables=np.array([[*table, 7]], np.int32),
+            queries=[np.concatenate([case.queries[0], case.queries[0][:1]])],
+            keys=[np.concatenate([case.keys[0], case.keys[0][:1]])],
+            values=[np.concatenate([case.values[0], case.values[0][:1]])],
+        )
+        for case in cases
+    ]
+    span = [(0, LENGTH, LENGTH + 1)]
+    batch = backend.prepare(moved[0].layout(span))
+    results: list[np.ndarray] = []
+    for layer, case in enumerate(moved):
+        keys, values = (into(backend, case.rows(arrays, span)) for arrays in (case.keys, case.values))
+        backend.write_kv(layer, keys, values, batch)
+        out, lse = backend.attention(layer, into(backend, case.rows(case.queries, span)), batch, PARAMS)
+        results += [np.asarray(out), np.asarray(lse)]
+    backend.release_blocks([7])
+    return results
+
+
+def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)
+
+
+def test_blocks_moved_within_a_pool_serve_to_the_bit(make: Make, cases: list[Case]) -> None:
+    backend = make()
+    write(backend, cases, 0, LENGTH)
+    before = attend(backend, cases, [5, 0, 3])
+    data = backend.read_blocks([5, 0, 3])
+    assert (data.shape, data.dtype) == ((3, backend.spec.bytes_per_block), np.uint8)
+    sums = backend.checksum_blocks([5, 0, 3])
+    backend.write_blocks([1, 6, 2], data)
+    assert backend.checksum_blocks([1, 6, 2]) == sums
+    backend.poison_blocks([5, 0, 3])
+    assert_same(attend(backend, cases, [1, 6, 2]), before)
+    np.testing.assert_array_equal(backend.read_blocks([2, 1]), data[[2, 0]])
+
+
+def test_blocks_moved_to_another_pool_serve_to_the_bit(make: Make, cases: list[Case]) -> None:
+    first, second = make(), make()
+    write(first, cases, 0, LENGTH)
+    data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(3, -1)  # as a file gives it
+    second.write_blocks([0, 1, 2], data)
+    assert_same(attend(second, cases, [0, 1, 2]), attend(first, cases, [5, 0, 3]))
+
+
+def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make: Make, cases: list[Case]) -> None:
+    """Other tokens in one layer change that layer's bytes alone; other values not the bytes of the keys."""
+    spec = make().spec
+    sizes = [KVSpec((shape,), 16, spec.dtype, spec.bits).bytes_per_block for shape in SHAPES]
+    rows = []
+    for change in (None, "keys", "values"):
+        changed = list(cases)
+        if change:
+            changed[1] = dataclasses.replace(cases[1], **{change: [-getattr(cases[1], change)[0]]})
+        backend = make()
+        write(backend, changed, 0, LENGTH)
+        rows.append(backend.read_blocks([5])[0])
+    start, stop = sizes[0], sizes[0] + sizes[1]
+    assert sum(sizes) == spec.bytes_per_block
+    for other in rows[1:]:
+        differs = np.flatnonzero(rows[0] != other)
+        assert differs.size
+        assert start <= differs.min() <= differs.max() < stop
+    if spec.bits == PLAIN:
+        middle = (start + stop) // 2
+        assert np.flatnonzero(rows[0] != rows[1]).max() < middle
+        assert np.flatnonzero(rows[0] != rows[2]).min() >= middle
+
+
+def test_what_was_read_is_a_copy_and_no_blocks_are_no_bytes(make: Make, cases: list[Case]) -> None:
+    backend = make()
+    write(backend, cases, 0, LENGTH)
+    data = backend.read_blocks([5])
+    held = data.copy()
+    backend.poison_blocks([5])
+    np.testing.assert_array_equal(data, held)
+    assert backend.read_blocks([]).shape == (0, backend.spec.bytes_per_block)
+    backend.write_blocks([], np.empty((0, backend.spec.bytes_per_block), np.uint8))
+    one_layer = make(SHAPES[:1])
+    one_layer.write_blocks([3], one_layer.read_blocks([2]))
+    assert one_layer.checksum_blocks([3]) == one_layer.checksum_blocks([2])
+
+
+@pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS])
+def test_ids_outside_the_pool_are_refused_and_change_nothing(make: Make, cases: list[Case], wrong: int) -> None:
+    backend = make()
+    write(backend, cases, 0, LENGTH)
+    before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
+    with pytest.raises(ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.7"):
+        backend.read_blocks([5, wrong])
+    with pytest.raises(ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.7"):
+        backend.write_blocks([1, wrong], data)
+    assert backend.checksum_blocks(range(NUM_BLOCKS)) == before
+
+
+def test_data_that_does_not_fit_is_refused_and_changes_nothing(make: Make, cases: list[Case]) -> None:
+    backend = make()
+    write(backend, cases, 0, LENGTH)
+    before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
+    for wrong in (data[:1], data[:, :-1], data.reshape(-1), data.view(np.int8), np.zeros(data.shape)):
+        with pytest.raises(ConfigError, match=r"2 blocks are written from uint8 bytes of shape \(2, "):
+            backend.write_blocks([1, 2], wrong)
+    with pytest.raises(ConfigError, match="named twice"):
+        backend.write_blocks([1, 1], data)
+    assert backend.checksum_blocks(range(NUM_BLOCKS)) == before
+
+
+def test_a_closed_backend_has_no_blocks(make: Make) -> None:
+    backend = make()
+    data = backend.read_blocks([1])
+    backend.close()
+    with pytest.raises(ConfigError, match="closed"):
+        backend.read_blocks([1])
+    with pytest.raises(ConfigError, match="closed"):
+        backend.write_blocks([1], data)
+
+
+def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded: Make, cases: list[Case]) -> None:
+    backend = make_coded()
+    write(backend, cases, 0, 40)
+    before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
+    with pytest.raises(ConfigError, match="block 3 is open"):
+        backend.read_blocks([5, 3])
+    with pytest.raises(ConfigError, match="block 3 is open"):
+        backend.write_blocks([1, 3], data)
+    backend.copy_blocks([CopyOp(3, 4)])
+    with pytest.raises(ConfigError, match="block 4 is open"):
+        backend.read_blocks([4])
+    assert backend.checksum_blocks([*range(4), 5, 6, 7]) == [*before[:4], *before[5:]]
+    backend.release_blocks([4])
+    backend.write_blocks([4, 6], data)
+    write(backend, cases, 40, LENGTH)
+    assert backend.read_blocks([3, 4])[1].tobytes() == data[0].tobytes()
