@@ -184,6 +184,8 @@ def real_cases(model_dir: Path, text: str, tokens: int) -> Iterator[Case]:
     caught: dict[int, list[Any]] = {}
 
     class Catching(CPUBackend):
+        kernel_access = None  # layer by layer
+
         def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:
             caught[layer] = [keys.copy(), values.copy()]
             super().write_kv(layer, keys, values, batch)

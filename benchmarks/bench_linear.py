@@ -24,7 +24,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from harness import alternate, parser, report
-from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.base import Backend, BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import cache_directory
@@ -86,6 +86,11 @@ class TimedRunner(NativeRunner):
     """Counts the seconds its linear programs take."""
 
     linear_s = 0.0
+
+    def bind(self, backend: Backend) -> None:
+        super().bind(backend)
+        if isinstance(backend, TimedBackend):
+            self._whole = None  # layer by layer, on one team all the same
 
     def _run(self, *arguments: Any) -> None:
         started = time.perf_counter()
@@ -179,7 +184,7 @@ def measure_decode(runner: NativeRunner, options: argparse.Namespace) -> list[di
     One team does it all: the helpers of a second one, still looking out for work, would take the cores of the first.
     """
     backend = CPUBackend(runner.info.kv_spec, STEP_DEPTH // BLOCK + 1, num_threads=options.threads)
-    team, alone = backend.team, KernelTeam(1)
+    team, alone = backend.kernel_access.workspace.team, KernelTeam(1)
     runner.bind(backend)
     runner.forward(batch(0, STEP_DEPTH))
     ops = LinearOps(runner, 1, team)  # after the largest pass: the runner's buffers move when they grow

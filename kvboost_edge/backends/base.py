@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,10 @@ import numpy.typing as npt
 from kvboost_edge.kernels.coded.layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["DEFAULT_NUM_OPEN", "AttentionParams", "Backend", "BatchLayout", "KVSpec", "LayerKVSpec"]
+if TYPE_CHECKING:
+    from kvboost_edge.backends.kernel_access import KernelAccess
+
+__all__ = ["DEFAULT_NUM_OPEN", "AttentionParams", "Backend", "BackendInfo", "BatchLayout", "KVSpec", "LayerKVSpec"]
 
 DEFAULT_NUM_OPEN = 17
 """Blocks of a quantized pool that may be partly written at a time: one for each of 16 sequences and one to spare."""
@@ -103,6 +106,21 @@ class AttentionParams(NamedTuple):
     sinks: npt.NDArray[np.float32] | None = None
 
 
+class BackendInfo(NamedTuple):
+    """What a backend says of itself.
+
+    attention_path   form of the project's own attention kernels that runs; "none" where others do
+    threading_layer  whose threads compute attention; "none" where it has none but the caller's
+    num_threads      how many; None where the backend has no say in it
+    """
+
+    name: str
+    device: str
+    attention_path: str = "none"
+    threading_layer: str = "none"
+    num_threads: int | None = None
+
+
 class Backend(Protocol):
     """KV storage plus paged attention. Arrays are NumPy arrays where `array_kind` is "numpy", else torch tensors.
 
@@ -120,6 +138,15 @@ class Backend(Protocol):
     @property
     def pool_bytes(self) -> int:
         """Bytes of the preallocated pool, as allocated; with the buffers of open blocks where it is quantized."""
+        ...
+
+    @property
+    def kernel_access(self) -> KernelAccess | None:
+        """For runners that call the compiled kernels on this pool themselves; None where there are others."""
+        ...
+
+    def describe(self) -> BackendInfo:
+        """Device, kernels and threads, as `paged_stats()` names them."""
         ...
 
     def prepare(self, layout: BatchLayout) -> Any:

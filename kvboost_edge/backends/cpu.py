@@ -8,22 +8,24 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
+from kvboost_edge.backends.kernel_access import KernelAccess
 from kvboost_edge.backends.layout import check_layout
-from kvboost_edge.backends.numpy_blocks import NumpyBlocks
-from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels, QuantPass
+from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
+from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
-from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work
 from kvboost_edge.kernels.coded import write as coded_write
 from kvboost_edge.kernels.coded.dot import coded_dot_form
 from kvboost_edge.kernels.coded.launch import paged_attention_coded
-from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["CPUBackend", "PreparedBatch"]
+__all__ = ["THREADING_LAYER", "CPUBackend", "PreparedBatch", "attention_path", "make", "unsupported_reason"]
+
+THREADING_LAYER = "kernel-team"  # threads of the kernels' own, apart from numba's and torch's
 
 Floats = npt.NDArray[np.float32]
 
@@ -81,29 +83,15 @@ class CPUBackend(NumpyBlocks):
         return self._workspace.num_threads
 
     @property
-    def attention_path(self) -> str:
-        """The form of the attention kernels that runs: that of the integer dot product, or "float"."""
-        return coded_dot_form() if self.spec.is_quantized else "float"
+    def kernel_access(self) -> KernelAccess | None:
+        """Workspace and storage, for a runner that calls the kernels itself."""
+        plain = () if self.spec.is_quantized else tuple(self._pools)
+        return KernelAccess(self._workspace, plain, self._quant)
 
-    @property
-    def workspace(self) -> AttentionWorkspace:
-        """Threads and buffers of attention, for a runner that calls its kernels itself."""
-        return self._workspace
-
-    @property
-    def plain_pools(self) -> Sequence[KVPool]:
-        """The pools of all layers as they are stored; none where they are quantized."""
-        return () if self.spec.is_quantized else tuple(self._pools)
-
-    @property
-    def coded_blocks(self) -> QuantBlocks | None:
-        """The storage of a quantized pool; None where it is not quantized."""
-        return self._quant
-
-    @property
-    def team(self) -> KernelTeam:
-        """The threads of attention, for a runner whose kernels take turns with it."""
-        return self._workspace.team
+    def describe(self) -> BackendInfo:
+        """The compiled kernels and the threads of their own that run them."""
+        path = attention_path(is_quantized=self.spec.is_quantized)
+        return BackendInfo(self.name, self.device, path, THREADING_LAYER, self.num_threads)
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
         """Check the layout; ConfigError says what is wrong."""
@@ -148,3 +136,15 @@ class CPUBackend(NumpyBlocks):
         """End the helper threads and release the pool."""
         self._workspace.close()
         super().close()
+
+
+def attention_path(*, is_quantized: bool) -> str:
+    """The form of the attention kernels that runs: that of the integer dot product, or "float"."""
+    return coded_dot_form() if is_quantized else "float"
+
+
+def make(
+    spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = DEFAULT_NUM_OPEN
+) -> CPUBackend:
+    """See `select.BackendModule`."""
+    return CPUBackend(spec, num_blocks, num_threads=num_threads, num_open=num_open)

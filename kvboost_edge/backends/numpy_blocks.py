@@ -15,8 +15,26 @@ from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, to_storage
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS
 
-__all__ = ["NumpyBlocks"]
+__all__ = ["NumpyBlocks", "unsupported_reason"]
+
+
+def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
+    """Why these pools cannot be on a device, or cannot store a spec; None when they can."""
+    if device != "cpu":
+        return f"NumPy arrays are on the CPU, not on device={device!r}"
+    if spec is None:
+        return None
+    if spec.block_size < 16 or spec.block_size % 16:
+        return f"block_size={spec.block_size} must be a multiple of 16"
+    if spec.dtype not in STORAGE_DTYPES:
+        return f"KV dtype {spec.dtype!r} is not one of {tuple(STORAGE_DTYPES)}"
+    if spec.is_quantized and spec.bits not in BIT_PAIRS:
+        return f"KV bits {spec.bits} are not one of (16, 16), {', '.join(map(str, BIT_PAIRS))}"
+    if spec.is_quantized and spec.dtype != "float16":
+        return f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'"
+    return None
 
 
 class NumpyBlocks:
@@ -30,10 +48,9 @@ class NumpyBlocks:
     def __init__(self, spec: KVSpec, num_blocks: int, *, num_open: int = DEFAULT_NUM_OPEN) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
-        if spec.block_size < 16 or spec.block_size % 16:
-            raise ConfigError(f"block_size={spec.block_size} must be a multiple of 16")
-        if spec.dtype not in STORAGE_DTYPES:
-            raise ConfigError(f"KV dtype {spec.dtype!r} is not one of {tuple(STORAGE_DTYPES)}")
+        problem = unsupported_reason(self.device, spec)
+        if problem is not None:
+            raise ConfigError(problem)
         self.spec = spec
         self.num_blocks = num_blocks
         self._pools: list[KVPool] = []

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.kernel_access import Places
 from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks, aligned_empty
-from kvboost_edge.kernels.coded.layout import BIT_PAIRS, CodeLayout, code_layout
+from kvboost_edge.kernels.coded.layout import CodeLayout, code_layout
 
-__all__ = ["CodedLayer", "Places", "QuantBlocks", "QuantKernels", "QuantPass"]
+__all__ = ["CodedLayer", "QuantBlocks", "QuantKernels", "QuantPass"]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -33,20 +34,6 @@ class QuantKernels(NamedTuple):
     write_kv: Callable[[Floats, Floats, KVPool, npt.NDArray[np.int64]], None]
     copy_blocks: Callable[[KVPool, Sequence[tuple[int, int]]], None]
     quantize_blocks: Callable[[KVPool, Longs, Bytes, Longs, CodeLayout], None]
-
-
-class Places(NamedTuple):
-    """A pass's buffers as places in the arena, for each of the layers of one shape; otherwise as in PassPlan.
-
-    slots              int64 [num_layers, num_tokens]
-    tables             int32 [num_layers, num_seqs, width]
-    continued, closed  int64 [num_layers, n, 2]
-    """
-
-    slots: Longs
-    tables: npt.NDArray[np.int32]
-    continued: Longs
-    closed: Longs
 
 
 class QuantPass(NamedTuple):
@@ -116,13 +103,9 @@ class _Arena:
 
 
 class QuantBlocks:
-    """Codes and open buffers of all layers. ConfigError for a spec that cannot be stored; MemoryError as it comes."""
+    """Codes and open buffers of all layers of a spec that can be stored. MemoryError as it comes."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, kernels: QuantKernels) -> None:
-        if spec.bits not in BIT_PAIRS:
-            raise ConfigError(f"KV bits {spec.bits} are not one of (16, 16), {', '.join(map(str, BIT_PAIRS))}")
-        if spec.dtype != "float16":
-            raise ConfigError(f"KV dtype {spec.dtype!r}: the open blocks of a quantized pool are 'float16'")
         if num_open < 1:
             raise ConfigError(f"num_open={num_open} must be at least 1")
         self._kernels = kernels

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, BatchLayout
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
 from kvboost_edge.backends.layout import check_layout
-from kvboost_edge.backends.numpy_blocks import NumpyBlocks
+from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.kernels.reference import coded as reference_coded
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["ReferenceBackend"]
+__all__ = ["ReferenceBackend", "make", "unsupported_reason"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -27,6 +27,15 @@ class ReferenceBackend(NumpyBlocks):
 
     name = "reference"
     quant_kernels = QuantKernels(reference.write_kv, reference.copy_blocks, reference_coded.quantize_blocks)
+
+    @property
+    def kernel_access(self) -> None:
+        """No compiled kernels run on this pool."""
+        return None
+
+    def describe(self) -> BackendInfo:
+        """A backend without kernels and threads of its own."""
+        return BackendInfo(self.name, self.device)
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
         """Check the layout; ConfigError says what is wrong."""
@@ -59,3 +68,10 @@ class ReferenceBackend(NumpyBlocks):
             coded = self._coded.layer(layer, batch)
             return reference_coded.paged_attention_coded(queries, coded.codes, coded.layout, paged, coded.own, options)
         return reference.paged_attention(queries, self._pools[layer], paged, options)
+
+
+def make(
+    spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = DEFAULT_NUM_OPEN
+) -> ReferenceBackend:
+    """See `select.BackendModule`; one thread does it all."""
+    return ReferenceBackend(spec, num_blocks, num_open=num_open)

@@ -1,23 +1,68 @@
-"""Which backend holds the KV and why. Nothing here falls back silently: what was asked for is used or refused."""
+"""Which backend holds the KV and why. Nothing here falls back silently: what was asked for is used or refused.
+
+A backend is a module (`BackendModule`) and a row of the table; its module is imported when it is needed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import importlib.util
+from typing import NamedTuple, Protocol, cast
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, Backend, KVSpec
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
-__all__ = ["BACKEND_NAMES", "BackendChoice", "choose_backend", "make_backend"]
+__all__ = [
+    "BACKENDS",
+    "BACKEND_NAMES",
+    "BackendChoice",
+    "BackendModule",
+    "array_kind_of",
+    "choose_backend",
+    "load_module",
+    "make_backend",
+]
 
-BACKEND_NAMES = ("auto", "cpu", "torch", "mps", "cuda", "reference")
+
+class _Row(NamedTuple):
+    """What is known of a backend before its module is imported. `devices`: kinds of torch devices, the usual one
+    first; `extra`: package that must be found, and the extra that installs it, empty where every install has all."""
+
+    module: str
+    devices: tuple[str, ...] = ("cpu",)
+    array_kind: str = "numpy"
+    extra: str = ""
+
+
+BACKENDS = {
+    "cpu": _Row("kvboost_edge.backends.cpu"),
+    "torch": _Row("kvboost_edge.backends.torch_backend", ("cpu", "cuda", "mps"), "torch", extra="torch"),
+    "reference": _Row("kvboost_edge.backends.reference"),
+}
+# In order of preference. Each is also a name that `backend` takes: it stands for the first backend with that device.
 _ACCELERATORS = ("cuda", "mps")
+BACKEND_NAMES = ("auto", *BACKENDS, *_ACCELERATORS)
+
+
+class BackendModule(Protocol):
+    """What a module of the table offers."""
+
+    def unsupported_reason(self, device: str, spec: KVSpec | None = None) -> str | None:
+        """Why the backend cannot use a device of this machine, or cannot keep KV of this kind; None when it can."""
+        ...
+
+    def make(
+        self, spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = ...
+    ) -> Backend:
+        """Allocate the backend; what does not concern it is passed over. Raises ConfigError or BackendUnavailable
+        for what `unsupported_reason` names, CapacityError where memory is refused."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """`name` is "cpu", "torch" or "reference"; `device` a torch device string; `reason` one sentence for people."""
+    """`name` is a row of the table; `device` a torch device string; `reason` one sentence for people."""
 
     name: str
     device: str
@@ -27,7 +72,7 @@ class BackendChoice:
 def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoice:
     """Resolve the options `backend` and `device`.
 
-    "auto" takes an accelerator that torch offers (or the one named by `device`), else the compiled CPU kernels.
+    "auto" takes an accelerator that a backend offers (or the one named by `device`), else the compiled CPU kernels.
     Raises ConfigError for an unknown name or a contradiction, BackendUnavailable for what is not on this machine.
     """
     if name not in BACKEND_NAMES:
@@ -35,52 +80,65 @@ def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoi
     kind = None if device is None else device.partition(":")[0]
     if kind not in (None, "cpu", *_ACCELERATORS):
         raise ConfigError(f"device={device!r} is not one of 'cpu', 'mps', 'cuda' or 'cuda:<index>'")
+    if name == "auto":
+        return _choose_auto(device, kind)
+    asked = f"backend={name!r} was asked for"
     if name in _ACCELERATORS:
         if kind not in (None, name):
             raise ConfigError(f"backend={name!r} contradicts device={device!r}; give one of them")
-        return BackendChoice("torch", _require_device(device or name), f"backend={name!r} was asked for")
-    if name == "torch":
-        return BackendChoice("torch", _require_device(device or "cpu"), "backend='torch' was asked for")
-    if name in ("cpu", "reference"):
-        if kind in _ACCELERATORS:
-            raise ConfigError(f"backend={name!r} runs on the CPU, not on device={device!r}; use backend='torch'")
-        return BackendChoice(name, "cpu", f"backend={name!r} was asked for")
-    return _choose_auto(device, kind)
+        return _available(_serving(name), device or name, asked)
+    devices = BACKENDS[name].devices
+    if kind is not None and kind not in devices:
+        raise ConfigError(
+            f"backend={name!r} runs on {' or '.join(devices)}, not on device={device!r}; use backend={_serving(kind)!r}"
+        )
+    return _available(name, device or devices[0], asked)
 
 
 def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
     if kind in _ACCELERATORS and device is not None:
-        return BackendChoice("torch", _require_device(device), f"device={device!r} was asked for")
+        return _available(_serving(device), device, f"device={device!r} was asked for")
     if kind is None:
         for accelerator in _ACCELERATORS:
-            if _missing_device(accelerator) is None:
-                return BackendChoice("torch", accelerator, f"torch offers the device {accelerator!r}")
+            name = _serving(accelerator)
+            if _missing(name, accelerator) is None:
+                return BackendChoice(name, accelerator, f"{name} offers the device {accelerator!r}")
         return BackendChoice("cpu", "cpu", "no accelerator is available to torch: compiled CPU kernels")
     return BackendChoice("cpu", "cpu", "device='cpu' was asked for: compiled CPU kernels")
 
 
-def _require_device(device: str) -> str:
-    problem = _missing_device(device)
+def _serving(device: str) -> str:
+    """The backend that an accelerator's name stands for."""
+    return next(name for name, row in BACKENDS.items() if device.partition(":")[0] in row.devices)
+
+
+def _available(name: str, device: str, reason: str) -> BackendChoice:
+    problem = _missing(name, device)
     if problem is not None:
         raise BackendUnavailable(f"device={device!r} is not available: {problem}")
-    return device
+    return BackendChoice(name, device, reason)
 
 
-def _missing_device(device: str) -> str | None:
-    """Why torch cannot use a device here, or None when it can."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed; install the extra [torch]"
-    torch = importlib.import_module("torch")
-    kind, _, index = device.partition(":")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            return "torch sees no CUDA device"
-        if index and (not index.isdigit() or int(index) >= count):
-            return f"torch sees {count} CUDA device(s)"
-    if kind == "mps" and not torch.backends.mps.is_available():
-        return "torch sees no Apple GPU (MPS)"
-    return None
+def _missing(name: str, device: str) -> str | None:
+    """Why a backend cannot use a device here, or None when it can."""
+    extra = BACKENDS[name].extra
+    if not extra:
+        return None  # everybody has what it needs; it is not imported only to be asked
+    if importlib.util.find_spec(extra) is None:
+        return f"{extra} is not installed; install the extra [{extra}]"
+    return load_module(name).unsupported_reason(device)
+
+
+def array_kind_of(name: str) -> str:
+    """ "numpy" or "torch": the arrays of the backend that a name, or a device, stands for; "" where that is open."""
+    kind = name.partition(":")[0]
+    row = BACKENDS.get(_serving(kind) if kind in _ACCELERATORS else kind)
+    return "" if row is None else row.array_kind
+
+
+def load_module(name: str) -> BackendModule:
+    """Import the module of a row."""
+    return cast(BackendModule, importlib.import_module(BACKENDS[name].module))
 
 
 def make_backend(
@@ -93,14 +151,5 @@ def make_backend(
 ) -> Backend:
     """Allocate the backend of a choice: a pool of `num_blocks` blocks. `num_threads` concerns the CPU kernels,
     `num_open` quantized pools: how many blocks may be partly written at a time."""
-    if choice.name == "torch":
-        from kvboost_edge.backends.torch_backend import TorchBackend
-
-        return TorchBackend(spec, num_blocks, device=choice.device)
-    if choice.name == "reference":
-        from kvboost_edge.backends.reference import ReferenceBackend
-
-        return ReferenceBackend(spec, num_blocks, num_open=num_open)
-    from kvboost_edge.backends.cpu import CPUBackend
-
-    return CPUBackend(spec, num_blocks, num_threads=num_threads, num_open=num_open)
+    make = load_module(choice.name).make
+    return make(spec, num_blocks, device=choice.device, num_threads=num_threads, num_open=num_open)

@@ -15,18 +15,44 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["TorchBackend", "TorchBatch"]
+__all__ = ["TorchBackend", "TorchBatch", "make", "unsupported_reason"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in the cache.
 _MAX_SCORES = {"cpu": 1 << 20}
 _MAX_SCORES_ELSEWHERE = 1 << 26
+
+
+def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
+    """Why torch cannot use a device here, or keep KV of this kind; None when it can."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            return "torch sees no CUDA device"
+        if index and (not index.isdigit() or int(index) >= count):
+            return f"torch sees {count} CUDA device(s)"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        return "torch sees no Apple GPU (MPS)"
+    if spec is not None and spec.is_quantized:
+        return (
+            f"torch keeps KV at 16 or 32 bits, not at {spec.bits}: kv_cache_bits needs backend='cpu' (or 'reference') "
+            "and the native runner"
+        )
+    return None
+
+
+def make(
+    spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = DEFAULT_NUM_OPEN
+) -> TorchBackend:
+    """See `select.BackendModule`; torch has its own number of threads, and no block of its pools is open."""
+    return TorchBackend(spec, num_blocks, device=device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,16 +141,14 @@ class TorchBackend:
         self.num_blocks = num_blocks
         self.device = device
         # torch's own setting, which a thread takes over when it first computes.
-        self.num_threads = torch.get_num_threads()
+        self._num_threads = torch.get_num_threads()
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
         if spec.dtype not in _DTYPES:
             raise ConfigError(f"KV dtype {spec.dtype!r} is not one of {tuple(_DTYPES)}")
-        if spec.is_quantized:
-            raise BackendUnavailable(
-                f"backend 'torch' keeps KV at 16 or 32 bits, not at {spec.bits}: kv_cache_bits needs backend='cpu' "
-                "(or 'reference') and the native runner"
-            )
+        problem = unsupported_reason(device, spec)
+        if problem is not None:
+            raise BackendUnavailable(f"backend 'torch' on device={device!r}: {problem}")
         dtype = _DTYPES[spec.dtype]
         try:
             self._device = torch.device(device)
@@ -155,6 +179,15 @@ class TorchBackend:
     def pool_bytes(self) -> int:
         """Bytes of the preallocated pool."""
         return sum(pool.numel() * pool.element_size() for pool in self._pool)
+
+    @property
+    def kernel_access(self) -> None:
+        """torch's kernels run on this pool."""
+        return None
+
+    def describe(self) -> BackendInfo:
+        """torch's kernels and threads."""
+        return BackendInfo(self.name, self.device, threading_layer="torch", num_threads=self._num_threads)
 
     def prepare(self, layout: BatchLayout) -> TorchBatch:
         """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""

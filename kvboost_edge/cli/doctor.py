@@ -27,8 +27,6 @@ _PACKAGES = (
     "kvboost-edge", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "torch",
     "transformers",
 )  # fmt: skip
-# The paged kernels run on threads of their own, so Numba's layer, and the library it may need, do not matter to them.
-_THREADING_LAYER = "kernel-team: own threads, needs neither OpenMP (libgomp) nor TBB"
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -68,7 +66,7 @@ def _processor() -> dict[str, Any]:
         "cores": f"{cpu.physical} physical, {cpu.logical} logical, {cpu.affinity} usable by this process",
         "cgroup_quota": "none" if cpu.quota is None else f"{cpu.quota:g} CPUs",
         "default_threads": default_num_threads(),
-        "threading_layer": _THREADING_LAYER,
+        "threading_layer": _threading_layer(),
     }
 
 
@@ -80,9 +78,17 @@ def _kernel_path() -> str:
 
 
 def _attention_path() -> str:
-    from kvboost_edge.kernels.coded.dot import coded_dot_form
+    from kvboost_edge.backends.cpu import attention_path
 
-    return f"{coded_dot_form()} on quantized blocks, float on others"
+    coded, plain = (attention_path(is_quantized=quantized) for quantized in (True, False))
+    return f"{coded} on quantized blocks, {plain} on others"
+
+
+def _threading_layer() -> str:
+    """The paged kernels run on threads of their own, so Numba's layer, and the library it may need, do not matter."""
+    from kvboost_edge.backends.cpu import THREADING_LAYER
+
+    return f"{THREADING_LAYER}: own threads, needs neither OpenMP (libgomp) nor TBB"
 
 
 def _amx() -> str:

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockDetail", "block_details", "cache_stats", "paged_stats"]
 
-# Whose threads compute attention: the CPU kernels have a team of their own, apart from numba's and torch's.
-_THREADING_LAYERS = {"cpu": "kernel-team", "torch": "torch"}
-
 
 def cache_stats(parts: EngineParts) -> dict[str, float]:
     """The cache as its users know it. A chunk is a block; hits and misses are whole chunks of prompts looked up.
@@ -52,7 +49,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
     not used; tokens_held counts the tokens whose KV is in the pool, shared ones once. isa is what the processor has,
     kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do)."""
-    manager = parts.manager
+    manager, backend = parts.manager, parts.backend.describe()
     used = manager.used_block_count
     hot = manager.published_block_count
     open_tails = sum(s.blocks.num_unchained_tokens(manager.block_size) for s in scheduler.running)
@@ -77,14 +74,14 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "generated_tokens": scheduler.num_generated_tokens,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
-        "backend": parts.backend.name,
-        "device": parts.backend.device,
+        "backend": backend.name,
+        "device": backend.device,
         "runner": parts.runner.info.name,
         "isa": _isa(),
         "kernel_path": parts.runner.info.kernel_path,
-        "attention_path": getattr(parts.backend, "attention_path", "none"),
-        "threading_layer": _THREADING_LAYERS.get(parts.backend.name, "none"),
-        "num_threads": getattr(parts.backend, "num_threads", config.num_threads or default_num_threads()),
+        "attention_path": backend.attention_path,
+        "threading_layer": backend.threading_layer,
+        "num_threads": backend.num_threads or config.num_threads or default_num_threads(),
     }
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from kvboost_edge.backends.base import KVSpec, LayerKVSpec
-from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
+from kvboost_edge.backends.base import BackendInfo, KVSpec, LayerKVSpec
+from kvboost_edge.backends.select import (
+    BACKEND_NAMES,
+    BACKENDS,
+    BackendChoice,
+    array_kind_of,
+    choose_backend,
+    load_module,
+    make_backend,
+)
+from kvboost_edge.config import _CHOICES
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
 SPEC = KVSpec((LayerKVSpec(2, 16),), 16, "float32")
@@ -110,9 +122,55 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("torch")
 
 
-@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_make_backend_builds_the_choice(name: str) -> None:
     backend = make_backend(choose_backend(name), SPEC, 3, num_threads=1)
     assert (backend.name, backend.device, backend.num_blocks) == (name, "cpu", 3)
     assert backend.pool_bytes == 3 * SPEC.bytes_per_block
+    assert backend.array_kind == array_kind_of(name)
+    assert backend.describe()[:2] == (name, "cpu")
     backend.close()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_module_says_what_it_cannot_do(name: str) -> None:
+    module = load_module(name)
+    for device in (choose_backend(name).device, "cuda", "mps"):
+        reason = module.unsupported_reason(device, SPEC)
+        assert reason is None if device == "cpu" else reason
+    assert "(8, 2)" in str(module.unsupported_reason("cpu", dataclasses.replace(SPEC, bits=(8, 2))))
+
+
+def test_what_backends_say_of_themselves() -> None:
+    coded = dataclasses.replace(SPEC, dtype="float16", bits=(8, 8))
+    said = {}
+    for name, spec in (("cpu", SPEC), ("reference", SPEC), ("torch", SPEC), ("coded", coded)):
+        backend = make_backend(choose_backend("cpu" if spec is coded else name), spec, 3, num_threads=1)
+        said[name] = backend.describe()
+        assert (backend.kernel_access is not None) == (backend.name == "cpu")
+        backend.close()
+    assert said["cpu"] == BackendInfo("cpu", "cpu", "float", "kernel-team", 1)
+    assert said["reference"] == BackendInfo("reference", "cpu", "none", "none", None)
+    assert said["torch"] == BackendInfo("torch", "cpu", "none", "torch", torch.get_num_threads())
+    assert said["coded"].attention_path not in ("none", "float")
+
+
+def test_arrays_are_known_before_a_backend_is_made() -> None:
+    names = {"cpu": "numpy", "torch": "torch", "mps": "torch", "cuda": "torch", "cuda:1": "torch", "auto": ""}
+    assert {name: array_kind_of(name) for name in names} == names
+
+
+def test_the_options_are_the_backends_there_are() -> None:
+    assert sorted(_CHOICES["backend"]) == sorted(BACKEND_NAMES)
+
+
+def test_choosing_compiled_kernels_loads_none_and_no_torch() -> None:
+    script = (
+        "import sys\n"
+        "from kvboost_edge.backends.select import choose_backend\n"
+        "assert choose_backend('cpu').name == 'cpu'\n"
+        "assert not {'numba', 'torch'} & set(sys.modules)\n"
+        "assert choose_backend('torch').name == 'torch'\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import AttentionParams, Backend, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
@@ -76,6 +76,9 @@ class FakeBackend:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.spec.bytes_per_block
+
+    def describe(self) -> BackendInfo:
+        return BackendInfo(self.name, self.device)
 
     def prepare(self, layout: BatchLayout) -> BatchLayout:
         return layout

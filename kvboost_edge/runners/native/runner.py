@@ -113,10 +113,9 @@ class NativeRunner:
             raise ConfigError(f"backend {backend.name!r} was made for other layers than those of this model")
         self._backend = backend
         # Two teams would wait for each other's cores: the kernels of both take turns, so one team serves them.
-        team = getattr(backend, "team", None)
-        if not isinstance(team, KernelTeam) or team.num_threads != self._own_team.num_threads:
-            team = self._own_team
-        self._team = team
+        access = backend.kernel_access
+        shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
+        self._team = access.workspace.team if access is not None and shared else self._own_team
         self._whole = None
         if self._spec.num_heads * self._spec.head_dim == self._buffers.sizes.attended:
             self._whole = WholePass.of(backend, self._params)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, Backend
-from kvboost_edge.backends.cpu import CPUBackend, PreparedBatch
-from kvboost_edge.backends.quant_blocks import QuantBlocks
+from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec
+from kvboost_edge.backends.cpu import PreparedBatch
+from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
 from kvboost_edge.kernels.attention.call import AttentionCall
 from kvboost_edge.kernels.attention.launch import make_call
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
@@ -58,11 +58,9 @@ class _Storage(NamedTuple):
 class WholePass:
     """The attention operations of all layers on one backend."""
 
-    def __init__(self, backend: CPUBackend, params: Sequence[AttentionParams]) -> None:
-        self._space = backend.workspace
-        self._shape, self._num_layers = backend.spec.layers[0], len(backend.spec.layers)
-        self._coded: QuantBlocks | None = backend.coded_blocks
-        self._pools = backend.plain_pools
+    def __init__(self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams]) -> None:
+        self._space, self._pools, self._coded = access
+        self._shape, self._num_layers = spec.layers[0], len(spec.layers)
         self._fixed: dict[int, Any] = {}
         if self._coded is None:
             self._fixed[la.R_KEYS] = [pool.keys.ctypes.data for pool in self._pools]
@@ -80,9 +78,10 @@ class WholePass:
     @classmethod
     def of(cls, backend: Backend, params: Sequence[AttentionParams]) -> WholePass | None:
         """None where the backend has other kernels, or a pool that differs from layer to layer."""
-        if type(backend) is not CPUBackend or len(set(backend.spec.layers)) != 1:
+        access = backend.kernel_access
+        if access is None or len(set(backend.spec.layers)) != 1:
             return None
-        return cls(backend, params)
+        return cls(access, backend.spec, params)
 
     def prepare(self, queries: Floats, prepared: PreparedBatch, num_counters: int) -> PassMemory:
         """Memory for a pass whose program needs `num_counters` counters; queries float32 [tokens, heads, head_dim]."""
@@ -111,7 +110,7 @@ class WholePass:
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
         return _Storage(self._pools[0], prepared.paged, {la.R_SLOTS: slots.ctypes.data}, [slots])
 
-    def _open(self, coded: QuantBlocks, prepared: PreparedBatch) -> _Storage:
+    def _open(self, coded: CodedBlocks, prepared: PreparedBatch) -> _Storage:
         """Attention reads the open blocks as floats, and what is written goes there."""
         assert prepared.coded is not None
         own, places = coded.all_layers(prepared.coded)

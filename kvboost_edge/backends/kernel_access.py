@@ -1,0 +1,57 @@
+"""What a runner needs that calls the compiled kernels on a backend's blocks itself, between kernels of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.attention.launch import AttentionWorkspace
+from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
+from kvboost_edge.kernels.coded.layout import KVRecord
+
+__all__ = ["CodedBlocks", "KernelAccess", "Places"]
+
+Longs = npt.NDArray[np.int64]
+
+
+class Places(NamedTuple):
+    """A pass's buffers as places in the arena, for each of the layers of one shape; otherwise as in PassPlan.
+
+    slots              int64 [num_layers, num_tokens]
+    tables             int32 [num_layers, num_seqs, width]
+    continued, closed  int64 [num_layers, n, 2]
+    """
+
+    slots: Longs
+    tables: npt.NDArray[np.int32]
+    continued: Longs
+    closed: Longs
+
+
+class CodedBlocks(Protocol):
+    """The storage of a quantized pool whose layers have one shape."""
+
+    @property
+    def records(self) -> tuple[list[npt.NDArray[np.uint8]], KVRecord]:
+        """The records of each layer, uint8 [num_blocks, num_kv_heads, bytes], and what they look like in layer 0."""
+        ...
+
+    def all_layers(self, batch: Any) -> tuple[OwnBlocks, Places]:
+        """What a prepared pass reads and writes: the own blocks of layer 0, and the places in all layers."""
+        ...
+
+
+class KernelAccess(NamedTuple):
+    """The inside of a backend of compiled kernels.
+
+    workspace     threads and buffers of attention; kernels that take turns with it use its team
+    plain_pools   the pools of all layers as they are stored; none where they are quantized
+    coded_blocks  the storage of a quantized pool; None where it is not quantized
+    """
+
+    workspace: AttentionWorkspace
+    plain_pools: Sequence[KVPool]
+    coded_blocks: CodedBlocks | None
