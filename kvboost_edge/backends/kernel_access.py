@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
-from kvboost_edge.kernels.coded.layout import KVRecord
+from kvboost_edge.kernels.coded.layout import CodeLayout
 
 __all__ = ["CodedBlocks", "KernelAccess", "Places"]
 
@@ -35,8 +35,8 @@ class CodedBlocks(Protocol):
     """The storage of a quantized pool whose layers have one shape."""
 
     @property
-    def records(self) -> tuple[list[npt.NDArray[np.uint8]], KVRecord]:
-        """The records of each layer, uint8 [num_blocks, num_kv_heads, bytes], and what they look like in layer 0."""
+    def codes(self) -> tuple[list[npt.NDArray[np.uint8]], CodeLayout]:
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in layer 0."""
         ...
 
     def all_layers(self, batch: Any) -> tuple[OwnBlocks, Places]:

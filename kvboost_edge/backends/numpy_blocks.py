@@ -105,7 +105,7 @@ class NumpyBlocks:
             self._quant.check_full(block_ids)
 
     def _byte_rows(self) -> list[npt.NDArray[np.uint8]]:
-        arrays = self._coded.records[0] if self.spec.is_quantized else [array for pool in self._pools for array in pool]
+        arrays = self._coded.codes[0] if self.spec.is_quantized else [array for pool in self._pools for array in pool]
         if not arrays:
             raise ConfigError(f"backend {self.name!r} is closed: it holds no blocks")
         return [as_rows(array) for array in arrays]
