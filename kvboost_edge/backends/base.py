@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kernels.attention.parts import Parts
 from kvboost_edge.kernels.coded.layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
 
@@ -83,14 +84,18 @@ class BatchLayout:
     seq_lens      int32 [num_seqs]                KV length of each sequence including the tokens of this pass
     block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
     slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
+    parts         which positions the blocks of a table hold, see kernels/attention/parts.py; None: all tables are
+                  plain, block i holds the positions from i * block_size on
 
-    The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i.
+    The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i; its slot is
+    that of its position in the sequence's last part.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
+    parts: Parts = None
 
 
 class AttentionParams(NamedTuple):

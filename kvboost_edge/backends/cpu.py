@@ -40,6 +40,7 @@ class PreparedBatch:
             np.ascontiguousarray(layout.cu_seqlens_q, dtype=np.int32),
             np.ascontiguousarray(layout.seq_lens, dtype=np.int32),
             np.ascontiguousarray(layout.block_tables, dtype=np.int32),
+            layout.parts,
         )
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads

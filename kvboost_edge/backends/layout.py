@@ -1,4 +1,4 @@
-"""What every backend checks before it touches its pool: a pass's layout, and ids of blocks. Imports no kernel."""
+"""What every backend checks before it touches its pool: a pass's layout, and ids of blocks. Loads no Numba."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.parts import Part, entry_positions
 
 __all__ = ["check_block", "check_layout"]
 
@@ -34,16 +35,45 @@ def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
 
 
 def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
-    needed: npt.NDArray[np.int64] = -(-layout.seq_lens.astype(np.int64) // block_size)
-    width = layout.block_tables.shape[1]
-    if needed.size and needed.max() > width:
+    tables, seq_lens = layout.block_tables, layout.seq_lens.astype(np.int64)
+    if layout.parts is not None:
+        _check_parts(layout, layout.parts, block_size)
+    _, served, until = entry_positions(tables.shape, layout.parts, block_size)
+    held = until.max(axis=1, initial=0)
+    if (held < seq_lens).any():
         raise ConfigError(
-            f"block tables of {width} blocks of {block_size} do not hold seq_len {int(layout.seq_lens.max())}"
+            f"block tables of {tables.shape[1]} blocks of {block_size} do not hold seq_len {int(seq_lens.max())}"
         )
-    used = layout.block_tables[np.arange(width) < needed[:, None]]
+    used = tables[(served < until) & (served < seq_lens[:, None])]
     if used.size:
         check_block(int(used.min()), num_blocks)
         check_block(int(used.max()), num_blocks)
+
+
+def _check_parts(layout: BatchLayout, parts: npt.NDArray[np.int32], block_size: int) -> None:
+    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one holding its new
+    tokens, and all keys are where they were computed."""
+    num_seqs, width = layout.block_tables.shape
+    if (
+        parts.ndim != 2
+        or parts.shape[1] != len(Part._fields)
+        or not np.array_equal(np.unique(parts[:, 0]), np.arange(num_seqs))
+        or (np.diff(parts[:, 0]) < 0).any()
+    ):
+        raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} sequences")
+    if parts[:, 4].any():
+        raise ConfigError(f"parts with delta {parts[:, 4].tolist()}: keys computed at other positions are not attended")
+    begins = np.append(True, parts[1:, 0] != parts[:-1, 0])
+    before = np.roll(parts, 1, axis=0)
+    ends = before[:, 2] + (parts[:, 1] - before[:, 1]) * block_size
+    follows = (parts[:, 3] > before[:, 3]) & (parts[:, 1] > before[:, 1]) & (parts[:, 3] <= ends)
+    fits = (parts[:, 2] <= parts[:, 3]) & (parts[:, 3] < parts[:, 2] + block_size) & (parts[:, 1] < width)
+    if not (fits & np.where(begins, (parts[:, 1:4] >= 0).all(axis=1) & (parts[:, 3] == 0), follows)).all():
+        raise ConfigError(f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks")
+    first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
+    last = parts[np.append(begins[1:], True)]
+    if (last[:, 3] > first).any():
+        raise ConfigError(f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts")
 
 
 def check_block(block_id: int, num_blocks: int) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.kernels.attention.parts import own_parts
 
 __all__ = ["OpenBlocks", "PassPlan"]
 
@@ -25,7 +26,7 @@ class PassPlan(NamedTuple):
 
     slots       int64 [num_tokens]         buffer * block_size + offset of each new token
     tables      int32 [num_seqs, width]    buffers of the blocks that each sequence writes, in order
-    first       int32 [num_seqs]           number, within the sequence, of the first of those blocks
+    first       int32 [num_seqs]           position of slot 0 of the first of those blocks
     continued   [(buffer, temporary)]      copied before anything is written
     closed      [(temporary, block id)]    quantized after all is written
     num_temporary                          temporary buffers needed
@@ -76,13 +77,16 @@ class OpenBlocks:
         from its middle on and not open; CapacityError where too many blocks would be open.
         """
         size, lengths = self._block_size, np.diff(layout.cu_seqlens_q)
-        starts = (layout.seq_lens - lengths).astype(np.int64)
-        first = (starts // size).astype(np.int32)
-        counts = np.where(lengths > 0, -(-layout.seq_lens // size) - first, 0)
+        # Everything below counts from the slot 0 of each sequence's last part, where its new tokens go.
+        own_index, own_position = own_parts(len(lengths), layout.parts)
+        ends = layout.seq_lens - own_position
+        starts = ends - lengths
+        first = starts // size
+        positions = _first_positions(layout, own_position + first * size)
+        counts = np.where(lengths > 0, -(-ends // size) - first, 0)
         rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = (starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows))
-        numbers, offsets = np.divmod(positions, size)
-        _check_slots(layout, rows, numbers, offsets, size)
+        numbers, offsets = np.divmod((starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows)), size)
+        _check_slots(layout, rows, own_index[rows] + numbers, offsets, size)
         tables = np.zeros((len(lengths), max(1, int(counts.max(initial=0)))), dtype=np.int32)
         continued: list[tuple[int, int]] = []
         closed: list[tuple[int, int]] = []
@@ -90,9 +94,9 @@ class OpenBlocks:
         written: set[int] = set()
         gone: list[int] = []
         for sequence in np.flatnonzero(lengths).tolist():
-            begin, end = int(starts[sequence]), int(layout.seq_lens[sequence])
+            begin, end = int(starts[sequence]), int(ends[sequence])
             for number in range(int(counts[sequence])):
-                block_id = int(layout.block_tables[sequence, first[sequence] + number])
+                block_id = int(layout.block_tables[sequence, own_index[sequence] + first[sequence] + number])
                 held = self._buffers.get(block_id)
                 if block_id in written:
                     raise ConfigError(
@@ -117,7 +121,7 @@ class OpenBlocks:
         for block_id, place in opened.items():
             tables.reshape(-1)[place] = self._take(block_id)
         slots = tables[rows, numbers - first[rows]].astype(np.int64) * size + offsets
-        return PassPlan(slots, tables, first, continued, closed, len(closed))
+        return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
     def _take(self, block_id: int) -> int:
         if block_id in self._buffers:
@@ -142,10 +146,22 @@ class OpenBlocks:
             )
 
 
+def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.int32]:
+    """The positions of slot 0 of each sequence's first written block. ConfigError where a sequence's last part does not
+    begin at the slot 0 of a block: a quantized block is written from there on."""
+    if layout.parts is not None:
+        last = layout.parts[np.append(layout.parts[1:, 0] != layout.parts[:-1, 0], True)]
+        if (last[:, 2] != last[:, 3]).any():
+            raise ConfigError(
+                f"parts {layout.parts.tolist()}: what is written of a quantized pool begins at slot 0 of a block"
+            )
+    return positions.astype(np.int32)
+
+
 def _check_slots(layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int) -> None:
     """ConfigError unless each token's slot is that of its position in its sequence's block table.
 
-    rows, numbers, offsets: sequence, block of the sequence, and offset in the block of each token
+    rows, numbers, offsets: sequence, entry of its block table, and offset in the block of each token
     """
     expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets
     wrong = np.flatnonzero(expected != layout.slot_mapping)

@@ -62,7 +62,7 @@ class ReferenceBackend(NumpyBlocks):
     ) -> tuple[Floats, Floats]:
         """Causal attention: (out like queries, lse), float32."""
         layout = batch.layout if isinstance(batch, QuantPass) else batch
-        paged = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
+        paged = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
         options = AttentionOptions(*params)
         if isinstance(batch, QuantPass):
             coded = self._coded.layer(layer, batch)

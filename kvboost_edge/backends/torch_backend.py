@@ -19,6 +19,7 @@ from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, Backen
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
+from kvboost_edge.kernels.attention.parts import entry_positions
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["TorchBackend", "TorchBatch", "make", "unsupported_reason"]
@@ -85,6 +86,7 @@ class TorchBatch:
         self.slots = torch.from_numpy(np.ascontiguousarray(layout.slot_mapping)).to(device)
         self._block_size = block_size
         self._groups: dict[int, list[_Group]] = {}
+        self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
 
     def groups(self, window: int) -> list[_Group]:
         """The groups for a window (0: none); the window bounds the blocks that are gathered."""
@@ -101,19 +103,24 @@ class TorchBatch:
         seq_lens = layout.seq_lens[seqs].astype(np.int64)
         q_first = seq_lens - q_len
         k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
-        first_block = k_first // size
-        num_blocks = -(-seq_lens // size) - first_block
-        columns = first_block[:, None] + np.arange(num_blocks.max())
-        present = columns < (first_block + num_blocks)[:, None]
-        blocks = np.where(
-            present, np.take_along_axis(layout.block_tables[seqs], np.where(present, columns, 0), axis=1), 0
+        first, served, until = (rows[seqs] for rows in self._entries)
+        seen = (until > k_first[:, None]) & (served < np.minimum(until, seq_lens[:, None]))
+        num_blocks = seen.sum(axis=1)
+        columns = np.argsort(~seen, axis=1, kind="stable")[:, : num_blocks.max()]
+        present = np.arange(columns.shape[1]) < num_blocks[:, None]
+        blocks, first, served, until = (
+            np.take_along_axis(rows, columns, axis=1) for rows in (layout.block_tables[seqs], first, served, until)
         )
-        k_positions = (columns[:, :, None] * size + np.arange(size)).reshape(len(seqs), -1)
-        k_valid = (k_positions >= k_first[:, None]) & (k_positions < seq_lens[:, None])
+        blocks = np.where(present, blocks, 0)
+        k_positions = first[:, :, None] + np.arange(size)
+        k_valid = present[:, :, None] & (k_positions >= served[:, :, None]) & (k_positions < until[:, :, None])
+        k_positions, k_valid = k_positions.reshape(len(seqs), -1), k_valid.reshape(len(seqs), -1)
+        k_valid &= (k_positions >= k_first[:, None]) & (k_positions < seq_lens[:, None])
+        queries = (k_valid & (k_positions == q_first[:, None])).argmax(axis=1)
         rows = layout.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
         return _Group(
             q_len,
-            int((q_first - first_block * size).max()),
+            int(queries.max()),
             self._tensor(rows.ravel()),
             self._tensor(blocks.astype(np.int64)),
             self._tensor(q_first[:, None] + np.arange(q_len)),

@@ -10,6 +10,8 @@ import numpy as np
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.engine.work import ScheduledTokens
+from kvboost_edge.kernels.attention.parts import Parts
+from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
 
@@ -34,6 +36,7 @@ def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManage
         seq_lens=np.array([one.stop for one in work], np.int32),
         block_tables=block_tables,
         slot_mapping=np.array(slots, np.int64),
+        parts=_parts_of(tables),
     )
     return ForwardBatch(
         token_ids=_joined([np.array(one.token_ids, np.int64) for one in work]),
@@ -41,6 +44,13 @@ def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManage
         layout=layout,
         logit_rows=np.array(rows, np.int64),
     )
+
+
+def _parts_of(tables: Several[BlockTable]) -> Parts:
+    """The parts of all tables; None where all are plain."""
+    if all(len(table.parts) == 1 for table in tables):
+        return None
+    return np.array([(i, *part) for i, table in enumerate(tables) for part in table.parts], np.int32)
 
 
 def _joined(arrays: list[Any]) -> Any:

@@ -92,7 +92,8 @@ def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
     """Addresses of the keys and values stored for a position."""
     shape = job.shape
     size = 4 if shape.kind == KIND_F32 else 2
-    block = load_i32(job.block_tables + 4 * (unit.sequence * job.max_blocks + position // shape.block_size))
+    entry = unit.sequence * job.max_blocks + unit.first_index + position // shape.block_size
+    block = load_i32(job.block_tables + 4 * entry)
     offset = position % shape.block_size
     base = (block * shape.num_kv_heads + unit.head) * shape.head_dim * shape.block_size
     return job.keys + (base + offset) * size, job.values + (base + offset * shape.head_dim) * size
@@ -121,8 +122,8 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: boo
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
-    hides = start + TILE > unit.first_position + 1
-    if shape.window > 0 and start < unit.high - shape.window:
+    hides = start + TILE > min(unit.first_position + 1, unit.high) or start < unit.low
+    if shape.window > 0 and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window:
         hides = True
     for row in range(0, unit.num_rows, ROWS):
         at = unit.scores + row * TILE * 4
@@ -137,7 +138,7 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: boo
             for each in range(ROWS):
                 end = unit.first_position + (row + each) // shape.heads_per_kv + 1 - start
                 low = end - shape.window if shape.window > 0 else 0
-                hide_row(at + each * TILE * 4, low, end)
+                hide_row(at + each * TILE * 4, max(low, unit.low - start), min(end, unit.high - start))
         softmax_rows(at, maxima + 4 * row, totals + 4 * row, unit.rescale + 4 * row)
     for row in range(0, unit.num_rows, ROWS):
         at, out, factors = unit.scores + row * TILE * 4, state + row * dim * 4, unit.rescale + row * 4

@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
     queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens, num_q_heads]
     keys, values  addresses of the pool's arrays
     sinks         float32 [num_q_heads], or [0] for none
-    parts         float32 [num_parts * num_kv_heads, state_floats]: states of split partitions
+    partials         float32 [num_parts * num_kv_heads, state_floats]: states of split partitions
     scratch       float32 [num_threads, scratch_floats]; a thread takes a row when it joins
     counters      int64, see NUM_COUNTERS
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
@@ -64,7 +64,7 @@ class AttentionCall(NamedTuple):
     keys: int
     values: int
     sinks: Floats
-    parts: Floats
+    partials: Floats
     scratch: Floats
     counters: npt.NDArray[np.int64]
     cu_seqlens_q: Ints
@@ -89,7 +89,7 @@ class Job(NamedTuple):
     keys: int
     values: int
     sinks: int
-    parts: int
+    partials: int
     scratch: int
     counters: int
     cu_seqlens_q: int
@@ -103,7 +103,10 @@ class Job(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Where a unit works. Positions are absolute; the rows see tokens [low, high) at most.
+    """Where a unit works. Positions are counted from `shift`; the rows see tokens [low, high) at most.
+
+    first_index   entry of the block table that holds the tokens from `shift` on
+    whole         0, or `high` where the rows' own tokens are in another part: then all rows see all up to there
 
     query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0
     scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
@@ -114,6 +117,9 @@ class Unit(NamedTuple):
     """
 
     sequence: Any
+    first_index: Any
+    shift: Any
+    whole: Any
     head: int
     num_rows: Any
     first_position: Any

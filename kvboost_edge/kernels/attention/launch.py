@@ -46,7 +46,7 @@ class AttentionWorkspace:
     def __init__(self, num_threads: int) -> None:
         self.team = KernelTeam(num_threads)
         self._scratch: Floats = aligned_empty((0,), np.float32)
-        self._parts: Floats = aligned_empty((0,), np.float32)
+        self._partials: Floats = aligned_empty((0,), np.float32)
 
     @property
     def num_threads(self) -> int:
@@ -58,11 +58,11 @@ class AttentionWorkspace:
             self._scratch = aligned_empty((self.num_threads * num_floats,), np.float32)
         return self._scratch[: self.num_threads * num_floats].reshape(self.num_threads, num_floats)
 
-    def parts(self, num_parts: int, num_floats: int) -> Floats:
-        """float32 [num_parts, num_floats], contents undefined."""
-        if self._parts.size < num_parts * num_floats:
-            self._parts = aligned_empty((num_parts * num_floats,), np.float32)
-        return self._parts[: num_parts * num_floats].reshape(num_parts, num_floats)
+    def partials(self, count: int, num_floats: int) -> Floats:
+        """float32 [count, num_floats], contents undefined."""
+        if self._partials.size < count * num_floats:
+            self._partials = aligned_empty((count * num_floats,), np.float32)
+        return self._partials[: count * num_floats].reshape(count, num_floats)
 
     def close(self) -> None:
         self.team.close()
@@ -148,7 +148,7 @@ def make_call(
         keys=pool.keys.ctypes.data,
         values=pool.values.ctypes.data,
         sinks=_NO_SINKS if options.sinks is None else _plain(options.sinks, np.float32),
-        parts=space.parts(plan.num_parts * num_kv_heads, shape.state_floats),
+        partials=space.partials(plan.num_partials * num_kv_heads, shape.state_floats),
         scratch=scratch,
         counters=np.zeros(NUM_COUNTERS + plan.num_splits * num_kv_heads, dtype=np.int64),
         cu_seqlens_q=_plain(batch.cu_seqlens_q, np.int32),

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.parts import Longs, Parts, valid_to
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
 
 __all__ = [
     "ITEM_COLUMNS",
+    "NO_END",
     "PARTITION",
     "AttentionOptions",
     "Item",
@@ -55,7 +57,7 @@ class OwnBlocks(NamedTuple):
     """The blocks that a pass writes, in float16: a query reads its own block here.
 
     pool   float16 buffers as in KVPool;  tables int32 [num_seqs, width]: the buffer of the sequence's first block that
-    the pass writes, of the next, ...;  first int32 [num_seqs]: the number of that first block within the sequence.
+    the pass writes, of the next, ...;  first int32 [num_seqs]: the position of that first block's slot 0.
     """
 
     pool: KVPool
@@ -67,13 +69,15 @@ class PagedBatch(NamedTuple):
     """Which query rows belong to which sequence and where the sequences' blocks are.
 
     cu_seqlens_q  int32 [num_seqs + 1]           first query row of each sequence
-    seq_lens      int32 [num_seqs]               tokens of each sequence, those of the query rows included
+    seq_lens      int32 [num_seqs]               the position behind each sequence's last query row
     block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's end
+    parts         which positions the blocks hold, see parts.py; None: block i holds those from i * block_size on
     """
 
     cu_seqlens_q: Ints
     seq_lens: Ints
     block_tables: Ints
+    parts: Parts = None
 
 
 class AttentionOptions(NamedTuple):
@@ -92,10 +96,13 @@ class Item(NamedTuple):
     """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where the tile is split.
 
     first_row, num_rows              query tokens, counted from the sequence's first one in the batch
-    first_partition, end_partition   what this item walks
+    first_partition, end_partition   what this item walks, of one part of the sequence's blocks
     split                            number of the split tile, -1: not split
-    split_partition, num_partitions  the split tile's first partition, and how many it has
-    first_part                       the split tile's first partial result
+    ordinal, num_partitions          which of the split tile's partitions this is, and how many it has
+    first_partial                    the split tile's first partial result
+    first_index                      the part's first entry in the block table
+    shift                            position of that entry's slot 0; the item's other positions are counted from there
+    valid_from, valid_to             what the part serves; NO_END: the queries themselves are in it
     """
 
     sequence: Any
@@ -104,11 +111,16 @@ class Item(NamedTuple):
     first_partition: Any
     end_partition: Any
     split: Any
-    split_partition: Any
+    ordinal: Any
     num_partitions: Any
-    first_part: Any
+    first_partial: Any
+    first_index: Any
+    shift: Any
+    valid_from: Any
+    valid_to: Any
 
 
+NO_END = np.iinfo(np.int32).max
 ITEM_COLUMNS = len(Item._fields)
 
 
@@ -117,14 +129,14 @@ class WorkPlan(NamedTuple):
 
     items        int32 [num_items, ITEM_COLUMNS], rows of `Item`
     num_splits   tiles of query rows whose partitions are split
-    num_parts    partial results of all of them
+    num_partials partial results of all of them
     tile_rows    most query tokens in one item
     num_steps    (4 query rows x 64 tokens) of all items, about: the size of the work per kv head
     """
 
     items: Ints
     num_splits: int
-    num_parts: int
+    num_partials: int
     tile_rows: int
     num_steps: int
 
@@ -139,13 +151,14 @@ def query_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
 def plan_work(batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: int, num_threads: int) -> WorkPlan:
     """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per partition.
 
-    How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way.
+    How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way. A
+    sequence of several parts is always split, each part into partitions of its own.
     """
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     lengths = np.diff(batch.cu_seqlens_q)
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows)
-    if window > 0 or lengths.max(initial=0) > tile_rows:
-        return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), cut)
+    if window > 0 or batch.parts is not None or lengths.max(initial=0) > tile_rows:
+        return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), batch.parts, cut)
     # Steps of decoding: the same plan until a sequence begins another tile.
     seq_lens = (batch.seq_lens + (_TILE - 1)) // _TILE * _TILE
     return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), cut)
@@ -165,44 +178,89 @@ class _Cut(NamedTuple):
 def _plan_again(lengths: bytes, seq_lens: bytes, cut: _Cut) -> WorkPlan:
     """`_plan_items`, for lengths whose bytes it has met before the same again; int32."""
     one, other = (np.frombuffer(data, dtype=np.int32).astype(np.int64) for data in (lengths, seq_lens))
-    return _plan_items(one, other, cut)
+    return _plan_items(one, other, None, cut)
 
 
-def _plan_items(lengths: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], cut: _Cut) -> WorkPlan:
-    heads_per_kv, num_kv_heads, window, num_threads, tile_rows = cut
+class _Walks(NamedTuple):
+    """What tiles of query rows walk: one walk for each part of the tile's sequence. int64 [num_walks] each.
+
+    tile  the tile;  position: of its first query;  partitions [first, end) and whatever else as in `Item`
+    """
+
+    tile: Longs
+    position: Longs
+    first_partition: Longs
+    end_partition: Longs
+    first_index: Longs
+    shift: Longs
+    valid_from: Longs
+    valid_to: Longs
+
+
+def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> WorkPlan:
+    tile_rows = cut.tile_rows
     tiles = -(-lengths // tile_rows)
     sequence = np.repeat(np.arange(lengths.size), tiles)
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(lengths[sequence] - first_row, tile_rows)
-    position = seq_lens[sequence] - lengths[sequence] + first_row
-    first_partition = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
-    end_partition = -(-(position + rows) // PARTITION)
-    few = (tiles == 1) | (tiles * num_kv_heads < _ITEMS_PER_THREAD * num_threads)
-    split = few[sequence] & (end_partition - first_partition > 1) & (num_threads > 1)
+    walks = _walks(sequence, seq_lens[sequence] - lengths[sequence] + first_row, rows, parts, cut.window)
+    counts = walks.end_partition - walks.first_partition
+    totals = np.bincount(walks.tile, counts, sequence.size).astype(np.int64)
+    few = (tiles == 1) | (tiles * cut.num_kv_heads < _ITEMS_PER_THREAD * cut.num_threads)
+    split = few[sequence] & (totals > 1) & (cut.num_threads > 1)
+    split |= np.bincount(walks.tile, minlength=sequence.size) > 1
 
-    partitions = np.where(split, end_partition - first_partition, 1)
-    source = np.repeat(np.arange(sequence.size), partitions)
-    within = np.arange(source.size) - np.repeat(np.cumsum(partitions) - partitions, partitions)
-    is_split = split[source]
-    begin = np.where(is_split, first_partition[source] + within, first_partition[source])
+    is_split = split[walks.tile]
+    source, within = _repeated(np.where(is_split, counts, 1))
+    tile, is_split = walks.tile[source], is_split[source]
+    partials = np.where(split, totals, 0)
+    first_partial = np.cumsum(partials) - partials
+    begin = walks.first_partition[source] + np.where(is_split, within, 0)
     columns = Item(
-        sequence=sequence[source],
-        first_row=first_row[source],
-        num_rows=rows[source],
+        sequence=sequence[tile],
+        first_row=first_row[tile],
+        num_rows=rows[tile],
         first_partition=begin,
-        end_partition=np.where(is_split, begin + 1, end_partition[source]),
-        split=np.where(is_split, (np.cumsum(split) - 1)[source], -1),
-        split_partition=first_partition[source],
-        num_partitions=partitions[source],
-        first_part=(np.cumsum(np.where(split, partitions, 0)) - np.where(split, partitions, 0))[source],
+        end_partition=np.where(is_split, begin + 1, walks.end_partition[source]),
+        split=np.where(is_split, (np.cumsum(split) - 1)[tile], -1),
+        ordinal=np.where(is_split, np.cumsum(is_split) - 1 - first_partial[tile], 0),
+        num_partitions=np.where(is_split, totals[tile], 1),
+        first_partial=first_partial[tile],
+        first_index=walks.first_index[source],
+        shift=walks.shift[source],
+        valid_from=walks.valid_from[source],
+        valid_to=walks.valid_to[source],
     )
     items = np.stack(columns, axis=1).astype(np.int32)
     # Longest first, so that no thread is left with a long item at the end; partitions of one tile stay side by side.
     cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
-    row_steps, tile_steps = -(-rows * heads_per_kv // 4), -(-(position + rows - first_partition * PARTITION) // _TILE)
-    num_parts, num_steps = int(np.where(split, partitions, 0).sum()), int((row_steps * tile_steps).sum())
-    return WorkPlan(items, int(split.sum()), num_parts, tile_rows, num_steps)
+    row_steps = -(-rows * cut.heads_per_kv // 4)[walks.tile]
+    tile_steps = -(-(walks.position + rows[walks.tile] - walks.first_partition * PARTITION) // _TILE)
+    num_steps = int((row_steps * np.minimum(tile_steps, counts * (PARTITION // _TILE))).sum())
+    return WorkPlan(items, int(split.sum()), int(partials.sum()), tile_rows, num_steps)
+
+
+def _walks(sequence: Longs, position: Longs, rows: Longs, parts: Parts, window: int) -> _Walks:
+    """The walks of tiles of `rows` query rows, the first of them at `position` of `sequence`."""
+    if parts is None:
+        tile, zeros = np.arange(sequence.size), np.zeros(sequence.size, dtype=np.int64)
+        first_index, shift, valid_from, end = zeros, zeros, zeros, np.full(sequence.size, NO_END)
+    else:
+        tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
+        _, first_index, shift, valid_from, _ = parts[number].astype(np.int64).T
+        position, end = position[tile] - shift, valid_to(parts)[number]
+        valid_from, end = valid_from - shift, np.where(end == NO_END, NO_END, end - shift)
+    low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
+    high = np.minimum(end, position + rows[tile])
+    first = low // PARTITION
+    return _Walks(tile, position, first, np.maximum(-(-high // PARTITION), first), first_index, shift, valid_from, end)
+
+
+def _repeated(counts: Longs) -> tuple[Longs, Longs]:
+    """Index i, counts[i] times, for every i; and 0, 1, ... counts[i] - 1 beside it."""
+    source = np.repeat(np.arange(counts.size), counts)
+    return source, np.arange(source.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def storage_kind(pool: KVPool) -> int:

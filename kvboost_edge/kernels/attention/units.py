@@ -23,7 +23,7 @@ from kvboost_edge.kernels.attention.call import (
     Shape,
     Unit,
 )
-from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, Item
+from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, NO_END, Item
 from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.tuples import load_i32_row
@@ -79,8 +79,8 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     num_rows = item.num_rows * heads
     cu_seqlens = job.cu_seqlens_q + 4 * item.sequence
     num_queries = load_i32(cu_seqlens + 4) - load_i32(cu_seqlens)
-    first_position = load_i32(job.seq_lens + 4 * item.sequence) - num_queries + item.first_row
-    low = max(0, first_position - shape.window + 1) if shape.window > 0 else 0
+    first_position = load_i32(job.seq_lens + 4 * item.sequence) - num_queries + item.first_row - item.shift
+    low = max(item.valid_from, first_position - shape.window + 1) if shape.window > 0 else item.valid_from
     query = scratch
     scores = after(query, shape.padded_rows * dim)
     rescale = after(scores, shape.padded_rows * TILE)
@@ -93,11 +93,14 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
     return Unit(
         sequence=item.sequence,
+        first_index=item.first_index,
+        shift=item.shift,
+        whole=0 if item.valid_to == NO_END else item.valid_to,
         head=head,
         num_rows=num_rows,
         first_position=first_position,
         low=low,
-        high=first_position + item.num_rows,
+        high=min(item.valid_to, first_position + item.num_rows),
         query=query,
         scores=scores,
         rescale=rescale,
@@ -137,8 +140,8 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
     attend_partition(whole, unit, more, partition, state)   softmax of the unit's rows over one partition, into a state
     add_last(whole, unit, more, merged, state)              what is merged after all partitions; state: to work in
 
-    A unit of a split tile is one partition, whose state goes to `parts`; the thread that finishes the tile's last one
-    merges all of them, in order.
+    A unit of a split tile is one partition, whose state goes to `partials`; the thread that finishes the tile's last
+    one merges all of them, in order.
     """
 
     @named_kernel(name)
@@ -152,7 +155,7 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
         merged = job.scratch + 4 * user * shape.scratch_floats
         own_state = after(merged, shape.state_floats)
         scratch = after(own_state, shape.state_floats)
-        part_bytes = 4 * shape.state_floats
+        state_bytes = 4 * shape.state_floats
         while True:
             unit_index = fetch_add(counters + 8 * NEXT_UNIT, 1)
             if unit_index >= num_units:
@@ -161,12 +164,13 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
             head = unit_index % shape.num_kv_heads
             unit = _open_unit(job, item, head, scratch)
             more = lay_out(whole, unit)
-            parts = job.parts + part_bytes * (item.first_part * shape.num_kv_heads + head * item.num_partitions)
+            first_state = item.first_partial * shape.num_kv_heads + head * item.num_partitions
+            partials = job.partials + state_bytes * first_state
             last = True
             if item.split < 0:
                 clear_state(shape, unit.num_rows, merged)
             for partition in range(item.first_partition, item.end_partition):
-                state = own_state if item.split < 0 else parts + part_bytes * (partition - item.split_partition)
+                state = own_state if item.split < 0 else partials + state_bytes * item.ordinal
                 attend_partition(whole, unit, more, partition, state)
                 if item.split < 0:
                     merge_partition(shape, unit.num_rows, merged, state)
@@ -176,7 +180,7 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
                 if last:
                     clear_state(shape, unit.num_rows, merged)
                     for partition in range(item.num_partitions):
-                        merge_partition(shape, unit.num_rows, merged, parts + part_bytes * partition)
+                        merge_partition(shape, unit.num_rows, merged, partials + state_bytes * partition)
             if last:
                 add_last(whole, unit, more, merged, own_state)
                 _store_rows(job, unit, item, merged)

@@ -175,7 +175,8 @@ def _place_coded(job: CodedJob, unit: Unit, coded: _Coded, strip: int, position:
 
 @kernel
 def _codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
-    block = load_i32(job.block_tables + 4 * (unit.sequence * job.max_blocks + position // job.layout.block_size))
+    entry = unit.sequence * job.max_blocks + unit.first_index + position // job.layout.block_size
+    block = load_i32(job.block_tables + 4 * entry)
     return job.codes + (block * job.plain.shape.num_kv_heads + unit.head) * job.layout.nbytes
 
 
@@ -190,6 +191,12 @@ def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
 
 
 @kernel
+def _own_start(unit: Unit, position: int, size: int) -> Any:
+    """The token from which on a query at this position sees no codes: its own block's first, or the end of the part."""
+    return unit.whole if unit.whole > 0 else position // size * size
+
+
+@kernel
 def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
     """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all rows."""
     shape, layout = job.plain.shape, job.layout
@@ -197,13 +204,13 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
     middles = coded.middles if layout.v_bits == 4 else 0
-    hides = start + TILE > unit.first_position // size * size
-    if shape.window > 0 and start < unit.high - shape.window:
+    hides = start + TILE > _own_start(unit, unit.first_position, size) or start < unit.low
+    if shape.window > 0 and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window:
         hides = True
     for row in range(0, unit.num_rows, ROWS):
         if hides:
             last = unit.first_position + (min(row + ROWS, unit.num_rows) - 1) // shape.heads_per_kv
-            if last // size * size <= start:
+            if _own_start(unit, last, size) <= start:
                 continue
         place = 4 * row * dim
         fold_rows(coded.rows + place, coded.units + place, dim, coded.zeros, coded.steps, coded.planes, coded.dots)
@@ -223,7 +230,8 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
             for each in range(ROWS):
                 position = unit.first_position + (row + each) // shape.heads_per_kv
                 low = position - shape.window + 1 - start if shape.window > 0 else 0
-                hide_row(unit.scores + each * TILE * 4, low, position // size * size - start)
+                low, end = max(low, unit.low - start), _own_start(unit, position, size) - start
+                hide_row(unit.scores + each * TILE * 4, low, end)
         softmax_rows(unit.scores, maxima + 4 * row, totals + 4 * row, coded.numbers)
         if row < 2 * ROWS:
             _ask_ahead(job, unit, start, row + 2)
@@ -257,7 +265,7 @@ def _attend_partition(job: CodedJob, unit: Unit, coded: _Coded, partition: int, 
     clear_state(job.plain.shape, unit.num_rows, state)
     size = job.layout.block_size
     start = max(unit.low, partition * PARTITION) // TILE * TILE
-    high = (unit.high - 1) // size * size
+    high = _own_start(unit, unit.high - 1, size)
     end = min(high, partition * PARTITION + PARTITION)
     while start < end:
         for strip in range(STRIPS):
@@ -315,11 +323,16 @@ def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
     shape = job.plain.shape
     size = shape.block_size
     clear_state(shape, unit.num_rows, state)
-    base = load_i32(job.first + 4 * unit.sequence) * size
-    first, high = unit.first_position - base, unit.high - base
-    low = max(first // size * size, unit.low - base)
+    base = load_i32(job.first + 4 * unit.sequence) - unit.shift
+    first = unit.first_position - base
+    high, low = first + unit.num_rows // shape.heads_per_kv, first // size * size
+    if shape.window > 0:
+        low = max(low, first - shape.window + 1)
     own = Unit(
         sequence=unit.sequence,
+        first_index=0,
+        shift=0,
+        whole=0,
         head=unit.head,
         num_rows=unit.num_rows,
         first_position=first,

@@ -37,7 +37,7 @@ def paged_attention_coded(
     heads_per_kv = check_shapes(queries, own.pool, options)
     if plan is None:
         plan = plan_work(batch, heads_per_kv, codes.shape[1], options.window, space.num_threads)
-    own_batch = PagedBatch(batch.cu_seqlens_q, batch.seq_lens, own.tables)
+    own_batch = batch._replace(block_tables=own.tables)
     plain = make_call(queries, own.pool, own_batch, options, space, plan, coded_scratch_floats)
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     first = np.ascontiguousarray(own.first, dtype=np.int32)

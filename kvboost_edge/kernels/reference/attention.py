@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, KVPool, PagedBatch
+from kvboost_edge.kernels.attention.parts import Parts, entry_of
 from kvboost_edge.kernels.attention.storage import from_storage, to_storage
 
 __all__ = ["copy_blocks", "gather_kv", "merge_state", "paged_attention", "write_kv"]
@@ -16,11 +17,12 @@ __all__ = ["copy_blocks", "gather_kv", "merge_state", "paged_attention", "write_
 Doubles = npt.NDArray[np.float64]
 
 
-def gather_kv(pool: KVPool, block_table: npt.NDArray[Any], start: int, stop: int) -> tuple[Doubles, Doubles]:
+def gather_kv(
+    pool: KVPool, block_table: npt.NDArray[Any], start: int, stop: int, parts: Parts = None, sequence: int = 0
+) -> tuple[Doubles, Doubles]:
     """Keys and values of tokens [start, stop) of one sequence, float64 [num_kv_heads, stop - start, head_dim]."""
-    block_size = pool.keys.shape[3]
-    positions = np.arange(start, stop)
-    blocks, offsets = np.asarray(block_table)[positions // block_size], positions % block_size
+    entries, offsets = entry_of(parts, sequence, np.arange(start, stop), pool.keys.shape[3])
+    blocks = np.asarray(block_table)[entries]
     keys = from_storage(pool.keys[blocks, :, :, offsets]).astype(np.float64)
     values = from_storage(pool.values[blocks, :, offsets, :]).astype(np.float64)
     return keys.transpose(1, 0, 2), values.transpose(1, 0, 2)
@@ -41,7 +43,7 @@ def paged_attention(
         for row in range(first, stop):
             position = int(seq_len) - (stop - row)
             low = max(0, position - options.window + 1) if options.window > 0 else 0
-            keys, values = gather_kv(pool, batch.block_tables[sequence], low, position + 1)
+            keys, values = gather_kv(pool, batch.block_tables[sequence], low, position + 1, batch.parts, sequence)
             out[row], lse[row] = _attend_row(queries[row].astype(np.float64), keys, values, options)
     return out, lse
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import PARTITION, AttentionOptions, Floats, KVPool, OwnBlocks, PagedBatch
+from kvboost_edge.kernels.attention.parts import Part, valid_to
 from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
 
 __all__ = ["decode_block", "paged_attention_coded", "quantize_blocks"]
@@ -307,6 +308,28 @@ def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _S
     return _State(sums, maxima.astype(F32), weights.sum(axis=1).astype(F32))
 
 
+class _PartRange(NamedTuple):
+    """Positions [low, high) of one part, counted from the slot 0 of its first entry."""
+
+    first_index: int
+    low: int
+    high: int
+
+
+def _parts_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_PartRange]:
+    """The parts of a sequence as far as they hold positions [low, high)."""
+    if batch.parts is None:
+        return [_PartRange(0, low, high)]
+    ends = valid_to(batch.parts)
+    found = []
+    for row, end in zip(batch.parts.tolist(), ends.tolist(), strict=True):
+        part = Part(*row)
+        start, stop = max(low, part.valid_from), min(high, end)
+        if part.sequence == sequence and start < stop:
+            found.append(_PartRange(part.first_index, start - part.first_position, stop - part.first_position))
+    return found
+
+
 def paged_attention_coded(
     queries: Floats, codes: Bytes, layout: CodeLayout, batch: PagedBatch, own: OwnBlocks, options: AttentionOptions
 ) -> tuple[Floats, Floats]:
@@ -323,15 +346,17 @@ def paged_attention_coded(
             first, stop = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
             for row in range(first, stop):
                 position = int(seq_len) - (stop - row)
-                begin = position // size * size
                 low = max(0, position - options.window + 1) if options.window > 0 else 0
-                buffer = own.tables[sequence, position // size - own.first[sequence]]
-                seen = slice(max(low - begin, 0), position + 1 - begin)
+                number, offset = divmod(position - int(own.first[sequence]), size)
+                buffer, begin = own.tables[sequence, number], position - offset
+                seen = slice(max(low - begin, 0), offset + 1)
                 for head in range(num_kv_heads):
                     heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
                     rows = _query_rows(queries[row, heads], options.softmax_scale, layout.dim)
-                    where = _Sequence(codes, layout, batch.block_tables[sequence], head)
-                    coded = _attend_partitions(rows, where, low, begin, options.softcap)
+                    coded = _empty(heads_per_kv, layout.dim)
+                    for part in _parts_of(batch, sequence, low, begin):
+                        where = _Sequence(codes, layout, batch.block_tables[sequence][part.first_index :], head)
+                        coded = _merge(coded, _attend_partitions(rows, where, part.low, part.high, options.softcap))
                     keys, values = own.pool.keys[buffer, head][:, seen], own.pool.values[buffer, head][seen]
                     state = _merge(coded, _attend_own(rows, keys, values, options.softcap))
                     sinks = None if options.sinks is None else options.sinks[heads]

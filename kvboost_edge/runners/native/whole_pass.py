@@ -132,5 +132,5 @@ class WholePass:
         }
         for index, array in of_layer.items():
             columns[index] = array.ctypes.data + array.strides[0] * layers
-        batch = PagedBatch(prepared.paged.cu_seqlens_q, prepared.paged.seq_lens, own.tables)
+        batch = prepared.paged._replace(block_tables=own.tables)
         return _Storage(own.pool, batch, columns, [tables, first, places])

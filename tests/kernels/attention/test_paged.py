@@ -54,13 +54,15 @@ def test_the_plan_covers_every_span_of_every_row_once(seed: int) -> None:
         assert {token // PARTITION for token in (seen[0], seen[-1])} <= set(partitions)
         assert set(range(seen[0] // PARTITION, seen[-1] // PARTITION + 1)) <= set(partitions)
     assert sorted(splits) == list(range(plan.num_splits))
-    parts = []
+    partials = []
     for members in splits.values():
-        assert len({member._replace(first_partition=0, end_partition=0) for member in members}) == 1
-        begin, count = members[0].split_partition, members[0].num_partitions
-        assert sorted(member.first_partition for member in members) == list(range(begin, begin + count))
-        parts.extend(range(members[0].first_part, members[0].first_part + count))
-    assert sorted(parts) == list(range(plan.num_parts)), "parts do not overlap"
+        assert len({member._replace(first_partition=0, end_partition=0, ordinal=0) for member in members}) == 1
+        assert len(members) == members[0].num_partitions
+        in_order = sorted(members, key=lambda member: member.ordinal)
+        assert [member.ordinal for member in in_order] == list(range(len(members)))
+        assert [member.first_partition for member in in_order] == sorted(m.first_partition for m in members)
+        partials.extend(range(members[0].first_partial, members[0].first_partial + len(members)))
+    assert sorted(partials) == list(range(plan.num_partials)), "partial results do not overlap"
     if threads == 1:
         assert plan.num_splits == 0
 

@@ -1,0 +1,265 @@
+"""Block tables of several parts: an entry's index says nothing of its position, and plain sequences keep their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.backends.reference import ReferenceBackend
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.parts import Part, entry_of, entry_positions
+from paged_cases import Case, assert_close, make_case
+
+SIZE, BLOCKS = 16, 128
+HEADS, PER_HEAD, DIM = 2, 3, 24
+BITS = [(8, 8), (8, 4), (4, 4)]
+
+
+class Seamed:
+    """One sequence of a case in blocks of its own: parts begin at `cuts`, each `offsets[i]` slots into a block, with an
+    entry that serves nothing between two parts."""
+
+    def __init__(
+        self, case: Case, sequence: int, cuts: Sequence[int], offsets: Sequence[int], first_block: int
+    ) -> None:
+        self.case, self.sequence = case, sequence
+        self.cuts = [0, *cuts]
+        self.ends = [*cuts, case.lengths[sequence][1]]
+        self.parts: list[Part] = []
+        table: list[int] = []
+        for cut, end, offset in zip(self.cuts, self.ends, [0, *offsets], strict=True):
+            self.parts.append(Part(0, len(table), cut - offset, cut, 0))
+            count = -(-(end - cut + offset) // SIZE) + 1
+            table += range(first_block + len(table), first_block + len(table) + count)
+        self.table = np.array(table, np.int32)
+
+    def layout(self, start: int, stop: int) -> BatchLayout:
+        """Tokens [start, stop), all of one part; parts behind them do not exist yet."""
+        parts = np.array([part for part in self.parts if part.valid_from < stop], np.int32)
+        entries, offsets = entry_of(parts, 0, np.arange(start, stop), SIZE)
+        slots = self.table[entries].astype(np.int64) * SIZE + offsets
+        starts, ends = np.array([0, stop - start], np.int32), np.array([stop], np.int32)
+        return BatchLayout(starts, ends, self.table[None], slots, parts)
+
+    def write(self, backend: Backend) -> None:
+        for start, end in zip(self.cuts, self.ends, strict=True):
+            batch = backend.prepare(self.layout(start, end))
+            backend.write_kv(0, *(into(backend, arrays[self.sequence][start:end]) for arrays in self.arrays), batch)
+
+    @property
+    def arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return self.case.keys, self.case.values
+
+    def attend(self, backend: Backend, new: int, params: AttentionParams) -> tuple[np.ndarray, np.ndarray]:
+        total = self.ends[-1]
+        layout = self.layout(total - new, total)
+        queries = self.case.queries[self.sequence][total - new :]
+        return attended(backend, layout, queries, params)
+
+
+def into(backend: Backend, array: np.ndarray) -> Any:
+    return array if backend.array_kind == "numpy" else torch.from_numpy(array)
+
+
+def attended(
+    backend: Backend, layout: BatchLayout, queries: np.ndarray, params: AttentionParams
+) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = backend.attention(0, into(backend, queries), backend.prepare(layout), params)
+    return np.asarray(out), np.asarray(lse)
+
+
+def one_case(seed: int, *lengths: tuple[int, int]) -> Case:
+    return make_case(np.random.default_rng(seed), lengths, kv_heads=HEADS, per_group=PER_HEAD, dim=DIM, block_size=SIZE)
+
+
+def pool(kind: type, bits: tuple[int, int] = (16, 16), **options: Any) -> Backend:
+    backend = kind(
+        KVSpec((LayerKVSpec(HEADS, DIM),), SIZE, "float32" if bits == (16, 16) else "float16", bits), BLOCKS, **options
+    )
+    backend.poison_blocks(range(BLOCKS))
+    return backend
+
+
+MANNERS = [
+    ((10,), (0,), AttentionParams(0.2)),
+    ((10, 37), (0, 5), AttentionParams(0.2, softcap=3.0)),
+    ((16, 48, 90), (0, 15, 1), AttentionParams(0.2, window=50, sinks=np.arange(6, dtype=np.float32))),
+    ((3, 4, 5), (0, 0, 9), AttentionParams(0.2, window=7)),
+    ((64,), (0,), AttentionParams(0.2, window=1)),
+    ((530, 600), (7, 0), AttentionParams(0.2)),
+    ((512,), (0,), AttentionParams(0.2, window=300, softcap=5.0)),
+]
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("cuts", "offsets", "params"), MANNERS, ids=str)
+@pytest.mark.parametrize("new", [1, 9])
+def test_attention_over_parts_is_attention_over_their_tokens(
+    kind: type, cuts: tuple[int, ...], offsets: tuple[int, ...], params: AttentionParams, new: int
+) -> None:
+    case = one_case(len(cuts), (new, cuts[-1] + 21))
+    seamed = Seamed(case, 0, cuts, offsets, 3)
+    backend = pool(kind)
+    seamed.write(backend)
+    got = seamed.attend(backend, new, params)
+    assert_close(got, case.expected(case.spans, params, "float32"))
+    backend.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads: int) -> None:
+    case = one_case(5, (70, 1300))
+    seamed, plain = Seamed(case, 0, (512,), (0,), 0), pool(CPUBackend, num_threads=threads)
+    backend = pool(CPUBackend, num_threads=threads)
+    plain.write_kv(0, case.keys[0], case.values[0], plain.prepare(case.whole))
+    seamed.write(backend)
+    params = AttentionParams(0.2)
+    wanted = attended(plain, case.layout(case.spans), case.rows(case.queries, case.spans), params)
+    for one, other in zip(seamed.attend(backend, 70, params), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    plain.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
+def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits: tuple[int, int]) -> None:
+    """In one batch with a sequence of parts, and as the last part of none."""
+    case = one_case(6, (1, 700), (1, 85))
+    params = AttentionParams(0.2, window=600)
+    backend = pool(CPUBackend, bits, num_threads=2)
+    whole = case.layout([(0, 0, 700)])
+    backend.write_kv(0, case.keys[0], case.values[0], backend.prepare(whole))
+    if bits != (16, 16):
+        backend.release_blocks(range(BLOCKS))
+    seamed = Seamed(case, 1, (32,), (0,), 60)
+    for start, end in ((0, 32), (32, 80)):
+        batch = backend.prepare(seamed.layout(start, end))
+        backend.write_kv(0, case.keys[1][start:end], case.values[1][start:end], batch)
+
+    def alone() -> tuple[np.ndarray, np.ndarray]:
+        layout = case.layout([(0, 688, 700)])
+        batch = backend.prepare(layout)
+        backend.write_kv(0, case.keys[0][688:], case.values[0][688:], batch)
+        out, lse = backend.attention(0, case.queries[0][688:], batch, params)
+        return np.array(out), np.array(lse)
+
+    wanted = alone()
+    if bits != (16, 16):
+        backend.release_blocks(case.tables[0][43:44].tolist())
+    one, other = case.layout([(0, 688, 700)]), seamed.layout(80, 85)
+    width = max(one.block_tables.shape[1], other.block_tables.shape[1])
+    tables = np.full((2, width), -1, np.int32)
+    tables[0, : one.block_tables.shape[1]], tables[1, : other.block_tables.shape[1]] = (
+        one.block_tables[0],
+        other.block_tables[0],
+    )
+    assert other.parts is not None
+    theirs = other.parts.copy()
+    theirs[:, 0] = 1
+    both = BatchLayout(
+        np.array([0, 12, 17], np.int32),
+        np.array([700, 85], np.int32),
+        tables,
+        np.concatenate([one.slot_mapping, other.slot_mapping]),
+        np.concatenate([np.array([Part(0, 0, 0, 0, 0)], np.int32), theirs]),
+    )
+    batch = backend.prepare(both)
+    keys, values, queries = (
+        np.concatenate([arrays[0][688:], arrays[1][80:]]) for arrays in (case.keys, case.values, case.queries)
+    )
+    backend.write_kv(0, keys, values, batch)
+    out, lse = backend.attention(0, queries, batch, params)
+    np.testing.assert_array_equal(out[:12], wanted[0])
+    np.testing.assert_array_equal(lse[:12], wanted[1])
+    backend.close()
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+@pytest.mark.parametrize(
+    ("cuts", "params"),
+    [
+        ((32,), AttentionParams(0.2)),
+        ((26, 58), AttentionParams(0.2, window=40)),
+        ((10, 600), AttentionParams(0.2, softcap=4.0, sinks=np.ones(6, np.float32))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("new", [1, 20])
+def test_quantized_parts_as_the_specification_has_them(
+    bits: tuple[int, int], cuts: tuple[int, ...], params: AttentionParams, new: int
+) -> None:
+    """A part may end inside a block that is full: what stands behind it there is not attended."""
+    case = one_case(7, (new, cuts[-1] + 37))
+    results = []
+    for kind, options in ((ReferenceBackend, {}), (CPUBackend, {"num_threads": 2})):
+        backend = pool(kind, bits, **options)
+        seamed = Seamed(case, 0, cuts, [0] * len(cuts), 2)
+        for part, (start, end) in enumerate(zip(seamed.cuts, seamed.ends, strict=True)):
+            if part + 1 == len(seamed.cuts):
+                end -= new
+            stop = start + -(-(end - start) // SIZE) * SIZE if part + 1 < len(seamed.cuts) else end
+            filled = np.minimum(np.arange(start, stop), end - 1)  # a block that ends short repeats its last token
+            if part + 1 < len(seamed.cuts):
+                seamed.parts, kept = seamed.parts[: part + 1], seamed.parts
+                layout = seamed.layout(start, stop)
+                seamed.parts = kept
+            else:
+                layout = seamed.layout(start, stop)
+            batch = backend.prepare(layout)
+            backend.write_kv(0, case.keys[0][filled], case.values[0][filled], batch)
+        total = seamed.ends[-1]
+        batch = backend.prepare(seamed.layout(total - new, total))
+        backend.write_kv(0, case.keys[0][total - new :], case.values[0][total - new :], batch)
+        out, lse = backend.attention(0, case.queries[0][total - new :], batch, params)
+        results.append((np.array(out), np.array(lse)))
+        backend.close()
+    reference, compiled = results
+    assert np.linalg.norm(compiled[0] - reference[0]) <= 1e-5 * np.linalg.norm(reference[0])
+    np.testing.assert_allclose(compiled[1], reference[1], rtol=0, atol=1e-5)
+    exact = case.expected(case.spans, params, "float32")
+    assert np.linalg.norm(compiled[0] - exact[0]) <= (0.2 if 4 in bits else 0.02) * np.linalg.norm(exact[0])
+
+
+def test_positions_of_entries_of_plain_tables() -> None:
+    first, served, until = entry_positions((2, 3), None, SIZE)
+    assert first.tolist() == served.tolist() == [[0, 16, 32]] * 2
+    assert until.tolist() == [[16, 32, 48]] * 2
+    assert [x.tolist() for x in entry_of(None, 0, np.array([0, 15, 16, 40]), SIZE)] == [[0, 0, 1, 2], [0, 15, 0, 8]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([(0, 0, 0, 0, 4)], "computed at other positions"),
+        ([(1, 0, 0, 0, 0)], "for 1 sequences"),
+        ([(0, 0, 0)], "rows of"),
+        ([(0, 1, 0, 3, 0)], "leave positions out"),
+        ([(0, 0, 0, 0, 0), (0, 2, 33, 33, 0)], "leave positions out"),
+        ([(0, 0, 0, 0, 0), (0, 9, 20, 20, 0)], "leave positions out"),
+        ([(0, 0, 0, 0, 0), (0, 2, 2, 20, 0)], "leave positions out"),
+        ([(0, 0, 0, 0, 0), (0, 2, 30, 30, 0)], "last parts"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend, TorchBackend], ids=lambda kind: kind.name)
+def test_parts_that_do_not_fit_are_refused(kind: type, parts: list[tuple[int, ...]], message: str) -> None:
+    backend = pool(kind)
+    starts, ends, table = np.array([0, 3], np.int32), np.array([28], np.int32), np.arange(4, dtype=np.int32)[None]
+    with pytest.raises(ConfigError, match=message):
+        backend.prepare(BatchLayout(starts, ends, table, np.arange(3), np.array(parts, np.int32)))
+    backend.close()
+
+
+def test_a_quantized_part_is_written_from_slot_0_of_a_block() -> None:
+    backend = pool(ReferenceBackend, (8, 8))
+    starts, ends, table = np.array([0, 3], np.int32), np.array([28], np.int32), np.arange(4, dtype=np.int32)[None]
+    parts = np.array([(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)], np.int32)
+    with pytest.raises(ConfigError, match="slot 0"):
+        backend.prepare(BatchLayout(starts, ends, table, 2 * SIZE + 5 + np.arange(3), parts))
+    backend.close()
