@@ -24,7 +24,6 @@ __all__ = [
     "WorkPlan",
     "aligned_empty",
     "plan_work",
-    "query_positions",
     "storage_kind",
 ]
 
@@ -139,13 +138,6 @@ class WorkPlan(NamedTuple):
     num_partials: int
     tile_rows: int
     num_steps: int
-
-
-def query_positions(batch: PagedBatch) -> npt.NDArray[np.int64]:
-    """Absolute position of every query row, int64 [num_tokens]."""
-    lengths = np.diff(batch.cu_seqlens_q).astype(np.int64)
-    first = batch.seq_lens - lengths - batch.cu_seqlens_q[:-1]
-    return np.repeat(first, lengths) + np.arange(int(batch.cu_seqlens_q[-1]))
 
 
 def plan_work(batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: int, num_threads: int) -> WorkPlan:

@@ -13,7 +13,6 @@ from kvboost_edge.kernels.attention.paged import (
     PagedBatch,
     aligned_empty,
     plan_work,
-    query_positions,
     storage_kind,
 )
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32
@@ -77,11 +76,6 @@ def test_a_long_decode_is_split_over_the_threads() -> None:
     batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
     assert len(plan_work(batch, 4, 1, 0, 2).items) == 10
     assert len(plan_work(batch, 4, 1, 0, 1).items) == 1
-
-
-def test_positions_of_query_rows() -> None:
-    batch = PagedBatch(np.array([0, 4, 4, 5], np.int32), np.array([20, 7, 33], np.int32), np.zeros((3, 3), np.int32))
-    assert query_positions(batch).tolist() == [16, 17, 18, 19, 32]
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(np.float32, KIND_F32), (np.float16, KIND_F16), (np.uint16, KIND_BF16)])
