@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -42,6 +43,17 @@ def client(live_server: LiveServer) -> Iterator[Any]:
 
     with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
+
+
+@pytest.fixture
+def kept_logging() -> Iterator[None]:
+    """What a test does to the server's loggers is undone after it."""
+    loggers = [logging.getLogger(name) for name in ("kvboost_edge.server", "uvicorn.error")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from kvboost_edge.server.flags import DEMO_MODEL, parse_flags
 from kvboost_edge.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("kept_logging")
 
 
 @pytest.fixture(autouse=True)

@@ -13,20 +13,15 @@ from kvboost_edge.server.settings import ServerSettings
 
 
 @pytest.fixture
-def lines():
+def lines(kept_logging):
     """`lines(**settings)` configures logging and returns a function that gives the lines so far."""
-    loggers = [logging.getLogger(name) for name in ("kvboost_edge.server", "uvicorn.error")]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     stream = io.StringIO()
 
     def configure(**settings):
         configure_logging(ServerSettings(**settings), stream)
         return lambda: stream.getvalue().splitlines()
 
-    yield configure
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    return configure
 
 
 def test_json_lines_hold_the_facts(lines):
