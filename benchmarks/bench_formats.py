@@ -59,8 +59,8 @@ def rounded(kind: str) -> Change:
 VARIANTS: dict[str, tuple[Change, float]] = {
     "int4 rounded to nearest, weights only": (rounded("int4"), 4.5),
     "int4 fitted, weights only": (fitted("int4"), 4.5),
-    "int4m rounded to nearest, weights only": (rounded("int4m"), 5.0),
-    "int4m fitted, weights only": (fitted("int4m"), 5.0),
+    "int4-asym rounded to nearest, weights only": (rounded("int4-asym"), 5.0),
+    "int4-asym fitted, weights only": (fitted("int4-asym"), 5.0),
 }
 
 

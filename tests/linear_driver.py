@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.panel import FINE_BYTES, block_size
+from kvboost_edge.kernels.linear.panel import FINE_BYTES, panel_tokens
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
-__all__ = ["PLAIN", "Extra", "Program", "block_sizes", "matrix_fields", "run_linear"]
+__all__ = ["PLAIN", "Extra", "Program", "matrix_fields", "panel_sizes", "run_linear"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -68,10 +68,10 @@ class Extra(NamedTuple):
 PLAIN = Extra()
 
 
-def block_sizes(tokens: int, extra: Extra) -> list[int]:
+def panel_sizes(tokens: int, extra: Extra) -> list[int]:
     sizes: list[int] = []
     while sum(sizes) < tokens:
-        sizes.append(block_size(tokens - sum(sizes), tokens, int(extra.fine), extra.matrix))
+        sizes.append(panel_tokens(tokens - sum(sizes), tokens, int(extra.fine), extra.matrix))
     return sizes
 
 

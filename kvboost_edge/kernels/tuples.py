@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 from numba.core.types.containers import BaseTuple
@@ -47,20 +48,30 @@ def number_at(kind: Any, path: str) -> int:
     return before + (number_at(fields[name], rest) if rest else 0)
 
 
-def numbers_of(kind: Any, values: Any) -> list[int]:
-    """The row of a tuple whose fields have the names of those of `kind`."""
-    numbers: list[int] = []
+def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
+    """The row, int64 [num_numbers(kind)], of a tuple whose fields have the names of those of `kind`."""
+    return np.frombuffer(struct.pack(_format(kind), *_flat(kind, values)), dtype=np.int64)
+
+
+@cache
+def _format(kind: Any) -> str:
+    """The struct format of a row."""
+    formats = {int: "q", float: "d"}
+    return "".join(formats[field] if field in formats else _format(field) for field in _fields(kind).values())
+
+
+def _flat(kind: Any, values: Any) -> list[int | float]:
+    """Numbers and addresses, one after another."""
+    flat: list[int | float] = []
     for name, field in _fields(kind).items():
         value = getattr(values, name)
         if hasattr(field, "_fields"):
-            numbers += numbers_of(field, value)
+            flat += _flat(field, value)
         elif isinstance(value, np.ndarray):
-            numbers.append(value.__array_interface__["data"][0] if value.size else 0)
-        elif field is float:
-            numbers.append(int.from_bytes(struct.pack("<d", value), "little", signed=True))
+            flat.append(value.__array_interface__["data"][0] if value.size else 0)
         else:
-            numbers.append(int(value))
-    return numbers
+            flat.append(value)
+    return flat
 
 
 def _numba_type(kind: Any) -> Any:

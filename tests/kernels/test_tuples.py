@@ -60,7 +60,7 @@ def test_a_row_is_read_as_it_was_written() -> None:
     array = np.zeros(3, np.float32)
     for first, address in ((array, array.ctypes.data), (array[:0], 0), (-7, -7)):
         call = Call(last=-(2**60), unused=1, inner=Inner(5, -0.1), first=first)
-        row = np.array(numbers_of(Outer, call), np.int64)
+        row = numbers_of(Outer, call)
         assert row.size == num_numbers(Outer) == 4
         assert read(row) == convert(call) == (address, 5, -0.1, -(2**60))
 

@@ -20,7 +20,15 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import GROUP, V16I, GroupDot, emit_load_bytes, int_constant
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BYTES, MATRIX_FINE_TOKENS, MATRIX_TOKENS
-from kvboost_edge.kernels.linear.tiles import INT_KINDS, KIND_INT4M, IntTiles, Target, Tile, emit_load_pair, fields_of
+from kvboost_edge.kernels.linear.tiles import (
+    INT_KINDS,
+    KIND_INT4_ASYM,
+    IntTiles,
+    Target,
+    Tile,
+    emit_load_pair,
+    fields_of,
+)
 from kvboost_edge.kernels.vectors import (
     I64,
     KIND_F16,
@@ -44,11 +52,11 @@ _POINTER = ir.PointerType()
 _LINE = 64
 _TILES = 2
 _QUADS = GROUP // 4
-# Tile registers: sums of a weight tile with the first and the second half of a record's rows, those halves, weights.
+# Tile registers: sums of a weight tile with the first and the second half of a cell's rows, those halves, weights.
 _SUMS, _ROWS, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
-_RECORD_ROWS = 2 * LANES  # tokens times planes
+_CELL_ROWS = 2 * LANES  # tokens times planes
 # One lot of memory on the stack, in bytes: sums of a group, sums in floats, weights of two groups, configuration.
-_SUMS_AT, _FLOATS_AT = 0, _TILES * _RECORD_ROWS * _LINE
+_SUMS_AT, _FLOATS_AT = 0, _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
 _TURN = _TILES * _QUADS * _LINE
 _CONFIG_AT = _WEIGHTS_AT + 2 * _TURN
@@ -79,7 +87,7 @@ def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> N
 
 
 class _Source(NamedTuple):
-    """Addresses of what a block of tokens is computed from: of each tile's weights, scales, minima; of the panel."""
+    """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the panel itself."""
 
     weights: Sequence[Value]
     scales: Sequence[Value]
@@ -92,7 +100,7 @@ class AmxTiles(IntTiles):
 
     def __init__(self, kind: int, fine: bool) -> None:
         super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
-        self._record = self.tokens * (FINE_BYTES if fine else COARSE_BYTES)
+        self._cell = self.tokens * (FINE_BYTES if fine else COARSE_BYTES)
         self._scratch: Value = None  # of the function that `emit` writes
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
@@ -157,8 +165,8 @@ class AmxTiles(IntTiles):
         return b.add(at, b.mul(group, int_constant(2 * LANES)))
 
     def _here(self, b: Builder, source: _Source, group: Value) -> Value:
-        """Address of a group's record."""
-        return b.add(source.panel, b.mul(group, int_constant(self._record)))
+        """Address of a group's cell."""
+        return b.add(source.panel, b.mul(group, int_constant(self._cell)))
 
     def _load(self, b: Builder, source: _Source, group: Value) -> None:
         here, weights = self._here(b, source, group), self._turn(b, group)
@@ -174,16 +182,16 @@ class AmxTiles(IntTiles):
 
     def _store_sums(self, b: Builder, t: int) -> None:
         for half, number in enumerate(_SUMS[t]):
-            offset = _SUMS_AT + (t * _RECORD_ROWS + half * LANES) * _LINE
+            offset = _SUMS_AT + (t * _CELL_ROWS + half * LANES) * _LINE
             _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
 
     def _add_sums(self, b: Builder, source: _Source, group: Value, t: int) -> None:
         """The float epilogue of a group for one weight tile; see `IntTiles._epilogue`."""
         here = self._here(b, source, group)
         half, low = emit_load_as_f32(b, KIND_F16, self._half(b, source.scales[t], group)), None
-        if self.kind == KIND_INT4M:
+        if self.kind == KIND_INT4_ASYM:
             low = emit_load_as_f32(b, KIND_F16, self._half(b, source.minima[t], group))
-        sums_at = [_SUMS_AT + (t * _RECORD_ROWS + plane * self.tokens) * _LINE for plane in range(self.planes)]
+        sums_at = [_SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE for plane in range(self.planes)]
         with cgutils.for_range(b, int_constant(self.tokens // 4), intp=I64) as loop:
             first = b.mul(loop.index, int_constant(4))
             term = b.add(self._term(b, here, 0), b.mul(first, int_constant(4)))

@@ -32,8 +32,8 @@ _LOG = logging.getLogger(__name__)
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), for all threads of the process.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 # 896 inputs, 32 outputs, 192 tokens, some 15 us each time; the quickest round of each counts.
-_GROUPS, _BLOCKS, _TIMES, _ROUNDS = 28, 6, 8, 10
-_OPERATIONS = 2 * (_BLOCKS * MATRIX_TOKENS) * 2 * LANES * _GROUPS * GROUP
+_GROUPS, _PANELS, _TIMES, _ROUNDS = 28, 6, 8, 10
+_OPERATIONS = 2 * (_PANELS * MATRIX_TOKENS) * 2 * LANES * _GROUPS * GROUP
 
 _AMX_INT4, _AMX_INT8 = amx_tile[KIND_INT4, False], amx_tile[KIND_INT8, False]
 _VNNI_INT4, _VNNI_INT8 = (int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (KIND_INT4, KIND_INT8))
@@ -91,11 +91,11 @@ def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -
 
 
 class _Trial:
-    """Random tokens and weights of a kind, multiplied by a kernel in blocks of `size` tokens."""
+    """Random tokens and weights of a kind, multiplied by a kernel in panels of `size` tokens."""
 
     def __init__(self, kind: int, function: Any, size: int) -> None:
         rng = np.random.default_rng(0)
-        tokens = _BLOCKS * MATRIX_TOKENS
+        tokens = _PANELS * MATRIX_TOKENS
         codes = rng.integers(-127, 128, (tokens, _GROUPS, GROUP), dtype=np.int8)
         codes[:, 0] = rng.choice(np.array([-127, 127], np.int8), codes[:, 0].shape)
         scales = rng.random((tokens, _GROUPS), dtype=np.float32)
@@ -122,9 +122,9 @@ class _Trial:
 
 
 def _panel(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int) -> npt.NDArray[Any]:
-    """Records of blocks of `size` tokens as panel.py describes them, [blocks, groups]."""
-    record = np.dtype([("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)])
-    panel = np.zeros((len(codes) // size, codes.shape[1]), record)
+    """Cells of panels of `size` tokens as panel.py describes them, [panels, groups]."""
+    cell = np.dtype([("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)])
+    panel = np.zeros((len(codes) // size, codes.shape[1]), cell)
     shape = (-1, size, codes.shape[1])
     panel["codes"] = codes.reshape(*shape, GROUP).transpose(0, 2, 1, 3)
     panel["terms"] = -offset * codes.sum(2, dtype=np.int32).reshape(shape).transpose(0, 2, 1)

@@ -22,7 +22,7 @@ from kvboost_edge.kernels.vectors import I64, LANES
 __all__ = [
     "GROUP",
     "KIND_INT4",
-    "KIND_INT4M",
+    "KIND_INT4_ASYM",
     "KIND_INT8",
     "OFFSET",
     "V16I",
@@ -36,10 +36,10 @@ __all__ = [
     "int_constant",
 ]
 
-KIND_INT8, KIND_INT4, KIND_INT4M = 3, 4, 5
+KIND_INT8, KIND_INT4, KIND_INT4_ASYM = 3, 4, 5
 GROUP = 32
-# Stored weights are unsigned: the signed weight plus this. int4m: the code itself, its minimum is taken off later.
-OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4M: 0}
+# Stored weights are unsigned: the signed weight plus this. int4-asym: the code itself, its minimum is taken off later.
+OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0}
 
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 V16I = ir.VectorType(I32, LANES)

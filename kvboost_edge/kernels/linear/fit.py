@@ -2,7 +2,7 @@
 
 Nothing but the weights is looked at. Of several first scales (and minima) each is refined in turn: round the weights to
 codes, fit the scale to the codes by least squares, round it to float16, and again; of all that was seen the best stays.
-Codes always belong to the scale as stored. reference_quant.py holds the same in NumPy.
+Codes always belong to the scale as stored. reference/weights.py holds the same in NumPy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import V16I, int_constant
-from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8
+from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_max, emit_store
 
 __all__ = ["FITS", "Fit", "fit_group"]
@@ -40,7 +40,7 @@ class Fit(NamedTuple):
 FITS = {
     KIND_INT8: Fit(-128, 127, 128, 8, (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0), 2),
     KIND_INT4: Fit(-8, 7, 8, 4, (-1.2, -0.6, 0.0, 0.6, 1.2), 3),
-    KIND_INT4M: Fit(0, 15, 0, 4, (-0.5, 0.375, 1.25, 2.125, 3.0), 3),
+    KIND_INT4_ASYM: Fit(0, 15, 0, 4, (-0.5, 0.375, 1.25, 2.125, 3.0), 3),
 }
 """By kind. More first scales or rounds lower the error by less than 1% of itself."""
 
@@ -164,7 +164,7 @@ def _broadcast(b: Builder, scalar: Value) -> Value:
 
 def _first(b: Builder, kind: int, delta: float, extent: _Extent) -> tuple[Value, Value | None]:
     fit = FITS[kind]
-    if kind != KIND_INT4M:
+    if kind != KIND_INT4_ASYM:
         return b.fdiv(extent.largest, _splat(-(fit.offset + delta))), None
     scale = b.fdiv(b.fsub(extent.high, extent.low), _splat(fit.high + delta))
     return scale, b.fsub(b.fmul(scale, _splat(-delta / 2)), extent.low)
@@ -181,7 +181,7 @@ class _Best(NamedTuple):
 
 
 def _search(b: Builder, kind: int, at: Value, count: Value, extent: _Extent) -> _Best:
-    fit, minima = FITS[kind], kind == KIND_INT4M
+    fit, minima = FITS[kind], kind == KIND_INT4_ASYM
     best = _Best(_slot(b, float("inf")), *(_slot(b, 0.0) for _ in range(4)))
     for delta in fit.deltas:
         scale, minimum = _first(b, kind, delta, extent)
@@ -207,7 +207,7 @@ def _store_codes(b: Builder, kind: int, at: Value, best: _Best, out: Value) -> N
     """Codes in quads: byte 4 * row + i of a line is the code of input i of a quad."""
     fit = FITS[kind]
     scale = b.load(best.scale)
-    minimum = b.load(best.minimum) if kind == KIND_INT4M else None
+    minimum = b.load(best.minimum) if kind == KIND_INT4_ASYM else None
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
     quads = []
     for quad in range(GROUP // 4):
@@ -239,7 +239,7 @@ def _fit_group(kind: int) -> Any:
         """Fit one group of 16 rows.
 
         values  address of float32 [32, 16], 0 from input `count` (1..32) on
-        codes   address of the group's lines;  scales, minima: addresses of 16 float16 (minima: only int4m)
+        codes   address of the group's lines;  scales, minima: addresses of 16 float16 (minima: only int4-asym)
         totals  address of float32 [2, 16], to which the squared error and the squared weights are added
         """
 
@@ -249,7 +249,7 @@ def _fit_group(kind: int) -> Any:
             best = _search(b, kind, values, count, extent)
             _store_codes(b, kind, values, best, codes)
             _store_half(b, b.load(best.scale), scales)
-            if kind == KIND_INT4M:
+            if kind == KIND_INT4_ASYM:
                 _store_half(b, b.load(best.minimum), minima)
             _add_to(b, b.load(best.error), totals)
             _add_to(b, extent.energy, b.add(totals, int_constant(_LINE)))

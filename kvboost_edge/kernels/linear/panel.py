@@ -1,14 +1,14 @@
 """How quantized tokens lie in memory for the linear kernels: panels of a few tokens, group by group.
 
-The tokens of a pass are cut into blocks; a block of n tokens has one record per group of 32 inputs:
+The tokens of a pass are cut into panels; a panel of n tokens has one cell per group of 32 inputs:
 
     int8 codes [n][32] | 4 bytes per token: the term | float32 scale per token
 
-A fine record has two planes of codes, [2][n][32]: a code is FINE_BASE * first + second. The term is what the kernel
+A fine cell has two planes of codes, [2][n][32]: a code is FINE_BASE * first + second. The term is what the kernel
 needs beside the codes, and depends on the kind of the weights that will read it: minus the offset of the stored weights
-times the sum of the codes, int32; for int4m minus that sum times the scale, float32.
+times the sum of the codes, int32; for int4-asym minus that sum times the scale, float32.
 
-The block sizes depend on the number of tokens and on the machine; results do not depend on the block sizes.
+The panels' sizes depend on the number of tokens and on the machine; results do not depend on them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
     "TILES_AT_ONCE",
     "WIDE_FINE_TOKENS",
     "WIDE_TOKENS",
-    "block_size",
-    "record_bytes",
+    "cell_bytes",
+    "panel_tokens",
     "takes_pair",
     "token_place",
 ]
@@ -43,7 +43,7 @@ COARSE_BYTES, FINE_BYTES = GROUP + 8, 2 * GROUP + 8
 class _Shapes(NamedTuple):
     """Tokens that a microkernel of a form takes; measured, see benchmarks/bench_linear.py.
 
-    small, fine      sizes of blocks against one tile, coarse and fine
+    small, fine      sizes of panels against one tile, coarse and fine
     wide, wide_fine  the size where there are more tokens than the largest of `small`, against `tiles` tiles
     """
 
@@ -64,19 +64,19 @@ _SHAPES = {
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
 }
 SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE = _SHAPES[dot_form()]
-# Blocks for tile registers, see amx.py; where there are none, no block is as large as this.
+# Panels for tile registers, see amx.py; where there are none, no panel is as large as this.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 
 
 @kernel
-def record_bytes(fine: int) -> int:
-    """Bytes that a token takes in a record."""
+def cell_bytes(fine: int) -> int:
+    """Bytes that a token takes in a cell."""
     return FINE_BYTES if fine != 0 else COARSE_BYTES
 
 
 @kernel
-def block_size(left: int, total: int, fine: int, matrix: int) -> int:
-    """Tokens in the next block, where `left` of `total` tokens are not yet in one; matrix: whether (not 0) blocks may
+def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
+    """Tokens in the next panel, where `left` of `total` tokens are not yet in one; matrix: whether (not 0) panels may
     be as large as tile registers take."""
     if total <= SMALL_TOKENS[-1]:
         largest = FINE_TOKENS[-1] if fine != 0 else SMALL_TOKENS[-1]
@@ -93,20 +93,20 @@ def block_size(left: int, total: int, fine: int, matrix: int) -> int:
 
 @kernel
 def takes_pair(size: int, fine: int) -> bool:
-    """Whether a block of so many tokens goes against two tiles at once."""
+    """Whether a panel of so many tokens goes against two tiles at once."""
     wide, most = (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
     return TILES_AT_ONCE == 2 and size in (wide, most)
 
 
 @kernel
 def token_place(token: int, total: int, fine: int, matrix: int) -> Any:
-    """(first token of the block a token is in, tokens of that block)."""
+    """(first token of the panel a token is in, tokens of that panel)."""
     first = 0
     if total > SMALL_TOKENS[-1]:
-        largest = block_size(total, total, fine, matrix)
+        largest = panel_tokens(total, total, fine, matrix)
         first = min(token // largest, total // largest) * largest
-    size = block_size(total - first, total, fine, matrix)
+    size = panel_tokens(total - first, total, fine, matrix)
     while token >= first + size:
         first += size
-        size = block_size(total - first, total, fine, matrix)
+        size = panel_tokens(total - first, total, fine, matrix)
     return first, size

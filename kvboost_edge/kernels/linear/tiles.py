@@ -17,7 +17,7 @@ from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import (
     GROUP,
     KIND_INT4,
-    KIND_INT4M,
+    KIND_INT4_ASYM,
     KIND_INT8,
     V16I,
     GroupDot,
@@ -56,7 +56,7 @@ __all__ = [
     "GROUP",
     "INT_KINDS",
     "KIND_INT4",
-    "KIND_INT4M",
+    "KIND_INT4_ASYM",
     "KIND_INT8",
     "IntTiles",
     "Target",
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 FLOAT_TOKENS = (1, 2, 4, 8)
-INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4M)
+INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM)
 _QUADS = GROUP // 4
 _LINE = 64
 # Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse.
@@ -82,12 +82,11 @@ _I32 = ir.IntType(32)
 class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
-    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4m only)
+    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym only)
     weights_step, scales_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
     runs                     tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1
-    panel_step               0; or the runs are blocks of tokens against one tile (or pair), and this the bytes from one
-                             block's panel to the next one's
+    panel_step               0; or the runs are panels against one tile (or pair), this the bytes from one to the next
     """
 
     weights: int
@@ -210,15 +209,15 @@ class IntTiles:
         for index in range(self.tiles):
             for token in range(self.tokens):
                 emit_prefetch(b, _place(b, target, index, token), write=True)
-        record = self.tokens * (FINE_BYTES if self.fine else COARSE_BYTES)
+        cell = self.tokens * (FINE_BYTES if self.fine else COARSE_BYTES)
         with cgutils.for_range(b, tile.groups, intp=I64) as loop:
-            here = _bytes(b, panel, loop.index, record)
+            here = _bytes(b, panel, loop.index, cell)
             places = [_bytes(b, at, loop.index, self.group_bytes) for at in weights]
             self._prefetch(b, tile, places, [_bytes(b, at, loop.index, 2 * LANES) for at in scales])
             dots = self._dots(b, here, places)
             halves = [emit_load_as_f32(b, KIND_F16, _bytes(b, at, loop.index, 2 * LANES)) for at in scales]
             lows = []
-            if self.kind == KIND_INT4M:
+            if self.kind == KIND_INT4_ASYM:
                 lows = [emit_load_as_f32(b, KIND_F16, _bytes(b, at, loop.index, 2 * LANES)) for at in minima]
             self._add_group(b, here, sums, dots, halves, lows)
         _emit_target(b, sums, target)
@@ -242,7 +241,7 @@ class IntTiles:
         """The integer sums of a group, [tile][token]."""
         dot, zero = GroupDot(b, self.kind, self.form), ir.Constant(V16I, [0] * LANES)
         seeds = [zero] * self.tokens
-        if self.kind != KIND_INT4M:
+        if self.kind != KIND_INT4_ASYM:
             seeds = [_splat_i32_at(b, self._term(b, here, token)) for token in range(self.tokens)]
         # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]

@@ -1,7 +1,7 @@
-"""Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4, int4m in groups of 32.
+"""Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4, int4-asym in groups of 32.
 
-The layouts are specified in reference_quant.py. Scales and minima are float16. A stored weight is scale * code for the
-signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4m.
+The layouts are specified in reference/weights.py. Scales and minima are float16. A stored weight is scale * code for
+the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.fit import FITS, fit_group
-from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8
+from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
 from kvboost_edge.kernels.vectors import (
     KIND_BF16,
     KIND_F32,
@@ -29,11 +29,11 @@ from kvboost_edge.kernels.vectors import (
 __all__ = ["KINDS", "LARGEST", "QUANTIZED", "PackedRows", "pack_codes", "pack_rows", "packed_sizes"]
 
 KINDS: dict[str, int] = {
-    "f32": KIND_F32, "bf16": KIND_BF16, "int8": KIND_INT8, "int4": KIND_INT4, "int4m": KIND_INT4M
+    "f32": KIND_F32, "bf16": KIND_BF16, "int8": KIND_INT8, "int4": KIND_INT4, "int4-asym": KIND_INT4_ASYM
 }  # fmt: skip
 """Weight format -> number of its kind in the kernels."""
 
-QUANTIZED = ("int8", "int4", "int4m")
+QUANTIZED = ("int8", "int4", "int4-asym")
 
 # The scale, or the minimum, must be a finite float16; bfloat16 rounds what lies above its largest number to infinity.
 LARGEST: dict[str, float] = {
@@ -41,13 +41,13 @@ LARGEST: dict[str, float] = {
     "bf16": float.fromhex("0x1.fep127"),
     "int8": 127.0 * 65504.0,
     "int4": 7.0 * 65504.0,
-    "int4m": 65504.0,
+    "int4-asym": 65504.0,
 }
 """Weight format -> the largest magnitude of a weight that it can hold."""
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-_fit_int8, _fit_int4, _fit_int4m = (fit_group[kind] for kind in (KIND_INT8, KIND_INT4, KIND_INT4M))
+_fit_int8, _fit_int4, _fit_int4_asym = (fit_group[kind] for kind in (KIND_INT8, KIND_INT4, KIND_INT4_ASYM))
 
 
 class PackedRows(NamedTuple):
@@ -71,7 +71,7 @@ def packed_sizes(rows: int, inputs: int, kind: int) -> tuple[int, int, int]:
     if kind not in FITS:
         raise ConfigError(f"weight kind {kind} is not one of {sorted(KINDS.values())}")
     scales = tiles * groups * LANES * 2
-    return tiles * groups * LANES * GROUP * FITS[kind].bits // 8, scales, scales if kind == KIND_INT4M else 0
+    return tiles * groups * LANES * GROUP * FITS[kind].bits // 8, scales, scales if kind == KIND_INT4_ASYM else 0
 
 
 def pack_rows(weights: Floats, kind: int) -> PackedRows:
@@ -92,7 +92,7 @@ def pack_codes(
     0) in them, scales and minima float16 [rows, groups]. ConfigError where they do not fit the kind."""
     rows, inputs = codes.shape
     tiles, groups = -(-rows // LANES), -(-inputs // GROUP)
-    if kind not in FITS or (minima is not None) != (kind == KIND_INT4M):
+    if kind not in FITS or (minima is not None) != (kind == KIND_INT4_ASYM):
         raise ConfigError(
             f"codes of weight kind {kind} cannot be packed {'with' if minima is not None else 'without'} minima"
         )
@@ -155,7 +155,7 @@ def _fit_rows(weights: Floats, codes: Bytes, scales: Bytes, minima: Bytes, kind:
             elif kind == KIND_INT4:
                 _fit_int4(values, count, at, s, m, sums)
             else:
-                _fit_int4m(values, count, at, s, m, sums)
+                _fit_int4_asym(values, count, at, s, m, sums)
         for lane in range(lanes):
             error += totals[lane]
             energy += totals[LANES + lane]

@@ -71,6 +71,7 @@ def _at(path: str) -> int:
 
 
 ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
+_PLAIN = _at("job.plain")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
 R_KEYS, R_VALUES = _at("job.plain.keys"), _at("job.plain.values")
 R_COUNTERS, R_BLOCK_TABLES = _at("job.plain.counters"), _at("job.plain.block_tables")
@@ -84,8 +85,8 @@ R_CLOSED, R_NUM_CLOSED = _at("closed"), _at("num_closed")
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
     """int64 [ROW_NUMBERS], the call alone. It holds addresses of the call's arrays, which must outlive it."""
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
-    first = _at("job.plain")
-    row[first : first + num_numbers(Job)] = numbers_of(Job, call)
+    numbers = numbers_of(Job, call)
+    row[_PLAIN : _PLAIN + numbers.size] = numbers
     return row
 
 

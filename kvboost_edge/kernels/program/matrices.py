@@ -8,15 +8,15 @@ import numpy as np
 from numba.core import types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.blocks import float_block, int_block
+from kvboost_edge.kernels.linear.ladders import float_rows, int_panel
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
-    block_size,
-    record_bytes,
+    cell_bytes,
+    panel_tokens,
     takes_pair,
 )
-from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8, Target, Tile
+from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, KIND_INT8, Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import (
     attention_row,
@@ -36,8 +36,8 @@ _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels at once
 _GATED_GROUP_ROW = 2 * 4 * GROUP  # bytes of a token in a group: of the gate, then of the way up
 _GATED_TOKENS = 32  # of one group at once; of several, as many fewer
-# Blocks of tokens at once, where a group's tiles are one call; what they read and write stays in the first cache.
-_GATED_BLOCKS = 4 if GROUP // LANES == TILES_AT_ONCE else 1
+# Panels at once, where a group's tiles are one call; what they read and write stays in the first cache.
+_GATED_PANELS = 4 if GROUP // LANES == TILES_AT_ONCE else 1
 _FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
 
 
@@ -74,18 +74,18 @@ def units_of(job: ProgramJob, op: Any) -> Any:
 
 
 @kernel
-def _blocks(tokens: int, token: int, n: int, most: int) -> Any:
-    """Blocks of n tokens, from `token` on, that one call takes: many where weights stay in the cache."""
+def _panels(tokens: int, token: int, n: int, most: int) -> Any:
+    """Panels of n tokens, from `token` on, that one call takes: many where weights stay in the cache."""
     return min(most, (tokens - token) // n) if tokens > SMALL_TOKENS[-1] else 1
 
 
 @kernel
 def _int_tiles(
-    job: ProgramJob, op: Any, tile: int, count: int, token: int, n: int, blocks: int, target: Target
+    job: ProgramJob, op: Any, tile: int, count: int, token: int, n: int, panels: int, target: Target
 ) -> None:
-    """Tiles [tile, tile + count) against blocks of n quantized tokens, the first of which starts at `token`.
+    """Tiles [tile, tile + count) against panels of n quantized tokens, the first of which starts at `token`.
 
-    More than one block: count is at most TILES_AT_ONCE.
+    More than one panel: count is at most TILES_AT_ONCE.
     """
     kind, fine = op[lt.F_KIND], op[lt.F_FINE_IN]
     groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
@@ -93,18 +93,18 @@ def _int_tiles(
     scales_each = groups * 2 * LANES
     weights, scales = op[lt.F_WEIGHT] + tile * bytes_each, op[lt.F_SCALE] + tile * scales_each
     minima = op[lt.F_MINIMA] + tile * scales_each
-    panel = job.buffers[op[lt.F_PANEL_IN]] + token * groups * record_bytes(fine)
-    step = n * groups * record_bytes(fine) if blocks > 1 else 0
+    panel = job.buffers[op[lt.F_PANEL_IN]] + token * groups * cell_bytes(fine)
+    step = n * groups * cell_bytes(fine) if panels > 1 else 0
     if not takes_pair(n, fine):
-        runs = blocks if blocks > 1 else count
+        runs = panels if panels > 1 else count
         where = Tile(weights, scales, minima, bytes_each, scales_each, groups, runs, step)
-        int_block(kind, n, fine, where, panel, target)
+        int_panel(kind, n, fine, where, panel, target)
         return
     pairs = count // 2
     if pairs > 0:
-        runs = blocks if blocks > 1 else pairs
+        runs = panels if panels > 1 else pairs
         where = Tile(weights, scales, minima, bytes_each, scales_each, groups, runs, step)
-        int_block(kind, n, fine, where, panel, target)
+        int_panel(kind, n, fine, where, panel, target)
     if count % 2 == 1:
         # The last tile of an odd number, as a pair with itself.
         weights, scales, minima = weights + 2 * pairs * bytes_each, scales + 2 * pairs * scales_each, minima
@@ -112,7 +112,7 @@ def _int_tiles(
         behind = 2 * pairs * target.tile_step
         bias = target.bias + behind if target.bias != 0 else 0
         alone = Target(target.out + behind, target.out_step, 0, bias, target.add, target.factor)
-        int_block(kind, n, fine, Tile(weights, scales, minima, 0, 0, groups, blocks, step), panel, alone)
+        int_panel(kind, n, fine, Tile(weights, scales, minima, 0, 0, groups, panels, step), panel, alone)
 
 
 @kernel
@@ -122,9 +122,9 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     size = _tiles_in_unit(op, job.tokens)
     end = min((op[lt.F_COUNT] + LANES - 1) // LANES, unit * size + size)
     step = 4 * op[lt.F_DST_STEP]
-    is_int = kind in (KIND_INT8, KIND_INT4, KIND_INT4M)
+    is_int = kind in INT_KINDS
     most = 1
-    if is_int and block_size(job.tokens, job.tokens, fine, job.matrix) == job.tokens:
+    if is_int and panel_tokens(job.tokens, job.tokens, fine, job.matrix) == job.tokens:
         most = size
     elif is_int and job.tokens > SMALL_TOKENS[-1]:
         most = TILES_AT_ONCE
@@ -137,23 +137,23 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
             out = job.buffers[op[lt.F_DST]] + token * step + 4 * LANES * tile
             target = Target(out, step, 4 * LANES, bias, op[lt.F_ADD], factor)
             if is_int:
-                n = block_size(job.tokens - token, job.tokens, fine, job.matrix)
-                blocks = _blocks(job.tokens, token, n, job.tokens)
-                _int_tiles(job, op, tile, count, token, n, blocks, target)
-                n *= blocks
+                n = panel_tokens(job.tokens - token, job.tokens, fine, job.matrix)
+                panels = _panels(job.tokens, token, n, job.tokens)
+                _int_tiles(job, op, tile, count, token, n, panels, target)
+                n *= panels
             else:
-                n = _float_rows(job.tokens - token)
+                n = _rows_at_once(job.tokens - token)
                 width = 4 if kind == KIND_F32 else 2
                 weights = op[lt.F_WEIGHT] + tile * inputs * LANES * width
                 x = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-                float_block(kind, n, Tile(weights, 0, 0, 0, 0, inputs, 1, 0), x, 4 * op[lt.F_SRC_STEP], target)
+                float_rows(kind, n, Tile(weights, 0, 0, 0, 0, inputs, 1, 0), x, 4 * op[lt.F_SRC_STEP], target)
             token += n
         tile += count
 
 
 @kernel
-def _float_rows(left: int) -> int:
-    """Rows of the next block of `left` rows for float weights."""
+def _rows_at_once(left: int) -> int:
+    """Rows that float weights meet at once, where `left` are left."""
     if left >= 8:
         return 8
     if left >= 4:
@@ -168,10 +168,10 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
     groups = op[lt.F_COUNT] // GROUP
     tiles = GROUP // LANES
     scratch = _gated_scratch()
-    # Where all tokens are one block the weights of several groups stream in one run; otherwise several blocks of tokens
-    # use those of one group.
-    one_block = job.tokens <= SMALL_TOKENS[-1] and block_size(job.tokens, job.tokens, 0, job.matrix) == job.tokens
-    most = _GATED_GROUPS if one_block else 1
+    # Where all tokens are one panel the weights of several groups stream in one run; otherwise several panels use
+    # those of one group.
+    one_panel = job.tokens <= SMALL_TOKENS[-1] and panel_tokens(job.tokens, job.tokens, 0, job.matrix) == job.tokens
+    most = _GATED_GROUPS if one_panel else 1
     row = most * _GATED_GROUP_ROW
     end = min(groups, unit * size + size)
     group = unit * size
@@ -179,20 +179,20 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
         count = min(most, end - group)
         token = 0
         while token < job.tokens:
-            n = block_size(job.tokens - token, job.tokens, 0, job.matrix)
-            blocks = _blocks(job.tokens, token, n, min(_GATED_BLOCKS, _GATED_TOKENS // n))
+            n = panel_tokens(job.tokens - token, job.tokens, 0, job.matrix)
+            panels = _panels(job.tokens, token, n, min(_GATED_PANELS, _GATED_TOKENS // n))
             for part in range(2):
                 tile = tiles * (group + part * groups)
                 bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0
                 target = Target(scratch + part * (row // 2), row, 4 * LANES, bias, 0, np.float32(1.0))
-                _int_tiles(job, op, tile, tiles * count, token, n, blocks, target)
-            for block in range(blocks):
+                _int_tiles(job, op, tile, tiles * count, token, n, panels, target)
+            for panel in range(panels):
                 for index in range(count):
-                    rows = scratch + block * n * row + 4 * GROUP * index
-                    first = (token + block * n) * groups + (group + index) * n
-                    record = job.buffers[op[lt.F_PANEL]] + first * record_bytes(0)
-                    activate_group(rows, row, n, op[lt.F_ACT], record, op[lt.F_QUANT])
-            token += n * blocks
+                    rows = scratch + panel * n * row + 4 * GROUP * index
+                    first = (token + panel * n) * groups + (group + index) * n
+                    cell = job.buffers[op[lt.F_PANEL]] + first * cell_bytes(0)
+                    activate_group(rows, row, n, op[lt.F_ACT], cell, op[lt.F_QUANT])
+            token += n * panels
         group += count
 
 

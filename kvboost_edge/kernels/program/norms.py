@@ -17,7 +17,7 @@ from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.dot import (
     GROUP,
     KIND_INT4,
-    KIND_INT4M,
+    KIND_INT4_ASYM,
     KIND_INT8,
     OFFSET,
     V16I,
@@ -225,7 +225,7 @@ def _emit_terms(b: Builder, total: Value, scales: Value, panels: Sequence[_Panel
     offset = _I32(-OFFSET[KIND_INT4])
     offset = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset)
     taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, V16), scales)), V16I)
-    minima = b.icmp_signed("==", kind, int_constant(KIND_INT4M))
+    minima = b.icmp_signed("==", kind, int_constant(KIND_INT4_ASYM))
     terms = b.select(minima, taken, b.mul(total, emit_splat_int(b, offset)))
     for index, panel in enumerate(panels):
         lane = _I32(4 * index)
@@ -236,7 +236,7 @@ def _emit_terms(b: Builder, total: Value, scales: Value, panels: Sequence[_Panel
 class _PanelRow(NamedTuple):
     """One token's part of a panel: see `quantize_groups`."""
 
-    record: Value
+    cell: Value
     size: Value
     place: Value
     planes: int
@@ -244,7 +244,7 @@ class _PanelRow(NamedTuple):
     def at(self, b: Builder, group: Value) -> _Panel:
         """Addresses for a group."""
         bytes_each = FINE_BYTES if self.planes == 2 else COARSE_BYTES
-        here = b.add(self.record, b.mul(group, b.mul(self.size, int_constant(bytes_each))))
+        here = b.add(self.cell, b.mul(group, b.mul(self.size, int_constant(bytes_each))))
         rows = [self.place, b.add(self.place, self.size)][: self.planes]
         codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]
         behind = b.add(b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4)))
@@ -262,20 +262,20 @@ def _emit_row_groups(b: Builder, x: Value, first: Value, count: int, row: _Panel
 
 
 @intrinsic
-def quantize_groups(typing: Any, x: Any, groups: Any, record: Any, size: Any, place: Any, kind: Any, fine: Any) -> Any:
+def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, place: Any, kind: Any, fine: Any) -> Any:
     """Quantize `groups` whole groups of 32 float32 at address x for weights of a kind.
 
-    record       address of the first group's record in a panel of `size` tokens, of which this one is number `place`
+    cell       address of the first group's cell in a panel of `size` tokens, of which this one is number `place`
     kind, fine   of the weights that will read the panel; whether its codes have two planes (not 0) or one
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        x, groups, record, size, place, kind, fine = arguments
+        x, groups, cell, size, place, kind, fine = arguments
         whole = b.and_(groups, int_constant(-_AT_ONCE))
         with b.if_else(b.icmp_signed("!=", fine, int_constant(0))) as (two, one):
             for branch, planes in ((two, 2), (one, 1)):
                 with branch:
-                    row = _PanelRow(record, size, place, planes)
+                    row = _PanelRow(cell, size, place, planes)
                     with cgutils.for_range_slice(b, int_constant(0), whole, int_constant(_AT_ONCE), I64) as (index, _):
                         _emit_row_groups(b, x, index, _AT_ONCE, row, kind)
                     with cgutils.for_range_slice(b, whole, groups, int_constant(1), I64) as (index, _):
@@ -295,8 +295,8 @@ def _emit_activate(b: Builder, x: Value, up: Value, is_silu: Value) -> Value:
 
 
 @intrinsic
-def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, record: Any, kind: Any) -> Any:
-    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their record of a coarse panel.
+def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell: Any, kind: Any) -> Any:
+    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a coarse panel.
 
     rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the next; the 32 of the way
                 up follow half a step behind
@@ -304,7 +304,7 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, recor
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        rows, step, size, act, record, kind = arguments
+        rows, step, size, act, cell, kind = arguments
         half = b.lshr(step, int_constant(1))
         is_silu = b.icmp_signed("==", act, int_constant(ACT_SILU))
         # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
@@ -319,7 +319,7 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, recor
                 tokens = [b.add(token, int_constant(index)) for index in range(count)]
                 starts = [b.add(rows, b.mul(token, step)) for token in tokens]
                 groups = [[emit_load(b, V16, b.add(at, int_constant(o))) for o in (0, _VECTOR)] for at in starts]
-                panels = [_PanelRow(record, size, token, 1).at(b, int_constant(0)) for token in tokens]
+                panels = [_PanelRow(cell, size, token, 1).at(b, int_constant(0)) for token in tokens]
                 _emit_quantize(b, groups, panels, kind)
         return context.get_dummy_value()
 

@@ -52,7 +52,7 @@ class ProgramJob(NamedTuple):
     buffers   int64 [num_buffers], addresses
     counters  int64, zeros: COUNTERS_PER_OP for each op from first on, then one for the whole
     tokens    rows of this pass
-    matrix    1: blocks of tokens are as large as tile registers take, where kernels are compiled with them; 0: not
+    matrix    1: panels are as large as tile registers take, where kernels are compiled with them; 0: not
     """
 
     ops: npt.NDArray[np.int64]

@@ -10,14 +10,14 @@ from numba.core import types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.dot import OFFSET
-from kvboost_edge.kernels.linear.panel import record_bytes, token_place
-from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4M, KIND_INT8
+from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
+from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
 from kvboost_edge.kernels.program.norms import activate_vectors, fma_f32, norm_row, quantize_groups
 from kvboost_edge.kernels.program.rope import copy_floats, rotate_head
 from kvboost_edge.kernels.program.table import ProgramJob
-from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, load_f32, load_scalar, store_f32
+from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, load_f32, load_i64, load_scalar, store_f32
 
 __all__ = ["run_tokens", "token_units"]
 
@@ -26,14 +26,6 @@ _CHUNK = 32  # groups of 32 in a chunk of a row
 # Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112 tokens took two threads
 # 100 ms and one thread 75.
 _UNIT = 12
-
-
-@intrinsic
-def _load_i64(typing: Any, address: Any) -> Any:
-    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.load(b.inttoptr(arguments[0], ir.PointerType()), align=8, typ=ir.IntType(64))
-
-    return types.int64(types.int64), codegen
 
 
 @intrinsic
@@ -82,13 +74,13 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
     tile, lane, count, kind = token_id // LANES, token_id % LANES, op[lt.F_COUNT], op[lt.F_KIND]
     for index in range(count, op[lt.F_DST_STEP]):
         store_f32(out + 4 * index, np.float32(0.0))
-    if kind in (KIND_INT8, KIND_INT4, KIND_INT4M):
+    if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP
         offset = _OFFSET_INT8 if kind == KIND_INT8 else (_OFFSET_INT4 if kind == KIND_INT4 else 0)
         for group in range(groups):
             at = 2 * ((tile * groups + group) * LANES + lane)
             scale = load_scalar(op[lt.F_SCALE] + at, KIND_F16)
-            minimum = load_scalar(op[lt.F_MINIMA] + at, KIND_F16) if kind == KIND_INT4M else np.float32(0.0)
+            minimum = load_scalar(op[lt.F_MINIMA] + at, KIND_F16) if kind == KIND_INT4_ASYM else np.float32(0.0)
             for index in range(min(GROUP, count - group * GROUP)):
                 code = np.float32(_code(op, kind, tile * groups + group, lane, index) - offset)
                 value = fma_f32(code, scale, -minimum)
@@ -104,9 +96,9 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
 def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
     """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
     total, fine = (op[lt.F_COUNT] + GROUP - 1) // GROUP, op[lt.F_FINE]
-    block, size = token_place(token, job.tokens, fine, job.matrix)
-    record = job.buffers[op[lt.F_PANEL]] + (block * total + first * size) * record_bytes(fine)
-    quantize_groups(source, groups, record, size, token - block, op[lt.F_QUANT], fine)
+    start, size = token_place(token, job.tokens, fine, job.matrix)
+    cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(fine)
+    quantize_groups(source, groups, cell, size, token - start, op[lt.F_QUANT], fine)
 
 
 @kernel
@@ -166,7 +158,7 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     values = keys + 4 * kv_heads * dim
     _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
     _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
-    position = _load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
+    position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
     cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
     sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
     for head in range(heads):
@@ -204,7 +196,7 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, chunk: int) -> 
     elif code == lt.OP_ADD_NORM:
         _add_norm(job, op, params, token)
     elif code == lt.OP_EMBED:
-        token_id = _load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
+        token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])
     elif code in (lt.OP_QUANT, lt.OP_ACT):
         _elementwise(job, op, token, chunk * _CHUNK)

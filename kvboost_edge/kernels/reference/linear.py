@@ -53,27 +53,27 @@ def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int1
     return codes.reshape(tokens, -1), scales, codes.sum(axis=2, dtype=np.int32)
 
 
-def pack_panel(x: Floats, kind: str, blocks: Sequence[int], *, fine: bool = False) -> npt.NDArray[np.uint8]:
-    """The bytes of a panel for weights of a kind: a record per block of tokens and group, see panel.py."""
+def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False) -> npt.NDArray[np.uint8]:
+    """The bytes of panels of `sizes` tokens for weights of a kind: a cell for each panel and group, see panel.py."""
     codes, scales, sums = quantize_rows(x, fine=fine)
     planes = [codes]
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    if kind == "int4m":
+    if kind == "int4-asym":
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
         terms = sums * np.int32(-128 if kind == "int8" else -8)
-    records, start = [], 0
-    for size in blocks:
+    cells, start = [], 0
+    for size in sizes:
         rows = slice(start, start + size)
         for group in range(scales.shape[1]):
             inputs = slice(group * _GROUP, (group + 1) * _GROUP)
             parts: list[npt.NDArray[Any]] = [plane[rows, inputs].astype(np.int8) for plane in planes]
             parts += [terms[rows, group].astype(np.int32), scales[rows, group]]
-            records += [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
+            cells += [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         start += size
-    return np.concatenate(records)
+    return np.concatenate(cells)
 
 
 def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int) -> npt.NDArray[np.int8]:
@@ -127,8 +127,8 @@ def linear_int(
 ) -> Floats:
     """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out).
 
-    int4m: `weights` are the codes 0..15 themselves and `minima` [rows, groups] what is taken off a scaled code; in each
-    group follows out = fma(-(sum of the token's codes * token scale), minimum, out), the product rounded once.
+    int4-asym: `weights` are the codes 0..15 themselves and `minima` [rows, groups] what is taken off a scaled code; in
+    each group follows out = fma(-(sum of the token's codes * token scale), minimum, out), the product rounded once.
     """
     sums = group_sums(codes, weights).astype(np.float32)
     token_sums = codes.reshape(len(codes), -1, _GROUP).sum(axis=2, dtype=np.int32).astype(np.float32)

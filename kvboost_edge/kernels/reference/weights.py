@@ -1,7 +1,7 @@
 """Quantization of weights in plain NumPy: the specification of linear/fit.py, and packed matrices back to floats.
 
-Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4m are nibbles like those of int4, without an
-offset. Padded rows have scale 0; padded inputs, which only ever meet activations that are 0, may have any code.
+Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4-asym are nibbles like those of int4 without
+an offset. Padded rows have scale 0; padded inputs, which only ever meet activations that are 0, may have any code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
     bits = FITS[KINDS[weights]].bits
     codes = unpack_codes(packed.codes, rows, inputs, bits).astype(np.float32)
     scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
-    if weights != "int4m":
+    if weights != "int4-asym":
         return (codes * scales)[:rows, :inputs]
     minima = unpack_scales(packed.minima.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
     return ((codes + np.float32(8.0)) * scales - minima)[:rows, :inputs]
@@ -39,7 +39,7 @@ def round_to_nearest(weights: Floats, kind: str) -> Floats:
     """The weights as plain rounding stores them: scale from the largest magnitude, minimum from the smallest weight."""
     fit = FITS[KINDS[kind]]
     w = _groups(weights)
-    if kind == "int4m":
+    if kind == "int4-asym":
         minimum = -w.min(axis=-1, keepdims=True)
         scale = (w.max(axis=-1, keepdims=True) + minimum) / np.float32(fit.high)
     else:
@@ -56,7 +56,7 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
 
     The same operations in the same order as the kernel, but for the rare double rounding of its fused multiply-adds.
     """
-    fit, minima = FITS[KINDS[kind]], kind == "int4m"
+    fit, minima = FITS[KINDS[kind]], kind == "int4-asym"
     w = _groups(weights)
     counts = np.minimum(GROUP, weights.shape[1] - GROUP * np.arange(w.shape[1])).astype(np.float32)
     total = _chain(w, counts, lambda x, out: out + x)

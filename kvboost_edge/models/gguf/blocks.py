@@ -3,8 +3,8 @@
 A row is a whole number of blocks. `data` is uint8 [rows, bytes of a row] everywhere. Formulas and the order of the
 float operations are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
 
-    Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4m     exact
-    Q4_K -> int4m     scale and minimum of each group of 32 are products there, rounded to float16 here
+    Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
+    Q4_K -> int4-asym   scale and minimum of each group of 32 are products there, rounded to float16 here
     Q5_1, Q5_K, Q6_K -> int8     quantized again: scale = max|w| / 127 of each group of 32
 """
 
@@ -42,11 +42,11 @@ BLOCKS: dict[str, BlockFormat] = {
     "F16": BlockFormat(1, 2, None, True),
     "BF16": BlockFormat(1, 2, None, True),
     "Q4_0": BlockFormat(32, 18, "int4", True, (0,)),
-    "Q4_1": BlockFormat(32, 20, "int4m", True, (0, 2)),
+    "Q4_1": BlockFormat(32, 20, "int4-asym", True, (0, 2)),
     "Q5_0": BlockFormat(32, 22, "int8", True, (0,)),
     "Q5_1": BlockFormat(32, 24, "int8", False, (0, 2)),
     "Q8_0": BlockFormat(32, 34, "int8", True, (0,)),
-    "Q4_K": BlockFormat(256, 144, "int4m", False, (0, 2)),
+    "Q4_K": BlockFormat(256, 144, "int4-asym", False, (0, 2)),
     "Q5_K": BlockFormat(256, 176, "int8", False, (0, 2)),
     "Q6_K": BlockFormat(256, 210, "int8", False, (208,)),
 }
@@ -80,14 +80,14 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
     if name == "Q4_0":
         return _rows_of(rows, "int4", _nibbles(blocks[:, 2:]), _half(blocks, 0))
     if name == "Q4_1":
-        return _rows_of(rows, "int4m", _nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2))
+        return _rows_of(rows, "int4-asym", _nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2))
     if name == "Q5_0":
         return _rows_of(rows, "int8", _fives(blocks, 2) + np.uint8(112), _half(blocks, 0))
     if name == "Q8_0":
         return _rows_of(rows, "int8", blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0))
     if name == "Q4_K":
         scales, minima = _k_scales(blocks)
-        return _rows_of(rows, "int4m", _k_nibbles(blocks[:, 16:]), _as_half(scales), _as_half(minima))
+        return _rows_of(rows, "int4-asym", _k_nibbles(blocks[:, 16:]), _as_half(scales), _as_half(minima))
     return _requantized(dequantize(name, data))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
 from kvboost_edge.models.config.quant_config import GROUP
-from kvboost_edge.models.packed.plan import VECTOR, PackEntry, format_name, holds_exactly, is_quantized
+from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly, is_quantized
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = ["ConversionError", "conversion_error", "log_conversions"]
@@ -36,7 +36,7 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
     stored = source.rows(name, 0, rows)
     if holds_exactly(kind, source.kind(name)):
         packed = source.quant_rows(name, 0, rows)
-        zero = {"int8": 128, "int4": 8, "int4m": 0}[packed.kind]
+        zero = {"int8": 128, "int4": 8, "int4-asym": 0}[packed.kind]
         values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width]
         values = values * (packed.codes.astype(np.float32) - zero)
         if packed.minima is not None:
@@ -61,4 +61,4 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
         error = conversion_error(source, names[0], packed).relative
         if error > 0:
             _LOG.info("%s: %d tensors become %s with a relative error of %.2g (%s)",
-                      *(kind, len(names), format_name(packed), error, names[0]))  # fmt: skip
+                      *(kind, len(names), packed, error, names[0]))  # fmt: skip

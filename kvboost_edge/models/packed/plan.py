@@ -16,7 +16,6 @@ __all__ = [
     "WEIGHT_FORMATS",
     "PackEntry",
     "check_tensors",
-    "format_name",
     "holds_exactly",
     "is_quantized",
     "pack_plan",
@@ -30,17 +29,16 @@ _KINDS_OF = {
     "bf16": ("bf16", "bf16"),
     "int8": ("int8", "int8"),
     "int4": ("int4", "int8"),
-    "int4-asym": ("int4m", "int8"),
+    "int4-asym": ("int4-asym", "int8"),
 }
 WEIGHT_FORMATS = tuple(_KINDS_OF)
-_NAME_OF = {inner: name for name, (inner, _) in _KINDS_OF.items()}
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
-# From narrow to wide: int4 fits int4m and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
-_WIDENING = ("int4", "int4m", "int8")
+# From narrow to wide: int4 fits int4-asym and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
+_WIDENING = ("int4", "int4-asym", "int8")
 # (format of the tensor, format of the entry) where every stored weight keeps its value.
-_EXACT = {("int8", "int8"), ("int4", "int4"), ("int4m", "int4m"), ("int4", "int4m"), ("int4", "int8")}
+_EXACT = {("int8", "int8"), ("int4", "int4"), ("int4-asym", "int4-asym"), ("int4", "int4-asym"), ("int4", "int8")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class PackEntry:
     """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    "f32", "bf16", "int8", "int4", "int4m", or "vector"
+    kind    "f32", "bf16", "int8", "int4", "int4-asym", or "vector"
     offset  added to a vector's values
     """
 
@@ -122,12 +120,7 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
     """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
     if weights != STORED:
         return weights
-    return "+".join(sorted({format_name(entry.kind) for entry in plan if entry.kind != VECTOR}))
-
-
-def format_name(kind: str) -> str:
-    """What users call a packed kind of matrices."""
-    return _NAME_OF[kind]
+    return "+".join(sorted({entry.kind for entry in plan if entry.kind != VECTOR}))
 
 
 def _as_stored(entry: PackEntry, source: WeightSource) -> PackEntry:

@@ -18,7 +18,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weights import KINDS, LARGEST, PackedRows, pack_codes, pack_rows
 from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_scales
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.packed.plan import VECTOR, PackEntry, format_name, holds_exactly
+from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 __all__ = ["Piece", "pack_stream", "pieces_of", "read_rows"]
@@ -144,8 +144,7 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
         )
     top = high if high > largest else low
     raise ModelFormatError(
-        f"{where} holds the weight {top:.6g}; weights={format_name(kind)!r} goes up to {largest:.6g}, "
-        "give weights='f32'"
+        f"{where} holds the weight {top:.6g}; weights={kind!r} goes up to {largest:.6g}, give weights='f32'"
     )
 
 
@@ -154,7 +153,7 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
     rows = source.quant_rows(tensor, start, stop)
     if rows.kind == "int4" and kind == "int8":
         rows = rows._replace(kind=kind, codes=rows.codes + np.uint8(128 - 8))
-    elif rows.kind == "int4" and kind == "int4m":
+    elif rows.kind == "int4" and kind == "int4-asym":
         with np.errstate(over="ignore"):  # infinity is found below
             rows = rows._replace(kind=kind, minima=rows.scales * np.float16(8.0))
     if not all(np.isfinite(halves).all() for halves in rows[2:] if halves is not None):
@@ -172,6 +171,6 @@ def _unpacked(packed: PackedRows, rows: int, inputs: int, kind: str) -> QuantRow
     codes = (signed.astype(np.int16) + offset).astype(np.uint8)
     scales, minima = (
         unpack_scales(halves.view(np.float16), rows, inputs)[:rows].astype(np.float16)
-        for halves in (packed.scales, packed.minima if kind == "int4m" else packed.scales)
+        for halves in (packed.scales, packed.minima if kind == "int4-asym" else packed.scales)
     )
-    return QuantRows(kind, codes, scales, minima if kind == "int4m" else None)
+    return QuantRows(kind, codes, scales, minima if kind == "int4-asym" else None)

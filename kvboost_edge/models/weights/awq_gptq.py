@@ -6,8 +6,8 @@ AWQ (the "gemm" order): qweight int32 [in, out / 8], qzeros int32 [groups, out /
 first, are columns 0 2 4 6 1 3 5 7. GPTQ: qweight int32 [in / 8, out], nibbles along the inputs in order; qzeros
 int32 [groups, out / 8] in order, less one ("gptq" format) or as they are ("gptq_v2"). scales float16 [groups, out].
 
-A tensor whose zero points are all 8 is int4, exact. Any other is int4m with minimum = scale * zero rounded to float16:
-an error of at most scale * zero / 2048, the same for a whole group.
+A tensor whose zero points are all 8 is int4, exact. Any other is int4-asym with minimum = scale * zero rounded to
+float16: an error of at most scale * zero / 2048, the same for a whole group.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PackedQuantSource:
         module = self._module(name)
         if module is None:
             return self._files.kind(name)
-        return "int4" if (self._zeros_of(module) == _MIDDLE).all() else "int4m"
+        return "int4" if (self._zeros_of(module) == _MIDDLE).all() else "int4-asym"
 
     def type_of(self, name: str) -> str:
         return self._files.type_of(name) if self._module(name) is None else self._layout.method.upper()
@@ -109,7 +109,7 @@ class PackedQuantSource:
         minima = (scales.astype(np.float32) * zeros.astype(np.float32)).astype(np.float16)
         if not np.isfinite(minima).all():
             raise ModelFormatError(f"{self.file_of(name)}: tensor '{module}.scales' is too large for float16 minima")
-        return QuantRows("int4m", codes, spread, np.repeat(minima, times, axis=1)[:, :groups])
+        return QuantRows("int4-asym", codes, spread, np.repeat(minima, times, axis=1)[:, :groups])
 
     def file_of(self, name: str) -> Path:
         module = self._module(name)

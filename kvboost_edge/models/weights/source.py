@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float32]
 class QuantRows(NamedTuple):
     """Rows of a tensor that is stored quantized, in groups of 32 inputs of one row; the last group may be short.
 
-    kind    "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4m": scale * code - minimum
+    kind    "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4-asym": scale * code - minimum
     codes   uint8 [rows, inputs]: 0..255 for int8, else 0..15
-    scales  float16 [rows, groups];  minima: the same for "int4m", else None
+    scales  float16 [rows, groups];  minima: the same for "int4-asym", else None
     """
 
     kind: str
@@ -55,7 +55,7 @@ class WeightSource(Protocol):
         ...
 
     def kind(self, name: str) -> str | None:
-        """The packed format that holds the tensor as it is stored ("int8", "int4", "int4m"); None: it is float."""
+        """The packed format that holds the tensor as it is stored ("int8", "int4", "int4-asym"); None: it is float."""
         ...
 
     def type_of(self, name: str) -> str:

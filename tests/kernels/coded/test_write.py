@@ -60,7 +60,7 @@ def test_decoded_numbers_are_within_half_a_step(bits: tuple[int, int]) -> None:
             assert (np.abs(values - true_values) <= (1.003 * half_step + slack + 5e-6)[:, None]).all()
 
 
-def test_sections_of_a_record_do_not_overlap_and_start_at_cache_lines() -> None:
+def test_sections_of_a_blocks_codes_do_not_overlap_and_start_at_cache_lines() -> None:
     for bits in BIT_PAIRS:
         for dim in (16, 24, 64, 80, 128, 256):
             for size in (16, 32, 48, 64):

@@ -23,7 +23,7 @@ from kvboost_edge.kernels.linear import amx_choice
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, pack_rows
 from kvboost_edge.runners.native import runner as native
-from linear_driver import Extra, block_sizes, run_linear
+from linear_driver import Extra, panel_sizes, run_linear
 from paged_driver import PagedDriver
 from tiny_checkpoints import save_tiny_checkpoint
 
@@ -43,7 +43,7 @@ def matrices() -> dict[str, Any]:
             packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
             bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))
             for fine in (False, True):
-                sizes = block_sizes(tokens, Extra(fine=fine, matrix=1))
+                sizes = panel_sizes(tokens, Extra(fine=fine, matrix=1))
                 assert sizes[0] == (MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS), sizes
                 for extra in (Extra(fine=fine), Extra(bias, before, 0.5, fine=fine, threads=2)):
                     expected, _ = run_linear(kind, x, packed, rows, extra)
@@ -53,7 +53,7 @@ def matrices() -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
-    """A tiny model's logits: cold, in chunks that cut its blocks of tokens, on two threads, without AMX."""
+    """A tiny model's logits: cold, in chunks that cut its panels, on two threads, without AMX."""
     prompt = np.random.default_rng(1).integers(0, 256, 90).tolist()
     for weights, inner in (("int4", 96), ("int8", 1096)):  # one operation for the gated layer, or three
         with tempfile.TemporaryDirectory() as directory:

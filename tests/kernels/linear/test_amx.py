@@ -53,7 +53,7 @@ def test_amx_is_used_only_where_a_trial_speaks_for_it() -> None:
     """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds them to be."""
     found = _check("choice")
     emulated = found["emulated"]
-    once = 2 * 28 * 6 * 4 * int(emulated)  # both kinds: groups, blocks of tokens, multiplications
+    once = 2 * 28 * 6 * 4 * int(emulated)  # both kinds: groups, panels, multiplications
     assert found["refused"] == {"used": False, "reason": "no tiles", "tiles": 0}
     rates = re.fullmatch(
         r"(slower here: )?\d+\.\d\d TOPS a thread, AVX512-VNNI \d+\.\d\d, the same bits", found["timed"]["reason"]

@@ -19,10 +19,10 @@ import hashlib
 import numba
 import numpy as np
 from kvboost_edge.kernels.reference import linear as reference
-from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4M, KIND_INT8, dot_form
+from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4_ASYM, KIND_INT8, dot_form
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
 
-KINDS = {"int8": KIND_INT8, "int4": KIND_INT4, "int4m": KIND_INT4M}
+KINDS = {"int8": KIND_INT8, "int4": KIND_INT4, "int4-asym": KIND_INT4_ASYM}
 GROUPS = 3
 rng = np.random.default_rng(0)
 stored = rng.integers(0, 256, (GROUPS, 512)).astype(np.uint8)
@@ -49,8 +49,8 @@ for kind, number in KINDS.items():
                                        16, GROUPS * 32, 8 if kind == "int8" else 4)
         scales, lows = (reference.unpack_scales(a, 16, GROUPS * 32) for a in (weights, minima))
         quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
-        expected = reference.linear_int(quantized, token_scales, codes + 8 * (kind == "int4m"), scales,
-                                        lows if kind == "int4m" else None)
+        expected = reference.linear_int(quantized, token_scales, codes + 8 * (kind == "int4-asym"), scales,
+                                        lows if kind == "int4-asym" else None)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
         digest.update(out.tobytes())
 print(dot_form(), digest.hexdigest())

@@ -53,7 +53,7 @@ def test_kernel_equals_the_reference(kind: str, shape: tuple[int, int]) -> None:
 
 # Relative L2 error on Gaussian weights, and the part of plain rounding's error that may be left.
 @pytest.mark.parametrize(
-    ("kind", "error", "left"), [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4m", 0.072, 0.93)]
+    ("kind", "error", "left"), [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4-asym", 0.072, 0.93)]
 )
 def test_fitted_weights_are_nearer_than_rounded_ones(kind: str, error: float, left: float) -> None:
     rng = np.random.default_rng(1)
@@ -108,10 +108,10 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_packed_as_they_are(kind: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(4)
-    top, offset = {"int8": (256, 128), "int4": (16, 8), "int4m": (16, 0)}[kind]
+    top, offset = {"int8": (256, 128), "int4": (16, 8), "int4-asym": (16, 0)}[kind]
     codes = rng.integers(0, top, shape).astype(np.uint8)
     halves = rng.standard_normal((2, shape[0], -(-shape[1] // 32))).astype(np.float16)
-    scales, minima = halves[0], halves[1] if kind == "int4m" else None
+    scales, minima = halves[0], halves[1] if kind == "int4-asym" else None
     packed = pack_codes(codes, scales, minima, KINDS[kind])
     expected = (codes.astype(np.float32) - offset) * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
     if minima is not None:
@@ -125,7 +125,7 @@ def test_codes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="above 15"):
         pack_codes(codes + np.uint8(16), scales, None, KINDS["int4"])
     with pytest.raises(ConfigError, match="minima"):
-        pack_codes(codes, scales, None, KINDS["int4m"])
+        pack_codes(codes, scales, None, KINDS["int4-asym"])
     with pytest.raises(ConfigError, match="minima"):
         pack_codes(codes, scales, scales, KINDS["int8"])
     with pytest.raises(ConfigError, match="shape"):

@@ -12,7 +12,7 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.rope import RopeTable
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from linear_driver import PLAIN, Extra, Program, block_sizes, matrix_fields, run_linear
+from linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear
 
 Floats = npt.NDArray[np.float32]
 SHAPES = [(1, 16, 32), (2, 50, 100), (3, 33, 64), (5, 16, 31), (15, 130, 96), (16, 7, 1500)]
@@ -24,7 +24,7 @@ def _linear(kind: str, x: Floats, w: Floats, extra: Extra = PLAIN) -> tuple[Floa
     assert [array.size for array in packed[:3]] == list(packed_sizes(*w.shape, KINDS[kind]))
     out, panel = run_linear(kind, x, packed, len(w), extra)
     if kind in QUANTIZED:
-        expected = reference.pack_panel(x, kind, block_sizes(len(x), extra), fine=extra.fine)
+        expected = reference.pack_panel(x, kind, panel_sizes(len(x), extra), fine=extra.fine)
         np.testing.assert_array_equal(panel[: expected.size], expected)
     return out, packed
 
@@ -37,7 +37,7 @@ def _oracle(kind: str, x: Floats, packed: PackedRows, rows: int, fine: bool = Fa
     codes = reference.unpack_codes(packed.codes, rows, inputs, 8 if kind == "int8" else 4)
     scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs)
     minima = None
-    if kind == "int4m":
+    if kind == "int4-asym":
         codes, minima = codes + 8, reference.unpack_scales(packed.minima.view(np.float16), rows, inputs)
     quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
     return reference.linear_int(quantized, token_scales, codes, scales, minima)[:, :rows]
@@ -143,7 +143,7 @@ def test_activation(gelu: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 15])
-@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4m"), ("int4m", "int8")])
+@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4-asym"), ("int4-asym", "int8")])
 def test_gated_in_one_operation_is_the_three_apart(kinds: tuple[str, str], tokens: int) -> None:
     """kinds: of the gate and up matrix, and of the reader of what comes out."""
     inner, hidden = 96, 64

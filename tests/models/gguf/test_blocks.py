@@ -23,7 +23,7 @@ def _random(name: str, rows: int = 9, blocks: int = 4) -> np.ndarray:
 
 def _values(rows: object, kind: str) -> np.ndarray:
     codes, scales, minima = rows.codes.astype(np.float32), rows.scales, rows.minima
-    values = np.repeat(scales.astype(np.float32), 32, 1) * (codes - {"int8": 128, "int4": 8, "int4m": 0}[kind])
+    values = np.repeat(scales.astype(np.float32), 32, 1) * (codes - {"int8": 128, "int4": 8, "int4-asym": 0}[kind])
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
 

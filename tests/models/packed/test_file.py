@@ -86,23 +86,21 @@ def test_sections_hold_the_weights(model_dir: Path, tmp_path: Path, weights: str
     packed.close()
 
 
-@pytest.mark.parametrize(("weights", "kind"), [("int4", "int4"), ("int4-asym", "int4m")])
-def test_four_bit_weights_are_those_of_the_reference_fit(
-    model_dir: Path, tmp_path: Path, weights: str, kind: str
-) -> None:
+@pytest.mark.parametrize("weights", ["int4", "int4-asym"])
+def test_four_bit_weights_are_those_of_the_reference_fit(model_dir: Path, tmp_path: Path, weights: str) -> None:
     """The matrices of the layers; embedding and head have 8 bits."""
     packed = _load(model_dir, tmp_path, weights)
 
     def stored(name: str, rows: int, kind: str) -> np.ndarray:
         parts = [packed.array(f"{name}{part}").copy() for part in ("", ".scales")]
-        minima = packed.array(f"{name}.minima").copy() if kind == "int4m" else np.empty(0, np.uint8)
-        assert (packed.address(f"{name}.minima") != 0) == (kind == "int4m")
+        minima = packed.array(f"{name}.minima").copy() if kind == "int4-asym" else np.empty(0, np.uint8)
+        assert (packed.address(f"{name}.minima") != 0) == (kind == "int4-asym")
         return unpack_rows(PackedRows(*parts, minima), rows, 64, kind)
 
     with SafetensorsSource(model_dir) as source:
         for name, tensors, own in (
-            ("layer1.gate_up", ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"), kind),
-            ("layer2.out", ("model.layers.2.self_attn.o_proj",), kind),
+            ("layer1.gate_up", ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"), weights),
+            ("layer2.out", ("model.layers.2.self_attn.o_proj",), weights),
             ("embed", ("model.embed_tokens",), "int8"),
             ("head", ("lm_head",), "int8"),
         ):

@@ -73,7 +73,7 @@ class Stored(WeightSource):
 
 
 def _floats(stored: QuantRows) -> Floats:
-    offset = {"int8": 128, "int4": 8, "int4m": 0}[stored.kind]
+    offset = {"int8": 128, "int4": 8, "int4-asym": 0}[stored.kind]
     inputs = stored.codes.shape[1]
     back = (stored.codes.astype(np.float32) - offset) * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
     return back if stored.minima is None else back - stored.minima.astype(np.float32).repeat(32, 1)[:, :inputs]
@@ -83,7 +83,7 @@ def _quant(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256 if kind == "int8" else 16, (rows, inputs)).astype(np.uint8)
     scales, minima = (rng.uniform(0.01, 0.02, (rows, -(-inputs // 32))).astype(np.float16) for _ in range(2))
-    return QuantRows(kind, codes, scales, minima if kind == "int4m" else None)
+    return QuantRows(kind, codes, scales, minima if kind == "int4-asym" else None)
 
 
 def _float(rows: int, inputs: int, seed: int = 0) -> Floats:
@@ -100,7 +100,14 @@ def _pack(entry: PackEntry, source: WeightSource, num_threads: int = 2) -> Float
 
 @pytest.mark.parametrize(
     ("stored", "kind"),
-    [("int8", "int8"), ("int4", "int4"), ("int4m", "int4m"), ("int4", "int8"), ("int4", "int4m"), ("int4m", "f32")],
+    [
+        ("int8", "int8"),
+        ("int4", "int4"),
+        ("int4-asym", "int4-asym"),
+        ("int4", "int8"),
+        ("int4", "int4-asym"),
+        ("int4-asym", "f32"),
+    ],
 )
 @pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7)])
 def test_stored_weights_keep_their_values(stored: str, kind: str, rows: int, inputs: int) -> None:
@@ -110,7 +117,7 @@ def test_stored_weights_keep_their_values(stored: str, kind: str, rows: int, inp
 
 
 @pytest.mark.parametrize(
-    ("stored", "kind", "limit"), [("int4m", "int8", 0.01), ("int8", "int4", 0.09), ("int8", "int4m", 0.09)]
+    ("stored", "kind", "limit"), [("int4-asym", "int8", 0.01), ("int8", "int4", 0.09), ("int8", "int4-asym", 0.09)]
 )
 def test_what_does_not_fit_is_quantized_again(stored: str, kind: str, limit: float) -> None:
     source = Stored({}, {"w": _quant(stored, 48, 96)})
@@ -127,8 +134,8 @@ def test_one_matrix_of_tensors_in_different_formats(split: tuple[int, int, int])
     back = _pack(PackEntry("m", "int8", (("q", q), ("k", k), ("v", v)), 64), source)
     np.testing.assert_allclose(back[: q + k], np.concatenate([source.rows("q"), source.rows("k")]), rtol=1e-6)
     assert 0 < np.linalg.norm(back[q + k :] - source.rows("v")) < 0.006 * np.linalg.norm(source.rows("v"))
-    source = Stored({"v": _float(v, 64)}, {"q": _quant("int4", q, 64, 1), "k": _quant("int4m", k, 64, 2)})
-    back = _pack(PackEntry("m", "int4m", (("q", q), ("k", k), ("v", v)), 64), source)
+    source = Stored({"v": _float(v, 64)}, {"q": _quant("int4", q, 64, 1), "k": _quant("int4-asym", k, 64, 2)})
+    back = _pack(PackEntry("m", "int4-asym", (("q", q), ("k", k), ("v", v)), 64), source)
     np.testing.assert_allclose(
         back[: q + k], np.concatenate([source.rows("q"), source.rows("k")]), rtol=1e-6, atol=1e-7
     )
@@ -166,12 +173,11 @@ def test_nan_and_infinity_are_found(kind: str, value: float) -> None:
         list(pack_stream([entry], source, 2))
 
 
-@pytest.mark.parametrize(("kind", "value"), [("int8", 9e6), ("int4", -5e5), ("int4m", 7e4), ("bf16", 3.4e38)])
+@pytest.mark.parametrize(("kind", "value"), [("int8", 9e6), ("int4", -5e5), ("int4-asym", 7e4), ("bf16", 3.4e38)])
 def test_weights_above_the_range_of_a_format_are_refused(kind: str, value: float) -> None:
     weights = _float(16, 32)
     weights[3, 4] = value
-    name = "int4-asym" if kind == "int4m" else kind
-    with pytest.raises(ModelFormatError, match=rf"some.file holds the weight .*weights='{name}' .*give weights='f32'"):
+    with pytest.raises(ModelFormatError, match=rf"some.file holds the weight .*weights='{kind}' .*give weights='f32'"):
         list(pack_stream([PackEntry("m", kind, (("w", 16),), 32)], Stored({"w": weights}), 1))
     np.testing.assert_array_equal(_pack(PackEntry("m", "f32", (("w", 16),), 32), Stored({"w": weights})), weights)
 
@@ -184,7 +190,7 @@ def test_stored_scales_are_checked() -> None:
     large = _quant("int4", 16, 32)
     large.scales[:] = 60000
     with pytest.raises(ModelFormatError, match="not finite"):
-        list(pack_stream([PackEntry("m", "int4m", (("w", 16),), 32)], Stored({}, {"w": large}), 1))
+        list(pack_stream([PackEntry("m", "int4-asym", (("w", 16),), 32)], Stored({}, {"w": large}), 1))
 
 
 def _checkpoint(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
@@ -202,12 +208,12 @@ def _checkpoint(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
 
 def test_a_quantized_checkpoint_keeps_its_formats() -> None:
     spec = describe_model(CONFIG)
-    kinds = {"v_proj": "int8", "down_proj": "int4m", "gate_proj": "int4m", "_proj": "int4", "lm_head": "int8"}
+    kinds = {"v_proj": "int8", "down_proj": "int4-asym", "gate_proj": "int4-asym", "_proj": "int4", "lm_head": "int8"}
     source = _checkpoint(spec, kinds)
     plan = pack_plan(spec, "auto", source)
     check_tensors(plan, source)
     found = {entry.name: entry.kind for entry in plan if entry.kind != VECTOR}
-    layer = {"qkv": "int8", "out": "int4", "gate_up": "int4m", "down": "int4m"}
+    layer = {"qkv": "int8", "out": "int4", "gate_up": "int4-asym", "down": "int4-asym"}
     assert found == {
         "embed": "int8", "head": "int8", **{f"layer{i}.{name}": kind for i in range(2) for name, kind in layer.items()}
     }  # fmt: skip
@@ -226,8 +232,6 @@ def test_auto_needs_a_quantized_checkpoint() -> None:
             pack_plan(spec, "auto", given)
     with pytest.raises(ConfigError, match=r"int3.*'int4', 'int4-asym'"):
         pack_plan(spec, "int3")
-    with pytest.raises(ConfigError, match=r"int4m.*'int4-asym'"):
-        pack_plan(spec, "int4m")
 
 
 def test_plans_of_float_formats() -> None:
@@ -236,21 +240,21 @@ def test_plans_of_float_formats() -> None:
         kinds = {entry.name: entry.kind for entry in pack_plan(spec, weights) if entry.kind != VECTOR}
         outer = "int8" if weights.startswith("int4") else weights
         assert {kinds.pop("embed"), kinds.pop("head")} == {outer}
-        assert set(kinds.values()) == {"int4m" if weights == "int4-asym" else weights}
+        assert set(kinds.values()) == {weights}
 
 
 def test_labels_are_the_names_that_can_be_asked_for() -> None:
     spec = describe_model(CONFIG)
     for weights in WEIGHT_FORMATS:
         assert plan_label(pack_plan(spec, weights), weights) == weights
-    source = _checkpoint(spec, {"down_proj": "int4m", "_proj": "int4", "lm_head": "int8"})
+    source = _checkpoint(spec, {"down_proj": "int4-asym", "_proj": "int4", "lm_head": "int8"})
     assert plan_label(pack_plan(spec, "auto", source), "auto") == "int4+int4-asym+int8"
 
 
 def test_a_quantized_checkpoint_as_int4_asym() -> None:
-    """int4 is widened without error, int4m is taken as it is, 8 bits are quantized again; the outer two are 8 bit."""
+    """int4 is widened without error, int4-asym taken as it is, 8 bits are quantized again; the outer two are 8 bit."""
     spec = describe_model(CONFIG)
-    source = _checkpoint(spec, {"down_proj": "int4m", "o_proj": "int8", "_proj": "int4"})
+    source = _checkpoint(spec, {"down_proj": "int4-asym", "o_proj": "int8", "_proj": "int4"})
     plan = {entry.name: entry for entry in pack_plan(spec, "int4-asym", source)}
     assert {name for name, entry in plan.items() if entry.kind == "int8"} == {"embed", "head"}
     for name, exact in (("layer0.qkv", True), ("layer0.gate_up", True), ("layer1.down", True), ("layer1.out", False)):

@@ -37,7 +37,7 @@ def test_rows_equal_the_codes(
         for module, (codes, scales, zeros) in known.items():
             name = f"{module}.weight"
             assert source.shape(name) == codes.shape
-            assert source.kind(name) == ("int4" if symmetric else "int4m")
+            assert source.kind(name) == ("int4" if symmetric else "int4-asym")
             for start, stop in ((0, codes.shape[0]), (3, 21)):
                 rows = source.quant_rows(name, start, stop)
                 times, groups = group // 32, codes.shape[1] // 32

@@ -44,8 +44,7 @@ class Exact:
     def _stored(name: str, value: npt.NDArray[np.float32], weights: str) -> Floats:
         if value.ndim == 2:
             outer = name.startswith(("model.embed", "lm_head"))
-            four_bit = {"int4": "int4", "int4-asym": "int4m"}
-            kind = weights if weights not in four_bit else "int8" if outer else four_bit[weights]
+            kind = "int8" if outer and weights.startswith("int4") else weights
             value = unpack_rows(pack_rows(value, KINDS[kind]), *value.shape, kind)
         return value.astype(np.float64)
 

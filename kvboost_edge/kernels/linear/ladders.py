@@ -1,0 +1,120 @@
+"""A tile or two of weights against a panel of tokens, the microkernel chosen at run time by kind and number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvboost_edge.kernels.jit import kernel, named_kernel
+from kvboost_edge.kernels.linear.amx import amx_tile
+from kvboost_edge.kernels.linear.dot import has_tile_registers
+from kvboost_edge.kernels.linear.panel import (
+    FINE_TOKENS,
+    MATRIX_FINE_TOKENS,
+    MATRIX_TOKENS,
+    SMALL_TOKENS,
+    TILES_AT_ONCE,
+    WIDE_FINE_TOKENS,
+    WIDE_TOKENS,
+)
+from kvboost_edge.kernels.linear.tiles import (
+    FLOAT_TOKENS,
+    INT_KINDS,
+    KIND_INT4,
+    KIND_INT4_ASYM,
+    KIND_INT8,
+    Target,
+    Tile,
+    float_tile,
+    int_tile,
+)
+from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F32
+
+__all__ = ["float_rows", "int_panel"]
+
+_MOST, _MOST_FINE = SMALL_TOKENS[-1], FINE_TOKENS[-1]
+# Numbers of tokens that take two tiles at once.
+_PAIR, _FINE_PAIR = (WIDE_TOKENS, WIDE_FINE_TOKENS) if TILES_AT_ONCE == 2 else (0, 0)
+_HAS_AMX = has_tile_registers()
+
+
+def _int_ladder(kind: int) -> Any:
+    """The kernel that calls a kind's microkernel for n tokens; a form that lacks a size has another in its place, which
+    is never called."""
+    amx, fine_amx = amx_tile[kind, False], amx_tile[kind, True]
+    wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
+    fine_wide = int_tile[kind, TILES_AT_ONCE, WIDE_FINE_TOKENS, True]
+    one, two, four, eight = (int_tile[kind, 1, tokens, False] for tokens in (1, 2, min(4, _MOST), _MOST))
+    fine_one, fine_two, fine_four = (int_tile[kind, 1, tokens, True] for tokens in (1, 2, _MOST_FINE))
+
+    @named_kernel(f"int_ladder_{kind}")
+    def ladder(n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
+        if fine != 0:
+            if _HAS_AMX and n == MATRIX_FINE_TOKENS:
+                fine_amx(tile, panel, target)
+            elif n == _FINE_PAIR:
+                fine_wide(tile, panel, target)
+            elif n == 4:
+                fine_four(tile, panel, target)
+            elif n == 2:
+                fine_two(tile, panel, target)
+            else:
+                fine_one(tile, panel, target)
+        elif _HAS_AMX and n == MATRIX_TOKENS:
+            amx(tile, panel, target)
+        elif n == _PAIR:
+            wide(tile, panel, target)
+        elif n == 8:
+            eight(tile, panel, target)
+        elif n == 4:
+            four(tile, panel, target)
+        elif n == 2:
+            two(tile, panel, target)
+        else:
+            one(tile, panel, target)
+
+    return ladder
+
+
+def _float_ladder(kind: int) -> Any:
+    """As `_int_ladder`, for rows of float32."""
+    one, two, four, eight = (float_tile[kind, tokens] for tokens in FLOAT_TOKENS)
+
+    @named_kernel(f"float_ladder_{kind}")
+    def ladder(n: int, tile: Tile, inputs: int, step: int, target: Target) -> None:
+        if n == 8:
+            eight(tile, inputs, step, target)
+        elif n == 4:
+            four(tile, inputs, step, target)
+        elif n == 2:
+            two(tile, inputs, step, target)
+        else:
+            one(tile, inputs, step, target)
+
+    return ladder
+
+
+_INT = {kind: _int_ladder(kind) for kind in INT_KINDS}
+_FLOAT = {kind: _float_ladder(kind) for kind in (KIND_F32, KIND_BF16)}
+# Kernels look up names, not tables.
+_INT8, _INT4, _INT4_ASYM = _INT[KIND_INT8], _INT[KIND_INT4], _INT[KIND_INT4_ASYM]
+_F32, _BF16 = _FLOAT[KIND_F32], _FLOAT[KIND_BF16]
+
+
+@kernel
+def int_panel(kind: int, n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
+    """A tile, or two where n tokens take two at once, against a panel of n tokens (see panel.py)."""
+    if kind == KIND_INT8:
+        _INT8(n, fine, tile, panel, target)
+    elif kind == KIND_INT4:
+        _INT4(n, fine, tile, panel, target)
+    else:
+        _INT4_ASYM(n, fine, tile, panel, target)
+
+
+@kernel
+def float_rows(kind: int, n: int, tile: Tile, inputs: int, step: int, target: Target) -> None:
+    """A tile of float weights against n = 1, 2, 4 or 8 rows of float32 at address `inputs`, `step` bytes apart."""
+    if kind == KIND_F32:
+        _F32(n, tile, inputs, step, target)
+    else:
+        _BF16(n, tile, inputs, step, target)
