@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import platform
 from typing import Any
@@ -20,6 +19,7 @@ from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.runners.choice import RUNNERS, plan_of
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -122,9 +122,12 @@ def _versions() -> dict[str, Any]:
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
         with found_model(model, options, Console(stderr=True)) as path:
-            report = route(Checkpoint.open(path), config)
+            checkpoint = Checkpoint.open(path)
+            report, fields = route(checkpoint, config), checkpoint.config
     except KVBoostError as error:
         return {"problem": str(error)}
-    if report["runner"] == "torch" and importlib.util.find_spec("transformers") is None:
-        report |= {"runner": "none", "runner_reason": "torch and transformers are not installed: install [torch]"}
+    name = report["runner"]
+    missing = plan_of(name).missing_package(fields) if name in RUNNERS else None
+    if missing is not None:
+        report |= {"runner": "none", "runner_reason": f"runner {name!r} {missing}"}
     return report

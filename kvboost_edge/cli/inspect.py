@@ -18,7 +18,8 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility, pinned_context
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
-from kvboost_edge.runners.choice import native_kv_spec
+from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.torch.plan import compute_dtype
 
 __all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
 
@@ -105,16 +106,8 @@ def _kv_spec(fields: Mapping[str, Any], config: EngineConfig, path_taken: Mappin
     layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
     kv_heads = size_of(inner, "num_key_value_heads") or heads
     head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
-    dtype = _torch_kv_dtype(fields, config, path_taken["device"])
+    dtype = compute_dtype(config.dtype, stored_dtype(fields) or "float32", path_taken["device"])
     return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
-
-
-def _torch_kv_dtype(fields: Mapping[str, Any], config: EngineConfig, device: str) -> str:
-    """The torch runner's KV has the dtype of its compute: the option's, else the checkpoint's."""
-    if config.dtype != "auto":
-        return config.dtype
-    stored = stored_dtype(fields) or "float32"
-    return "float32" if stored == "float16" and device == "cpu" else stored
 
 
 def print_report(report: dict[str, Any], *, title: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,8 +26,9 @@ from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
 from kvboost_edge.models.weights.source import WeightSummary
-from kvboost_edge.runners.base import Runner
-from kvboost_edge.runners.choice import RunnerChoice
+from kvboost_edge.runners.base import LoadOptions, Runner
+from kvboost_edge.runners.choice import RunnerChoice, load_runner, plan_of
+from kvboost_edge.runners.torch.plan import compute_dtype
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -38,9 +38,6 @@ _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only")
 _DEFAULTS = EngineConfig()
-_TORCH = ("torch", "transformers")
-# What transformers needs to load weights that are quantized so.
-_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,32 +86,20 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 def _load_runner(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, progress: Progress | None
 ) -> Runner:
-    num_threads = config.num_threads or default_num_threads()
     choice = selected.runner
     # What nobody asked for and is slower is said where everybody sees it.
-    level = logging.INFO if choice.wanted or choice.name == "native" else logging.WARNING
-    _LOG.log(level, "runner %s: %s", choice.name, choice.reason)
-    if choice.name == "native":
-        from kvboost_edge.runners.native.runner import NativeRunner
-
-        return NativeRunner.from_dir(
-            checkpoint,
-            weights=choice.weights,
-            num_threads=num_threads,
-            block_size=config.block_size,
-            kv_bits=config.kv_bits,
-            progress=progress,
-        )
-    _require_torch(choice.reason, config=checkpoint.config)
-    from kvboost_edge.runners.torch.runner import TorchRunner
-
-    return TorchRunner.from_dir(
-        checkpoint.path,
+    _LOG.log(logging.INFO if choice.wanted else logging.WARNING, "runner %s: %s", choice.name, choice.reason)
+    _require_packages(choice.name, choice.reason, checkpoint.config)
+    options = LoadOptions(
+        weights=choice.weights,
         dtype=config.dtype,
         device=selected.backend.device,
-        num_threads=num_threads,
+        num_threads=config.num_threads or default_num_threads(),
         block_size=config.block_size,
+        kv_bits=config.kv_bits,
+        progress=progress,
     )
+    return load_runner(choice.name, checkpoint, options)
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
@@ -125,7 +110,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
             raise ConfigError(
                 f"option {name!r} does not apply to a model that is already loaded; leave it out or use from_pretrained"
             )
-    _require_torch("a loaded transformers model was given")
+    _require_packages("torch", "a loaded transformers model was given", {})
     import torch
 
     from kvboost_edge.runners.torch.runner import TorchRunner
@@ -184,13 +169,10 @@ def _assemble(
 
 
 def _loaded_bytes(checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str) -> int:
-    """Bytes the weights will take on the CPU: "auto" is the dtype in the config, float32 where that is float16."""
+    """Bytes the weights will take on the CPU: packed, or in the dtype of the compute."""
     if selected.weights:
         return checkpoint.packed_bytes(selected.weights)
-    if dtype == "auto":
-        dtype = stored_dtype(checkpoint.config)
-        dtype = "float32" if dtype == "float16" else dtype
-    per_param = _DTYPE_BYTES.get(dtype)
+    per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), "cpu"))
     return summary.nbytes if per_param is None else summary.num_params * per_param
 
 
@@ -203,14 +185,11 @@ def _available_on(device: str) -> int:
     return available_bytes()
 
 
-def _require_torch(reason: str, *, config: Mapping[str, Any] | None = None) -> None:
-    """config: of a model to be loaded; of a quantized one transformers asks for more."""
-    settings = (config or {}).get("quantization_config") or {}
-    method = str(settings.get("quant_method"))
-    for module in (*_TORCH, *_QUANTIZERS.get(method, ())):
-        if importlib.util.find_spec(module) is None:
-            how = "install the extra [torch]" if module in _TORCH else f"it reads {method} weights; install it"
-            raise BackendUnavailable(f"runner 'torch' ({reason}) needs {module}, which is not installed; {how}")
+def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:
+    """BackendUnavailable where a package is missing that the runner needs to load this model."""
+    missing = plan_of(name).missing_package(model_config)
+    if missing is not None:
+        raise BackendUnavailable(f"runner {name!r} ({reason}) {missing}")
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import planned_pool_bytes
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.runners.choice import ModelTraits, RunnerChoice, choose_runner, choose_weights, native_kv_spec
+from kvboost_edge.runners.base import ModelTraits
+from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
 
 __all__ = ["Selection", "select_path"]
 
@@ -31,15 +32,17 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     """
     model = ModelTraits(checkpoint.config, checkpoint.is_gguf, checkpoint.is_quantized)
     runner = choose_runner(config, model)
-    if runner.name == "torch":
-        return Selection(choose_backend(config.backend, config.device), runner)
-    backend = choose_backend("cpu" if config.backend == "auto" else config.backend, config.device)
-    if config.backend == "auto":
-        reason = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
-        backend = dataclasses.replace(backend, reason=reason)
-    spec = describe_model(model.config)
-    kv_spec = native_kv_spec(spec, "", config.block_size, config.kv_bits)
+    plan = plan_of(runner.name)
+    is_auto = config.backend == "auto"
+    backend = choose_backend(plan.AUTO_BACKEND if is_auto else config.backend, config.device)
+    if is_auto and plan.AUTO_BACKEND_REASON:
+        backend = dataclasses.replace(backend, reason=plan.AUTO_BACKEND_REASON)
     available = available_bytes()
-    pool_bytes = planned_pool_bytes(config, kv_spec, spec.max_context, available)
-    weights, why = choose_weights(config, model, pool_bytes, available)
-    return Selection(backend, dataclasses.replace(runner, weights=weights, reason=f"{runner.reason}; weights: {why}"))
+
+    def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
+        return planned_pool_bytes(config, kv_spec, max_context, available)
+
+    weights, why = plan.choose_weights(config, model, plan_pool, available)
+    if weights:
+        runner = dataclasses.replace(runner, weights=weights, reason=f"{runner.reason}; weights: {why}")
+    return Selection(backend, runner)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
 
-__all__ = ["ForwardBatch", "Runner", "RunnerInfo"]
+__all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,27 @@ class RunnerInfo:
     weight_bytes: int
     kv_spec: KVSpec
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
+
+
+class ModelTraits(NamedTuple):
+    """What is known of a model before it is loaded: its config, and whether its weights are stored in a quantized
+    format (which is then kept)."""
+
+    config: Mapping[str, Any]
+    is_gguf: bool = False
+    is_quantized: bool = False
+
+
+class LoadOptions(NamedTuple):
+    """How a runner loads a model; each takes what concerns it. `progress`: called with (bytes done, bytes in all)."""
+
+    weights: str
+    dtype: str
+    device: str
+    num_threads: int
+    block_size: int
+    kv_bits: tuple[int, int]
+    progress: Callable[[int, int], None] | None = None
 
 
 class Runner(Protocol):

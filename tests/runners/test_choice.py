@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ from kvboost_edge.config import _CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
-from kvboost_edge.runners.choice import ModelTraits, choose_runner, choose_weights, native_kv_spec
+from kvboost_edge.runners.base import ModelTraits
+from kvboost_edge.runners.choice import RUNNERS, choose_runner, plan_of
+from kvboost_edge.runners.native.plan import choose_weights, native_kv_spec
+from kvboost_edge.runners.torch.plan import compute_dtype
 
 LLAMA = {
     "model_type": "llama",
@@ -30,7 +36,8 @@ def runner(model: dict[str, Any] = LLAMA, *, gguf: bool = False, stored: bool = 
 
 
 def weights(available: int = 10**9, pool: int = 0, *, stored: bool = False, **options: Any) -> tuple[str, str]:
-    return choose_weights(EngineConfig.from_options(**options), ModelTraits(LLAMA, False, stored), pool, available)
+    model = ModelTraits(LLAMA, False, stored)
+    return choose_weights(EngineConfig.from_options(**options), model, lambda spec, max_context: pool, available)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +151,47 @@ def test_how_keys_and_values_are_stored(weights: str, bits: tuple[int, int], dty
     spec = native_kv_spec(describe_model(LLAMA), weights, 32, bits)
     assert (spec.dtype, spec.bits, spec.block_size, len(spec.layers)) == (dtype, bits, 32, 3)
     assert (spec.layers[0].num_kv_heads, spec.layers[0].head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "device", "computed"),
+    [
+        ("auto", "float16", "cpu", "float32"),
+        ("auto", "float16", "cuda:0", "float16"),
+        ("auto", "bfloat16", "cpu", "bfloat16"),
+        ("auto", "", "cpu", ""),
+        ("float16", "float16", "cpu", "float16"),
+    ],
+)
+def test_float16_is_computed_in_float32_on_the_cpu(asked: str, stored: str, device: str, computed: str) -> None:
+    assert compute_dtype(asked, stored, device) == computed
+
+
+def test_the_options_are_the_runners_there_are() -> None:
+    assert sorted(_CHOICES["runner"]) == sorted(["auto", *RUNNERS])
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name: str) -> None:
+    plan = plan_of(name)
+    assert plan.WORKS_WITH
+    assert plan.AUTO_BACKEND in _CHOICES["backend"]
+    assert plan.unsupported_reason(ModelTraits(LLAMA)) is None
+    assert plan.missing_package(LLAMA) is None
+    assert plan.wish(EngineConfig(), ModelTraits(LLAMA)) == ""
+    assert callable(importlib.import_module(f"{RUNNERS[name]}.runner").load)
+
+
+def test_deciding_loads_no_runner_and_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from kvboost_edge.config import EngineConfig\n"
+        "from kvboost_edge.runners.base import ModelTraits\n"
+        "from kvboost_edge.runners.choice import choose_runner\n"
+        "for model_type in ('llama', 'gpt_neox'):\n"
+        f"    choose_runner(EngineConfig(), ModelTraits({LLAMA!r} | {{'model_type': model_type}}))\n"
+        "heavy = {'numba', 'torch', 'transformers'}\n"
+        "found = [name for name in sys.modules if name in heavy or name.endswith('.runner')]\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -25,13 +25,13 @@ from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.file import PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
-from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
-from kvboost_edge.runners.choice import native_kv_spec
+from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
 from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import WholePass
 
-__all__ = ["NativeRunner"]
+__all__ = ["NativeRunner", "load"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -212,3 +212,15 @@ class NativeRunner:
         self._own_team.close()
         self._backend, self._team, self._whole = None, self._own_team, None
         self._packed.close()
+
+
+def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
+    """The runner of a checkpoint; its weights decide the dtype."""
+    return NativeRunner.from_dir(
+        checkpoint,
+        weights=options.weights,
+        num_threads=options.num_threads,
+        block_size=options.block_size,
+        kv_bits=options.kv_bits,
+        progress=options.progress,
+    )

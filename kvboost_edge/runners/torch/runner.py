@@ -18,13 +18,15 @@ from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
 from kvboost_edge.models.config.file import context_length
-from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
+from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
 from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, PagedPass, ProbePass
 from kvboost_edge.runners.torch.eager_check import check_against_eager
+from kvboost_edge.runners.torch.plan import compute_dtype
 
-__all__ = ["TorchRunner"]
+__all__ = ["TorchRunner", "load"]
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -88,8 +90,7 @@ class TorchRunner:
     ) -> TorchRunner:
         """Load a model directory (safetensors only, no remote code, no network).
 
-        dtype "auto" is the checkpoint's, but float16 becomes float32 on the CPU, where half precision arithmetic is
-        slow. Raises ModelFormatError when the directory cannot be loaded completely.
+        dtype "auto": see `compute_dtype`. Raises ModelFormatError when the directory cannot be loaded completely.
         """
         if dtype != "auto" and dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of {('auto', *_DTYPES)}")
@@ -185,6 +186,17 @@ class TorchRunner:
         vars(self).pop("model", None)
 
 
+def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
+    """The runner of a checkpoint, whose weights keep their form."""
+    return TorchRunner.from_dir(
+        checkpoint.path,
+        dtype=options.dtype,
+        device=options.device,
+        num_threads=options.num_threads,
+        block_size=options.block_size,
+    )
+
+
 def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
     """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in the call (dynamic,
     longrope) are pinned to their first range, where they are constant, so that a batch cannot change a result."""
@@ -206,13 +218,12 @@ def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
 
 def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dtype | str:
     """The dtype to load in; "auto" leaves it to the checkpoint where the config does not say."""
-    if name != "auto":
-        return _DTYPES[name]
     stored = config.get_text_config().dtype or config.dtype
-    if stored == torch.float16 and torch.device(device).type == "cpu":
-        _LOG.info("the float16 checkpoint is computed in float32: half precision is slow on the CPU")
-        return torch.float32
-    return stored or "auto"
+    stored_name = _NAMES.get(stored, "")
+    chosen = compute_dtype(name, stored_name, device)
+    if name == "auto" and chosen != stored_name:
+        _LOG.info("the %s checkpoint is computed in %s: half precision is slow on the CPU", stored_name, chosen)
+    return _DTYPES[chosen] if chosen else stored or "auto"
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

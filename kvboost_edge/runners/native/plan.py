@@ -1,0 +1,97 @@
+"""What the native runner takes, in which weight format, and how it stores keys and values. Loads no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.runners.base import ModelTraits
+
+__all__ = [
+    "AUTO_BACKEND",
+    "AUTO_BACKEND_REASON",
+    "WORKS_WITH",
+    "choose_weights",
+    "missing_package",
+    "native_kv_spec",
+    "unsupported_reason",
+    "wish",
+]
+
+WORKS_WITH = "backend='cpu'"
+AUTO_BACKEND = "cpu"
+AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
+_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
+_UNQUANTIZED = (16, 16)
+
+
+def wish(config: EngineConfig, model: ModelTraits) -> str:
+    """The option, or the form of the checkpoint, that only this runner serves, empty if none does."""
+    wishes = {
+        f"weights={config.weights!r}": config.weights != "auto",
+        f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits != _UNQUANTIZED,
+        "a GGUF file": model.is_gguf,
+    }
+    return next((name for name, given in wishes.items() if given), "")
+
+
+def unsupported_reason(model: ModelTraits) -> str | None:
+    """Why the model is not known to this runner, None where it is."""
+    try:
+        describe_model(model.config)
+    except ModelFormatError as error:
+        return str(error)
+    return None
+
+
+def missing_package(model_config: Mapping[str, Any]) -> str | None:
+    """None: every install has what this runner needs."""
+    return None
+
+
+def choose_weights(
+    config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+) -> tuple[str, str]:
+    """The weight format, and why. `plan_pool`: gives what a pool for (KV spec, longest sequence) will take of the
+    `available` memory.
+
+    A quantized checkpoint keeps its own formats. Of a float one: int8 if weights and pool take at most half of the
+    memory, else int4; both with head and embedding at 8 bit.
+    """
+    # The sizes of packed weights come with the layouts of the kernels, and so with numba.
+    from kvboost_edge.models.packed.plan import STORED, pack_plan, plan_bytes
+
+    spec = describe_model(model.config)
+    pool_bytes = plan_pool(native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context)
+    named = _OF_DTYPE.get(config.dtype, "")
+    if config.weights != "auto":
+        if named not in ("", config.weights):
+            raise ConfigError(
+                f"dtype={config.dtype!r} means weights={named!r} in the native runner, and weights={config.weights!r} "
+                "was given; leave one of them out"
+            )
+        return config.weights, "asked for"
+    if named:
+        return named, f"dtype={config.dtype!r}"
+    if model.is_quantized:
+        return STORED, "as the checkpoint stores them"
+    needed = plan_bytes(pack_plan(spec, "int8"))
+    sum_of = f"{_mb(needed)} of int8 weights + {_mb(pool_bytes)} of pool"
+    if 2 * (needed + pool_bytes) <= available:
+        return "int8", f"{sum_of} are at most half of the {_mb(available)} available"
+    return "int4", f"{sum_of} would be more than half of the {_mb(available)} available"
+
+
+def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
+    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`."""
+    layers = tuple(LayerKVSpec(spec.num_kv_heads, spec.head_dim) for _ in spec.layers)
+    dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
+    return KVSpec(layers, block_size, dtype, bits)
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

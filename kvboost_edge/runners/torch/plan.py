@@ -1,0 +1,71 @@
+"""What the torch runner takes, what must be installed for it, and in which dtype it computes. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvboost_edge.backends.base import KVSpec
+from kvboost_edge.backends.select import array_kind_of
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.runners.base import ModelTraits
+
+__all__ = [
+    "AUTO_BACKEND",
+    "AUTO_BACKEND_REASON",
+    "WORKS_WITH",
+    "choose_weights",
+    "compute_dtype",
+    "missing_package",
+    "unsupported_reason",
+    "wish",
+]
+
+WORKS_WITH = "every backend"
+AUTO_BACKEND = "auto"
+AUTO_BACKEND_REASON = ""
+_PACKAGES = ("torch", "transformers")
+# What transformers needs to load weights that are quantized so.
+_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel")}
+
+
+def wish(config: EngineConfig, model: ModelTraits) -> str:
+    """The option that only this runner serves, empty if none does."""
+    wishes = {
+        f"backend={config.backend!r}": array_kind_of(config.backend) == "torch",
+        f"device={config.device!r}": array_kind_of(config.device or "") == "torch",
+        f"dtype={config.dtype!r}": config.dtype == "float16",
+    }
+    return next((name for name, given in wishes.items() if given), "")
+
+
+def unsupported_reason(model: ModelTraits) -> str | None:
+    """None: what transformers cannot run shows when it is loaded."""
+    return None
+
+
+def missing_package(model_config: Mapping[str, Any]) -> str | None:
+    """What has to be installed to load this model, None where nothing is missing; of a quantized one transformers
+    asks for more."""
+    method = str((model_config.get("quantization_config") or {}).get("quant_method"))
+    for package in (*_PACKAGES, *_QUANTIZERS.get(method, ())):
+        if importlib.util.find_spec(package) is None:
+            how = "install the extra [torch]" if package in _PACKAGES else f"it reads {method} weights; install it"
+            return f"needs {package}, which is not installed; {how}"
+    return None
+
+
+def choose_weights(
+    config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+) -> tuple[str, str]:
+    """No format of its own: the weights stay as the checkpoint has them, in the dtype of the compute."""
+    return "", ""
+
+
+def compute_dtype(asked: str, stored: str, device: str) -> str:
+    """The name of the dtype to compute in. "auto" is the stored one ("" where nothing says which), but float16 becomes
+    float32 on the CPU, where half precision arithmetic is slow."""
+    if asked != "auto":
+        return asked
+    return "float32" if stored == "float16" and device.partition(":")[0] == "cpu" else stored
