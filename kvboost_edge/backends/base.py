@@ -1,7 +1,8 @@
 """What a KV backend is: storage of keys and values in blocks, and attention that reads them in place.
 
-A backend knows nothing of requests or models. It owns one pool of `num_blocks` blocks for all layers and is driven by
-a runner: `prepare` once per forward pass, then per layer `write_kv` and `attention`; `copy_blocks` before the pass.
+A backend knows nothing of requests or models. It owns one pool of `num_blocks` blocks for all layers. The engine moves
+whole blocks: `copy_blocks` before a pass, `read_blocks` and `write_blocks` for tiers. A runner computes: `prepare` once
+per forward pass, then per layer `write_kv` and `attention`.
 """
 
 from __future__ import annotations
