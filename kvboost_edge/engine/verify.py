@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.config import GenerationMode
+from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.prompts import Prompt, encode_prompt
 from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import CorrectnessReport, PromptCheck
+from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, PromptCheck
 from kvboost_edge.engine.sampling import sampling_distribution
 from kvboost_edge.errors import RequestError
-
-if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.runners.base import RunnerInfo
+from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["verify_engine"]
 
@@ -33,8 +32,29 @@ _BLOCKS_PER_PROMPT = 3
 Floats = npt.NDArray[np.float32]
 
 
+class Checked(Protocol):
+    """What is asked of the engine under test: it is above this module, which cannot name it."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def runner_info(self) -> RunnerInfo: ...
+
+    def generate(
+        self, prompt: Prompt, *, mode: GenerationMode = ..., sampling: SamplingParams | None = ...
+    ) -> GenerationResult: ...
+
+    def warm(self, text: Prompt) -> object: ...
+
+    def _logits(self, token_ids: Prompt, start: int, mode: GenerationMode) -> Floats: ...
+
+
 def verify_engine(
-    engine: CPUPagedEngine, prompts: Sequence[Prompt] | None, max_new_tokens: int, options: Mapping[str, Any]
+    engine: Checked, prompts: Sequence[Prompt] | None, max_new_tokens: int, options: Mapping[str, Any]
 ) -> CorrectnessReport:
     """Check every prompt; RequestError for no prompt or a bad one. Greedy unless sampling options are given."""
     params = SamplingParams.from_options(**options, max_new_tokens=max_new_tokens)
@@ -47,7 +67,7 @@ def verify_engine(
     )
 
 
-def _check(engine: CPUPagedEngine, prompt: Prompt, params: SamplingParams, tolerance: float) -> PromptCheck:
+def _check(engine: Checked, prompt: Prompt, params: SamplingParams, tolerance: float) -> PromptCheck:
     info = engine.runner_info
     cold = engine.generate(prompt, mode=GenerationMode.BASELINE, sampling=params)
     engine.warm(prompt)
@@ -98,7 +118,7 @@ def _largest_kl(cold: Floats, warm: Floats, tokens: list[int], num_prompt: int, 
     return largest
 
 
-def _default_prompts(engine: CPUPagedEngine, max_new_tokens: int) -> list[list[int]]:
+def _default_prompts(engine: Checked, max_new_tokens: int) -> list[list[int]]:
     """Token ids of the built-in texts, repeated to a few blocks and a bit."""
     length = _BLOCKS_PER_PROMPT * engine.config.block_size + 5
     length = min(length, engine.runner_info.max_context - max_new_tokens)
