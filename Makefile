@@ -6,12 +6,17 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest -q
+# Side by side, a file of tests in one process; then those that need the machine for themselves.
+WORKERS ?= 2
+SHARED := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone"
+ALONE := $(PYTEST) -m alone
 # The rooms whose results could depend on the number of threads: run a second time with one.
 THREADED := tests/kernels tests/backends tests/runners tests/engine
+ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-long lint mutants bench bench-kernels bench-block-pool \
+.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool \
 	bench-prefix-reuse bench-linear bench-startup bench-bundled bench-peers clean test-arm64
 
 help:  ## list the targets
@@ -41,13 +46,18 @@ demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled
 test: test-threads test-one-thread  ## the whole suite with all threads, then the numeric rooms with one
 
 test-threads: setup
-	$(PYTEST) -q
+	$(SHARED)
+	$(ALONE)
 
 test-one-thread: setup test-threads
-	KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1 $(PYTEST) -q $(THREADED)
+	$(ONE_THREAD) $(SHARED) $(THREADED)
+	$(ONE_THREAD) $(ALONE) $(THREADED)
+
+test-quick: setup  ## while writing: each test with its first case, without the slow ones; 2 minutes with compiled kernels
+	KVBOOST_EDGE_TEST_QUICK=1 $(SHARED)
 
 test-long: setup  ## the large N of the promises; writes benchmarks/results/test-long.txt
-	mkdir -p benchmarks/results; KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) -q --no-header --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
+	mkdir -p benchmarks/results; KVBOOST_EDGE_TEST_LONG=1 $(PYTEST) --no-header --durations=25 > benchmarks/results/test-long.txt; status=$$?; \
 		tail -n 1 benchmarks/results/test-long.txt; exit $$status
 
 # An arm64 Debian of its own, made by the first run in about 5 minutes. Needs root and Debian or Ubuntu.

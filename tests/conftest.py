@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from browser import find_chromium
 
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
+QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
 ONE_THREAD = os.environ.get("KVBOOST_EDGE_TEST_ONE_THREAD") == "1"
 
 # Times of single examples vary with what else the machine does; seeds are fixed so that a failure repeats.
@@ -29,6 +30,18 @@ settings.load_profile("suite")
 
 # Threads of libraries that live as long as the process.
 LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test-quick`: of each test the first case, of the slow ones none."""
+    if not QUICK:
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(first.values())])
+    items[:] = first.values()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,6 +37,7 @@ def test_importing_the_command_line_loads_no_heavy_package():
     assert json.loads(in_fresh_process(code)) == []
 
 
+@pytest.mark.alone
 def test_import_takes_less_than_300_ms():
     code = "import time; t = time.perf_counter(); import kvboost_edge; print(time.perf_counter() - t)"
     seconds = [float(in_fresh_process(code)) for _ in range(5)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvboost_edge import CPUPagedEngine
 from ticks import times_of_ticks
 from tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.alone
 
 TOKENS = 2048
 LONGEST_GAP = 0.050

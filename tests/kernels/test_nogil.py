@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 from paged_cases import make_case
 from ticks import times_of_ticks
+
+pytestmark = pytest.mark.alone
 
 LONGEST_GAP = 0.050
 ATTEMPTS = 20

@@ -19,6 +19,8 @@ import pytest
 
 from live_servers import wait_until
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 TEXT = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
 

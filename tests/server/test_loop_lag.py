@@ -16,6 +16,8 @@ import pytest
 from kvboost_edge.server.serve import freeze_heap
 from live_servers import LiveServer, serving, wait_until
 
+pytestmark = pytest.mark.alone
+
 TICK = 0.002
 MOST_LAG = 0.05
 MOST_ROUNDS = 4

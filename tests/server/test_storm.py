@@ -12,6 +12,8 @@ import pytest
 
 from live_servers import serving, wait_until
 
+pytestmark = pytest.mark.alone
+
 MODEL = "kvboost-edge/demo"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/warm")
 AT_ONCE = 32

@@ -191,6 +191,7 @@ async def test_blocks_are_the_engines_map(tiny_app: httpx.AsyncClient, tiny_engi
     assert blocks["hit_rate"] == 0.0
 
 
+@pytest.mark.alone
 async def test_the_loop_turns_while_long_texts_are_tokenized(tiny_app: httpx.AsyncClient) -> None:
     """A 1 MB text keeps a tokenizer busy for a while; other requests are answered meanwhile."""
     text = "The quick brown fox jumps over the lazy dog. " * 23_000

@@ -14,6 +14,8 @@ import pytest
 
 from live_servers import LiveServer, raw_answer, serving, wait_until
 
+pytestmark = pytest.mark.alone
+
 TEXT = {"model": "kvboost-edge/demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

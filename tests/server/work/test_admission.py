@@ -65,6 +65,7 @@ def finished(server: LiveServer, reason: str) -> float:
     return server.state.metrics.registry.get_sample_value("vllm:request_success_total", labels) or 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("body", [TEXT, {**TEXT, "prompt": "x" * 200_000}], ids=["small", "large"])
 def test_a_full_queue_answers_503_at_once(tiny_engine, held, body):
     with serving(tiny_engine, max_batch_size=1, max_queue_size=1) as server:
@@ -217,6 +218,7 @@ def test_requests_with_one_prefix_start_together(tiny_engine, held):
         assert text == sampled.output_text
 
 
+@pytest.mark.alone
 async def test_the_window_is_the_longest_wait():
     groups = PrefixGroups(window_seconds=0.05, block_size=4)
     prompt = [1, 2, 3, 4, 5]
