@@ -43,7 +43,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled model (no network, no torch)
 	$(BIN)/kvboost-edge demo
 
-test: test-threads test-one-thread  ## the whole suite with all threads, then the numeric rooms with one
+test: test-threads test-one-thread  ## the whole suite, two files at a time; then the rooms that compute again with one thread
 
 test-threads: setup
 	$(SHARED)
@@ -73,7 +73,7 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-mutants: setup  ## plant about 20 faults one at a time; each must turn the tests red
+mutants: setup  ## plant about 30 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
 bench: bench-kernels bench-block-pool bench-prefix-reuse bench-linear bench-startup bench-bundled  ## all benchmarks without peers, several minutes

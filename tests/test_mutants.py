@@ -27,13 +27,14 @@ def test_text_that_is_gone_or_ambiguous_is_an_error():
             planted(text, fault)
 
 
+@pytest.mark.slow
 def test_a_fault_that_no_test_sees_survives_and_one_that_is_seen_does_not(tmp_path):
     tree = copied_tree(tmp_path)
-    changed = (("least recently used", "most recently used"),)
+    changed = (("those to be evicted first", "those to be evicted last"),)
     pool = "kvboost_edge/kvcache/block_pool.py"
     (tree / "tests" / "test_seen.py").write_text(
         "import kvboost_edge.kvcache.block_pool as pool\n\n"
-        "def test_text():\n    assert 'least recently' in pool.BlockPool.take.__doc__\n"
+        "def test_text():\n    assert 'evicted first' in pool.BlockPool.take.__doc__\n"
     )
     (tree / "tests" / "test_blind.py").write_text("def test_nothing():\n    pass\n")
     before = (tree / pool).read_text(encoding="utf-8")

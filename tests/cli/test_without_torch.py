@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = '''
@@ -45,6 +47,7 @@ assert run(["generate", "Hello!", "-o", "runner=torch"]) == 1
 '''
 
 
+@pytest.mark.slow
 def test_every_command_runs_where_torch_is_missing() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],

@@ -29,8 +29,8 @@ from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
 
-LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
-NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "1000"))
+LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
+NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "100" if QUICK else "1000"))
 
 Prefix = tuple[bytes, tuple[int, ...]]
 POISON: Prefix = (b"poison", ())

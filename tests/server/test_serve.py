@@ -11,6 +11,7 @@ import pytest
 from kvboost_edge.server.serve import freeze_heap
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="collects in steps, by another rule")
 def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
     """The collector waits until what is new is a quarter of what it kept the last time: 150,000 objects here."""

@@ -260,6 +260,7 @@ def _parse(path: Path) -> None:
     assert theirs == {name: (t.start, t.stop - t.start) for name, t in header.tensors.items()}
 
 
+@pytest.mark.slow
 def test_a_thousand_mutations(tiny_gguf: Path, tmp_path: Path) -> None:
     data = tiny_gguf.read_bytes()
     header_bytes = min(tensor.start for tensor in read_gguf(tiny_gguf).tensors.values())

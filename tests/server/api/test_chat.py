@@ -34,6 +34,7 @@ def test_an_answer_equals_the_engines(client: openai.OpenAI, live_server: LiveSe
     assert answer.usage.prompt_tokens_details.cached_tokens is not None
 
 
+@pytest.mark.slow
 def test_without_a_limit_the_answer_may_fill_what_there_is(client: openai.OpenAI, live_server: LiveServer) -> None:
     expected = live_server.engine.generate(MESSAGES, max_new_tokens=None)
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
@@ -174,6 +175,7 @@ print(json.dumps([answer.message.content, "".join(pieces), usage, [answer.messag
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [LANGCHAIN, LLAMAINDEX], ids=["langchain", "llamaindex"])
 def test_other_clients_work_unchanged(program: str, live_server: LiveServer) -> None:
     """In a process of their own: what they warn about and start is theirs."""

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import httpx
+import pytest
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, settings
@@ -55,6 +56,7 @@ def test_the_document_is_the_one_that_is_served(live_server: LiveServer) -> None
     assert served["components"] == document()["components"]
 
 
+@pytest.mark.slow
 @schema.parametrize()
 # No clock: on a busy machine both making an example and answering it may take long.
 @settings(max_examples=200 if LONG else 15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -75,6 +77,7 @@ def test_answers_are_as_documented(case: Any, live_server: LiveServer) -> None:
         sing(live_server)
 
 
+@pytest.mark.slow
 def test_the_canary_at_the_end(live_server: LiveServer) -> None:
     """Runs after the cases, which sang it before."""
     sing(live_server)

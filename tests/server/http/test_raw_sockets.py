@@ -212,6 +212,7 @@ def canary(server: LiveServer) -> object:
     return answer.json()["choices"]
 
 
+@pytest.mark.slow
 def test_bad_requests_do_no_harm(server, scale):
     expected = canary(server)
     statuses: dict[str, set[int]] = {}

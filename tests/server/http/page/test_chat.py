@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from playwright.sync_api import expect
 
 from live_servers import serving
+
+pytestmark = pytest.mark.slow
 
 QUESTION = "Doc 3.\nThe pet of Main Zorgo is hen. The code of Main Zorgo is 2818.\n\nWhat is the pet of Main Zorgo?"
 SYSTEM = "Doc 3.\n" + "The mayor of North Romin is Dorna. The mine of North Romin is nickel. " * 8

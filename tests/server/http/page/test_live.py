@@ -8,6 +8,8 @@ import json
 import pytest
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "Doc 3.\n" + "The mine of North Romin is nickel. " * 12 + "\n\nWhat is the mine of North Romin?"
 # Timers run at once, and what was asked for is noted.
 FAST_TIMERS = """

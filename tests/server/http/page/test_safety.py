@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from playwright.sync_api import expect
+
+pytestmark = pytest.mark.slow
 
 HOST = "attacker.example"
 CALL = "window.hacked=1"
