@@ -14,8 +14,8 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import address_of, fetch_add
 from kvboost_edge.models.packed.file import PackedWeights

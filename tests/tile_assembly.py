@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from llvmlite import binding, ir
 
-from kvboost_edge.kernels.linear.dot import I64
 from kvboost_edge.kernels.linear.tiles import IntTiles, Target, Tile
-from kvboost_edge.kernels.vectors import F32
+from kvboost_edge.kernels.vectors import F32, I64
 
 __all__ = ["tile_assembly"]
 

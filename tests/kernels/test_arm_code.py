@@ -6,7 +6,8 @@ import pytest
 from llvmlite import binding, ir
 
 from kvboost_edge.kernels.coded.dot import emit_dot
-from kvboost_edge.kernels.linear.dot import I64, emit_load_bytes
+from kvboost_edge.kernels.integers import emit_load_bytes
+from kvboost_edge.kernels.vectors import I64
 
 
 def assembly(form: str, cpu: str) -> str:

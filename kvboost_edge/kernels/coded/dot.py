@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvboost_edge.kernels.linear.dot import V16I, dot_form, emit_byte_halves, emit_pair_sums
+from kvboost_edge.kernels.integers import V16I, dot_form, emit_byte_halves, emit_pair_sums
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["coded_dot_form", "emit_dot"]

@@ -31,8 +31,8 @@ from kvboost_edge.kernels.coded.rows import (
     int_lanes,
     plane_offset,
 )
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_splat_int
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.dot import V16I, emit_load_bytes, emit_splat_int
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,

@@ -13,8 +13,8 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.attention.tiles import fill, stage_rows
 from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import V16I, emit_load_bytes
 from kvboost_edge.kernels.vectors import (
     I64,
     KIND_F16,

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.dot import GROUP, V16I, GroupDot, emit_load_bytes, int_constant
+from kvboost_edge.kernels.linear.dot import GROUP, GroupDot
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BYTES, MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT8, OFFSET, dot_form, has_tile_registers
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT8, OFFSET
 from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.vectors import LANES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvboost_edge.kernels.integers import has_tile_registers
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
-from kvboost_edge.kernels.linear.dot import has_tile_registers
 from kvboost_edge.kernels.linear.panel import (
     FINE_TOKENS,
     MATRIX_FINE_TOKENS,

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.dot import GROUP, dot_form, has_tile_registers
+from kvboost_edge.kernels.linear.dot import GROUP
 
 __all__ = [
     "COARSE_BYTES",

@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.dot import (
-    GROUP,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT8,
-    V16I,
-    GroupDot,
-    emit_load_bytes,
-    emit_splat_int,
-    int_constant,
-)
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8, GroupDot
 from kvboost_edge.kernels.linear.panel import (
     COARSE_BYTES,
     FINE_BASE,

@@ -13,17 +13,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import (
-    GROUP,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT8,
-    OFFSET,
-    V16I,
-    emit_splat_int,
-    int_constant,
-)
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8, OFFSET
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES
 from kvboost_edge.kernels.vectors import (
     I64,

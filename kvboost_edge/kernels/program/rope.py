@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import cgutils, types
 
+from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import int_constant
 from kvboost_edge.kernels.program.norms import fma_f32
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_store, load_f32, store_f32
 

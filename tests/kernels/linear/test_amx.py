@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
+from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear import amx as linear_amx
-from kvboost_edge.kernels.linear.dot import dot_form
 from kvboost_edge.kernels.linear.tiles import INT_KINDS
 from tile_assembly import tile_assembly
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 from llvmlite import binding
 
-from kvboost_edge.kernels.linear.dot import KIND_INT8, dot_form
+from kvboost_edge.kernels.integers import dot_form
+from kvboost_edge.kernels.linear.dot import KIND_INT8
 from kvboost_edge.kernels.linear.tiles import IntTiles
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED
 from tile_assembly import tile_assembly
@@ -19,7 +20,8 @@ import hashlib
 import numba
 import numpy as np
 from kvboost_edge.kernels.reference import linear as reference
-from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4_ASYM, KIND_INT8, dot_form
+from kvboost_edge.kernels.integers import dot_form
+from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4_ASYM, KIND_INT8
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
 
 KINDS = {"int8": KIND_INT8, "int4": KIND_INT4, "int4-asym": KIND_INT4_ASYM}
