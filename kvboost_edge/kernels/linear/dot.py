@@ -79,9 +79,8 @@ class GroupDot:
             name = "llvm.x86.avx512.vpdpbusd.256"
             return emit_each(b, 2, name, _V8I, [(state, _V8I), (quad, _V32B), (x, _V32B)])
         if self.form == "neon":
-            return emit_each(
-                b, 4, "llvm.aarch64.neon.sdot.v4i32.v16i8", _V4I, [(state, _V4I), (quad, _V16B), (x, _V16B)]
-            )
+            name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+            return emit_each(b, 4, name, _V4I, [(state, _V4I), (quad, _V16B), (x, _V16B)])
         if self.form == "avx2":
             return self._add_avx2(state, quad, x)
         return self._add_plain(state, quad, x)
