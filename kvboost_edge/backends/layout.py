@@ -36,18 +36,21 @@ def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
 
 def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
     tables, seq_lens = layout.block_tables, layout.seq_lens.astype(np.int64)
-    if layout.parts is not None:
+    width = tables.shape[1]
+    if layout.parts is None:
+        used = np.arange(width) < -(-seq_lens // block_size)[:, None]
+        room = np.full(len(seq_lens), width * block_size)
+    else:
         _check_parts(layout, layout.parts, block_size)
-    _, served, until = entry_positions(tables.shape, layout.parts, block_size)
-    held = until.max(axis=1, initial=0)
-    if (held < seq_lens).any():
-        raise ConfigError(
-            f"block tables of {tables.shape[1]} blocks of {block_size} do not hold seq_len {int(seq_lens.max())}"
-        )
-    used = tables[(served < until) & (served < seq_lens[:, None])]
-    if used.size:
-        check_block(int(used.min()), num_blocks)
-        check_block(int(used.max()), num_blocks)
+        _, served, until = entry_positions(tables.shape, layout.parts, block_size)
+        used = (served < until) & (served < seq_lens[:, None])
+        room = until.max(axis=1, initial=0)
+    if (room < seq_lens).any():
+        raise ConfigError(f"block tables of {width} blocks of {block_size} do not hold seq_len {int(seq_lens.max())}")
+    ids = tables[used]
+    if ids.size:
+        check_block(int(ids.min()), num_blocks)
+        check_block(int(ids.max()), num_blocks)
 
 
 def _check_parts(layout: BatchLayout, parts: npt.NDArray[np.int32], block_size: int) -> None:
