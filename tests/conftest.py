@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test-quick`: of each test the first case, of the slow ones none."""
+    """Workers of `make test` run one test of a name, so there may be no two. `make test-quick`: of each test the first
+    case, of the slow ones none."""
+    names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise pytest.UsageError(f"more than one test has this name; mark them alone: {', '.join(twice)}")
     if not QUICK:
         return
     first: dict[str, pytest.Item] = {}

@@ -129,7 +129,7 @@ def canary(engine: CPUPagedEngine) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("canary")
-@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v)[:30])
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=lambda v: repr(v).partition(" at 0x")[0][:30])
 def test_bad_prompts(engine: CPUPagedEngine, prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         engine.generate(prompt, max_new_tokens=8)

@@ -18,6 +18,9 @@ from conftest import LONG
 from kvboost_edge.server.app import ROUTERS
 from live_servers import LiveServer
 
+# Schemathesis gives all its tests one name, of which workers would run one.
+pytestmark = pytest.mark.alone
+
 MODEL = "kvboost-edge/demo"
 CANARY = {"prompt": "the canary sings", "max_tokens": 8, "temperature": 0, "logprobs": 3}
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -56,7 +59,6 @@ def test_the_document_is_the_one_that_is_served(live_server: LiveServer) -> None
     assert served["components"] == document()["components"]
 
 
-@pytest.mark.slow
 @schema.parametrize()
 # No clock: on a busy machine both making an example and answering it may take long.
 @settings(max_examples=200 if LONG else 15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -77,7 +79,6 @@ def test_answers_are_as_documented(case: Any, live_server: LiveServer) -> None:
         sing(live_server)
 
 
-@pytest.mark.slow
 def test_the_canary_at_the_end(live_server: LiveServer) -> None:
     """Runs after the cases, which sang it before."""
     sing(live_server)

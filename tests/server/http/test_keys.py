@@ -175,6 +175,7 @@ def test_a_salt_cannot_reach_another_tenant(keyed_server):
 
 def test_neither_keys_nor_prompts_are_logged(keyed_server, kept_logging):
     stream = io.StringIO()
+    wait_until(lambda: not keyed_server.server.server_state.tasks, "the lines of earlier tests' requests")
     configure_logging(ServerSettings(log_level="debug"), stream)
     with keyed_server.client() as client:
         for body in ({"prompt": "MY-SECRET-PROMPT", "max_tokens": 2}, {"prompt": ["MY-SECRET-PROMPT", 5]}):
