@@ -18,7 +18,7 @@ from typing import IO
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["finish_file", "open_unfinished"]
+__all__ = ["alone_in", "finish_file", "open_unfinished"]
 
 _PREFIX = ".new-"
 _LEFTOVER_S = 24 * 3600  # where files cannot be locked
@@ -26,7 +26,7 @@ _LEFTOVER_S = 24 * 3600  # where files cannot be locked
 
 def open_unfinished(directory: Path) -> IO[bytes]:
     """A new file for `finish_file`, open for writing; leftovers in the directory are removed. Raises OSError."""
-    with _alone(directory):
+    with alone_in(directory):
         for path in directory.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
                 if _is_leftover(path):
@@ -40,7 +40,7 @@ def finish_file(file: IO[bytes], path: Path) -> None:
     """Close a file that is complete and give it its name, read-only. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
-    with _alone(path.parent):  # between closing and renaming it has no lock
+    with alone_in(path.parent):  # between closing and renaming it has no lock
         file.close()
         if sys.platform != "win32":  # where a read-only file cannot be replaced
             os.chmod(file.name, 0o400)
@@ -48,8 +48,9 @@ def finish_file(file: IO[bytes], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """No other process begins, ends or removes an unfinished file of the directory meanwhile."""
+def alone_in(directory: Path) -> Iterator[None]:
+    """No other process, and no other thread, is inside for the same directory; where files cannot be locked, nothing
+    is held off. Unfinished files begin, end and are removed in here. Raises OSError."""
     if sys.platform == "win32":
         yield
         return

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from kvboost_edge.host.unfinished import alone_in
+
 __all__ = ["cache_path", "intrinsic", "kernel", "named_kernel", "on_first_compilation"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -35,6 +37,12 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
         name = f"{self._index_name.removesuffix('.nbi')}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+        with alone_in(Path(self._cache_path)):
+            self._save_locked(key, name, data)
+
+    def _save_locked(self, key: tuple[Any, ...], name: str, data: Any) -> None:
+        """The index is read, changed and written: another process that did so meanwhile would lose its entry, and the
+        code it named."""
         self._save_data(name, data)
         kept = {known: file for known, file in self._load_index().items() if known[-1] == key[-1]} | {key: name}
         self._save_index(kept)

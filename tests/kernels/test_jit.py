@@ -7,7 +7,9 @@ import os
 import pkgutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,21 @@ def test_a_process_killed_while_saving_leaves_nothing_that_runs(
         assert files().load(key("f(int)")) is None
     files().save(key("f(int)"), "code")
     assert files().load(key("f(int)")) == "code"
+
+
+def test_writers_at_once_lose_none_of_their_code(files: Callable[[], IndexDataCacheFile]) -> None:
+    """Each has opened the files for itself, as processes do, and saves another signature."""
+    names = [f"f({number})" for number in range(12)]
+    start = threading.Barrier(len(names))
+
+    def save(name: str) -> None:
+        mine = files()
+        start.wait()
+        mine.save(key(name), f"code of {name}")
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(save, names))
+    assert [files().load(key(name)) for name in names] == [f"code of {name}" for name in names]
 
 
 def test_two_processes_saving_at_once_never_load_one_anothers_code(
