@@ -171,8 +171,8 @@ class Backend(Protocol):
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """The bytes of whole blocks: uint8 [len(block_ids), spec.bytes_per_block], a copy in the host's memory.
 
-        A row is layer 0, layer 1, ...; of a layer the keys, then the values, or the records of all kv heads where the
-        pool is quantized: codes and scales as stored. Every backend of the same name and spec reads and writes the
+        A row is layer 0, layer 1, ...; of a layer the keys, then the values, or the codes of all kv heads where the
+        pool is quantized: with their scales, as stored. Every backend of the same name and spec reads and writes the
         same bytes. ConfigError for an id outside the pool, and for an open block of a quantized pool, whose bytes are
         not what will be stored. Of other pools the caller knows which blocks are full.
         """

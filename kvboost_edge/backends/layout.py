@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Part, entry_positions
+from kvboost_edge.kernels.attention.parts import Part, entry_positions, is_last
 
 __all__ = ["check_block", "check_layout"]
 
@@ -64,18 +64,21 @@ def _check_parts(layout: BatchLayout, parts: npt.NDArray[np.int32], block_size: 
         or (np.diff(parts[:, 0]) < 0).any()
     ):
         raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} sequences")
-    if parts[:, 4].any():
-        raise ConfigError(f"parts with delta {parts[:, 4].tolist()}: keys computed at other positions are not attended")
-    begins = np.append(True, parts[1:, 0] != parts[:-1, 0])
-    before = np.roll(parts, 1, axis=0)
-    ends = before[:, 2] + (parts[:, 1] - before[:, 1]) * block_size
-    follows = (parts[:, 3] > before[:, 3]) & (parts[:, 1] > before[:, 1]) & (parts[:, 3] <= ends)
-    fits = (parts[:, 2] <= parts[:, 3]) & (parts[:, 3] < parts[:, 2] + block_size) & (parts[:, 1] < width)
-    if not (fits & np.where(begins, (parts[:, 1:4] >= 0).all(axis=1) & (parts[:, 3] == 0), follows)).all():
+    part, before = Part(*parts.T), Part(*np.roll(parts, 1, axis=0).T)
+    if part.delta.any():
+        raise ConfigError(f"parts with delta {part.delta.tolist()}: keys computed at other positions are not attended")
+    ends = before.first_position + (part.first_index - before.first_index) * block_size
+    follows = (
+        (part.valid_from > before.valid_from) & (part.first_index > before.first_index) & (part.valid_from <= ends)
+    )
+    offset = part.valid_from - part.first_position
+    fits = (offset >= 0) & (offset < block_size) & (part.first_index < width)
+    begins = (part.valid_from == 0) & (part.first_position == 0) & (part.first_index >= 0)
+    is_first = np.roll(is_last(parts), 1)
+    if not (fits & np.where(is_first, begins, follows)).all():
         raise ConfigError(f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks")
     first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
-    last = parts[np.append(begins[1:], True)]
-    if (last[:, 3] > first).any():
+    if (part.valid_from[is_last(parts)] > first).any():
         raise ConfigError(f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts")
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.kernels.attention.parts import own_parts
+from kvboost_edge.kernels.attention.parts import Part, is_last, own_parts
 
 __all__ = ["OpenBlocks", "PassPlan"]
 
@@ -83,6 +83,7 @@ class OpenBlocks:
         starts = ends - lengths
         first = starts // size
         positions = _first_positions(layout, own_position + first * size)
+        self._check_closed(layout, own_index)
         counts = np.where(lengths > 0, -(-ends // size) - first, 0)
         rows = np.repeat(np.arange(len(lengths)), lengths)
         numbers, offsets = np.divmod((starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows)), size)
@@ -123,6 +124,17 @@ class OpenBlocks:
         slots = tables[rows, numbers - first[rows]].astype(np.int64) * size + offsets
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
+    def _check_closed(self, layout: BatchLayout, own_index: Longs) -> None:
+        """ConfigError where an earlier part of a sequence holds a block that is open: there are no codes of it yet."""
+        if layout.parts is None:
+            return
+        for table, end in zip(layout.block_tables.tolist(), own_index.tolist(), strict=True):
+            for block_id in table[:end]:
+                if block_id in self._buffers:
+                    raise ConfigError(
+                        f"block {block_id} is open and not in the last part of its sequence: fill it first"
+                    )
+
     def _take(self, block_id: int) -> int:
         if block_id in self._buffers:
             return self._buffers[block_id]
@@ -150,8 +162,8 @@ def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.in
     """The positions of slot 0 of each sequence's first written block. ConfigError where a sequence's last part does not
     begin at the slot 0 of a block: a quantized block is written from there on."""
     if layout.parts is not None:
-        last = layout.parts[np.append(layout.parts[1:, 0] != layout.parts[:-1, 0], True)]
-        if (last[:, 2] != last[:, 3]).any():
+        last = Part(*layout.parts[is_last(layout.parts)].T)
+        if (last.first_position != last.valid_from).any():
             raise ConfigError(
                 f"parts {layout.parts.tolist()}: what is written of a quantized pool begins at slot 0 of a block"
             )

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReferenceBackend(NumpyBlocks):
-    """Implements `Backend` through kernels/reference*.py: sums in float64 where the pool is not quantized, the kernels'
+    """Implements `Backend` through kernels/reference/: sums in float64 where the pool is not quantized, the kernels'
     own rounding steps where it is; one query row at a time."""
 
     name = "reference"

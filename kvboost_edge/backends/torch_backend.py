@@ -57,7 +57,7 @@ def make(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
+class _SameLength:
     """Sequences with the same number of new tokens, padded to the longest KV among them.
 
     rows        int64 [num_seqs * q_len]              rows of the flat batch
@@ -85,10 +85,10 @@ class TorchBatch:
         self.device = device
         self.slots = torch.from_numpy(np.ascontiguousarray(layout.slot_mapping)).to(device)
         self._block_size = block_size
-        self._groups: dict[int, list[_Group]] = {}
+        self._groups: dict[int, list[_SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
 
-    def groups(self, window: int) -> list[_Group]:
+    def groups(self, window: int) -> list[_SameLength]:
         """The groups for a window (0: none); the window bounds the blocks that are gathered."""
         if window not in self._groups:
             q_lens = np.diff(self.layout.cu_seqlens_q)
@@ -98,7 +98,7 @@ class TorchBatch:
             ]
         return self._groups[window]
 
-    def _build(self, seqs: np.ndarray, q_len: int, window: int) -> _Group:
+    def _build(self, seqs: np.ndarray, q_len: int, window: int) -> _SameLength:
         layout, size = self.layout, self._block_size
         seq_lens = layout.seq_lens[seqs].astype(np.int64)
         q_first = seq_lens - q_len
@@ -118,7 +118,7 @@ class TorchBatch:
         k_valid &= (k_positions >= k_first[:, None]) & (k_positions < seq_lens[:, None])
         queries = (k_valid & (k_positions == q_first[:, None])).argmax(axis=1)
         rows = layout.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
-        return _Group(
+        return _SameLength(
             q_len,
             int(queries.max()),
             self._tensor(rows.ravel()),
@@ -256,16 +256,16 @@ class TorchBackend:
         sinks = None if params.sinks is None else torch.as_tensor(params.sinks, device=self._device).float()
         for group in batch.groups(params.window):
             keys, values = self._gather(layer, group)
-            for span in _query_spans(group, queries.shape[1]):
-                seen = slice(group.lead + span.stop)  # later columns are in the future of every query of the span
-                rows = group.rows.view(-1, group.q_len)[:, span]
-                visible = _visible(group, span, params.window)[:, :, seen]
+            for chosen in _query_slices(group, queries.shape[1]):
+                seen = slice(group.lead + chosen.stop)  # later columns are in the future of every chosen query
+                rows = group.rows.view(-1, group.q_len)[:, chosen]
+                visible = _visible(group, chosen, params.window)[:, :, seen]
                 part, part_lse = _attend(queries[rows], keys[:, :, seen], values[:, :, seen], visible, params, sinks)
                 out[rows] = part.to(out.dtype)
                 lse[rows] = part_lse
         return out, lse
 
-    def _gather(self, layer: int, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, layer: int, group: _SameLength) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]. Values of slots that
         no query sees become 0: their weight is 0, but 0 x NaN of unwritten memory is NaN."""
         num_seqs = len(group.blocks)
@@ -295,7 +295,7 @@ class TorchBackend:
         self._pool = []
 
 
-def _query_spans(group: _Group, num_q_heads: int) -> Iterator[slice]:
+def _query_slices(group: _SameLength, num_q_heads: int) -> Iterator[slice]:
     """Cut the query rows of a group so that a limited number of scores exists at once."""
     per_query = group.k_positions.numel() * num_q_heads
     step = max(1, _MAX_SCORES.get(group.rows.device.type, _MAX_SCORES_ELSEWHERE) // per_query)
@@ -303,9 +303,9 @@ def _query_spans(group: _Group, num_q_heads: int) -> Iterator[slice]:
         yield slice(start, min(start + step, group.q_len))
 
 
-def _visible(group: _Group, span: slice, window: int) -> torch.Tensor:
-    """bool [num_seqs, q, num_slots]: which slots each query of the span sees."""
-    queries, keys = group.q_positions[:, span, None], group.k_positions[:, None, :]
+def _visible(group: _SameLength, chosen: slice, window: int) -> torch.Tensor:
+    """bool [num_seqs, q, num_slots]: which slots each chosen query sees."""
+    queries, keys = group.q_positions[:, chosen, None], group.k_positions[:, None, :]
     visible = group.k_valid[:, None, :] & (keys <= queries)
     return visible & (keys > queries - window) if window else visible
 

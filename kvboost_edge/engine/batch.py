@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import Any
 
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.engine.work import ScheduledTokens
-from kvboost_edge.kernels.attention.parts import Parts
+from kvboost_edge.kernels.attention.parts import Part, Parts
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
@@ -39,8 +38,8 @@ def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManage
         parts=_parts_of(tables),
     )
     return ForwardBatch(
-        token_ids=_joined([np.array(one.token_ids, np.int64) for one in work]),
-        positions=_joined([np.arange(one.start, one.stop, dtype=np.int64) for one in work]),
+        token_ids=np.concatenate([np.array(one.token_ids, np.int64) for one in work]),
+        positions=np.concatenate([np.arange(one.start, one.stop, dtype=np.int64) for one in work]),
         layout=layout,
         logit_rows=np.array(rows, np.int64),
     )
@@ -50,8 +49,5 @@ def _parts_of(tables: Several[BlockTable]) -> Parts:
     """The parts of all tables; None where all are plain."""
     if all(len(table.parts) == 1 for table in tables):
         return None
-    return np.array([(i, *part) for i, table in enumerate(tables) for part in table.parts], np.int32)
-
-
-def _joined(arrays: list[Any]) -> Any:
-    return np.concatenate(arrays)
+    rows = [Part(sequence=i, **part._asdict()) for i, table in enumerate(tables) for part in table.parts]
+    return np.array(rows, np.int32)

@@ -65,7 +65,7 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Refuse a request that could not run even alone (CapacityError with the arithmetic)."""
         block_size, usable = self.manager.block_size, self.manager.usable_block_count
-        needed = -(-request.max_slots // block_size)
+        needed = self.manager.blocks_for(request.max_slots)
         if needed > usable:
             held = self.manager.num_blocks - usable
             of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""

@@ -14,6 +14,7 @@ S = TypeVar("S")
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledTokens(Generic[S]):
     """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to `Sequence.take`.
+    Generic, because that class imports this one.
 
     sequence        whose they are
     start           position of the first

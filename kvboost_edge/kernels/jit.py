@@ -13,7 +13,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from kvboost_edge.host.unfinished import alone_in
 
-__all__ = ["cache_path", "intrinsic", "kernel", "named_kernel", "on_first_compilation"]
+__all__ = ["cache_path", "digest_of", "intrinsic", "kernel", "named_kernel", "on_first_compilation"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -21,8 +21,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 @cache
 def _source_digest() -> str:
     """Digest of every source file under this folder: code inlined from one into another must not outlive an edit."""
+    return digest_of(Path(__file__).parent)
+
+
+def digest_of(room: Path) -> str:
+    """SHA-256 over names and contents of the Python files in a folder and in those below it."""
     digest = hashlib.sha256()
-    room = Path(__file__).parent
     for path in sorted(room.rglob("*.py")):
         digest.update(path.relative_to(room).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -61,11 +61,10 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """One ordered dict is the free list and the LRU. It holds no blocks of its own."""
 
-    __slots__ = ("_order", "remove")
+    __slots__ = ("_order",)
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         self._order: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
-        self.remove = self._order.__delitem__  # bound once: sharing a prefix calls it for every block
 
     def __len__(self) -> int:
         return len(self._order)
@@ -78,6 +77,10 @@ class LeastRecentlyUsed:
         self._order[block_id] = None
         if not matchable:
             self._order.move_to_end(block_id, last=False)
+
+    def remove(self, block_id: int) -> None:
+        """Out of the order."""
+        del self._order[block_id]
 
     def refresh(self, block_id: int) -> None:
         """To the back."""

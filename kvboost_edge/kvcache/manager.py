@@ -131,6 +131,10 @@ class KVCacheManager:
         """Whether a live table is still computing the block of this hash."""
         return prefix_hash in self._claims
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a plain table of so many tokens has."""
+        return -(-num_tokens // self.block_size)
+
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones. Changes nothing."""
         self._check_live(table)
@@ -303,7 +307,7 @@ class KVCacheManager:
 
     @property
     def used_block_count(self) -> int:
-        """Blocks referenced by at least one table."""
+        """Blocks referenced by a table or held by the eviction policy."""
         return self._pool.num_blocks - self._pool.num_free
 
     @property

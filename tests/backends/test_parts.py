@@ -263,3 +263,16 @@ def test_a_quantized_part_is_written_from_slot_0_of_a_block() -> None:
     with pytest.raises(ConfigError, match="slot 0"):
         backend.prepare(BatchLayout(starts, ends, table, 2 * SIZE + 5 + np.arange(3), parts))
     backend.close()
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
+def test_an_open_block_in_an_earlier_part_is_refused(kind: type) -> None:
+    """It has no codes yet: they would be read as if it had."""
+    case = one_case(8, (1, 20))
+    backend = pool(kind, (8, 8))
+    seamed = Seamed(case, 0, (10,), (0,), 0)
+    batch = backend.prepare(seamed.layout(0, 10))
+    backend.write_kv(0, case.keys[0][:10], case.values[0][:10], batch)
+    with pytest.raises(ConfigError, match="block 0 is open"):
+        backend.prepare(seamed.layout(10, 20))
+    backend.close()

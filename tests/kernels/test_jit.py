@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import threading
@@ -57,6 +58,22 @@ def test_kernels_made_by_one_factory_differ_in_name() -> None:
     """Their files, and their code where it is linked, would be taken for one another's."""
     names = [(kernel.__module__, kernel.__qualname__) for kernel in dispatchers().values()]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path: Path) -> None:
+    sources = Path(kvboost_edge.kernels.__file__).parent
+    room = tmp_path / "kernels"
+    shutil.copytree(sources, room, ignore=shutil.ignore_patterns("__pycache__"))
+    before = jit.digest_of(room)
+    assert before == jit._source_digest()
+    for edited in ("linear/dot.py", "vectors.py", "attention/attend.py"):
+        path = room / edited
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
+        assert jit.digest_of(room) != before, edited
+        path.write_text(text, encoding="utf-8")
+    (room / "linear" / "dot.py").rename(room / "coded" / "more.py")
+    assert jit.digest_of(room) != before
 
 
 MAKE_TWO = """

@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
     queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens, num_q_heads]
     keys, values  addresses of the pool's arrays
     sinks         float32 [num_q_heads], or [0] for none
-    partials         float32 [num_parts * num_kv_heads, state_floats]: states of split partitions
+    partials      float32 [num_partials * num_kv_heads, state_floats]: states of split partitions
     scratch       float32 [num_threads, scratch_floats]; a thread takes a row when it joins
     counters      int64, see NUM_COUNTERS
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch

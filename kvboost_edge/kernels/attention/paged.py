@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Longs, Parts, valid_to
+from kvboost_edge.kernels.attention.parts import Longs, Part, Parts, valid_to
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
 
 __all__ = [
@@ -124,7 +124,8 @@ ITEM_COLUMNS = len(Item._fields)
 
 
 class WorkPlan(NamedTuple):
-    """Items that threads take one by one; each item stands for one unit per kv head.
+    """Items that threads take one by one; each item stands for one unit per kv head. Lengths are int32, and so every
+    number of an item fits.
 
     items        int32 [num_items, ITEM_COLUMNS], rows of `Item`
     num_splits   tiles of query rows whose partitions are split
@@ -176,17 +177,23 @@ def _plan_again(lengths: bytes, seq_lens: bytes, cut: _Cut) -> WorkPlan:
 class _Walks(NamedTuple):
     """What tiles of query rows walk: one walk for each part of the tile's sequence. int64 [num_walks] each.
 
-    tile  the tile;  position: of its first query;  partitions [first, end) and whatever else as in `Item`
+    tile  the tile;  position: of its first query;  partitions [first, end) and what else there is as in `Item`: one
+    number stands for all walks where every sequence has one part
     """
 
     tile: Longs
     position: Longs
     first_partition: Longs
     end_partition: Longs
-    first_index: Longs
-    shift: Longs
-    valid_from: Longs
-    valid_to: Longs
+    first_index: Longs | int
+    shift: Longs | int
+    valid_from: Longs | int
+    valid_to: Longs | int
+
+    def places(self, source: Longs) -> dict[str, Longs | int]:
+        """The last four, for walks of these numbers."""
+        names = ("first_index", "shift", "valid_from", "valid_to")
+        return {name: one if isinstance(one := getattr(self, name), int) else one[source] for name in names}
 
 
 def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> WorkPlan:
@@ -196,15 +203,17 @@ def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> Wor
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(lengths[sequence] - first_row, tile_rows)
     walks = _walks(sequence, seq_lens[sequence] - lengths[sequence] + first_row, rows, parts, cut.window)
-    counts = walks.end_partition - walks.first_partition
-    totals = np.bincount(walks.tile, counts, sequence.size).astype(np.int64)
+    totals = counts = walks.end_partition - walks.first_partition
+    if parts is not None:
+        totals = np.bincount(walks.tile, counts, sequence.size).astype(np.int64)
     few = (tiles == 1) | (tiles * cut.num_kv_heads < _ITEMS_PER_THREAD * cut.num_threads)
     split = few[sequence] & (totals > 1) & (cut.num_threads > 1)
-    split |= np.bincount(walks.tile, minlength=sequence.size) > 1
+    if parts is not None:
+        split |= np.bincount(walks.tile, minlength=sequence.size) > 1
 
-    is_split = split[walks.tile]
-    source, within = _repeated(np.where(is_split, counts, 1))
-    tile, is_split = walks.tile[source], is_split[source]
+    source, within = _repeated(np.where(split[walks.tile], counts, 1))
+    tile = walks.tile[source]
+    is_split = split[tile]
     partials = np.where(split, totals, 0)
     first_partial = np.cumsum(partials) - partials
     begin = walks.first_partition[source] + np.where(is_split, within, 0)
@@ -215,15 +224,14 @@ def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> Wor
         first_partition=begin,
         end_partition=np.where(is_split, begin + 1, walks.end_partition[source]),
         split=np.where(is_split, (np.cumsum(split) - 1)[tile], -1),
-        ordinal=np.where(is_split, np.cumsum(is_split) - 1 - first_partial[tile], 0),
+        ordinal=within if parts is None else np.where(is_split, np.cumsum(is_split) - 1 - first_partial[tile], 0),
         num_partitions=np.where(is_split, totals[tile], 1),
         first_partial=first_partial[tile],
-        first_index=walks.first_index[source],
-        shift=walks.shift[source],
-        valid_from=walks.valid_from[source],
-        valid_to=walks.valid_to[source],
+        **walks.places(source),
     )
-    items = np.stack(columns, axis=1).astype(np.int32)
+    items = np.empty((source.size, ITEM_COLUMNS), dtype=np.int32)
+    for index, column in enumerate(columns):
+        items[:, index] = column
     # Longest first, so that no thread is left with a long item at the end; partitions of one tile stay side by side.
     cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
@@ -236,17 +244,16 @@ def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> Wor
 def _walks(sequence: Longs, position: Longs, rows: Longs, parts: Parts, window: int) -> _Walks:
     """The walks of tiles of `rows` query rows, the first of them at `position` of `sequence`."""
     if parts is None:
-        tile, zeros = np.arange(sequence.size), np.zeros(sequence.size, dtype=np.int64)
-        first_index, shift, valid_from, end = zeros, zeros, zeros, np.full(sequence.size, NO_END)
-    else:
-        tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
-        _, first_index, shift, valid_from, _ = parts[number].astype(np.int64).T
-        position, end = position[tile] - shift, valid_to(parts)[number]
-        valid_from, end = valid_from - shift, np.where(end == NO_END, NO_END, end - shift)
+        first = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
+        return _Walks(np.arange(sequence.size), position, first, -(-(position + rows) // PARTITION), 0, 0, 0, NO_END)
+    tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
+    part, end = Part(*parts[number].astype(np.int64).T), valid_to(parts)[number]
+    position = position[tile] - part.first_position
+    valid_from, end = part.valid_from - part.first_position, np.where(end == NO_END, NO_END, end - part.first_position)
     low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
-    high = np.minimum(end, position + rows[tile])
     first = low // PARTITION
-    return _Walks(tile, position, first, np.maximum(-(-high // PARTITION), first), first_index, shift, valid_from, end)
+    last = np.maximum(-(-np.minimum(end, position + rows[tile]) // PARTITION), first)
+    return _Walks(tile, position, first, last, part.first_index, part.first_position, valid_from, end)
 
 
 def _repeated(counts: Longs) -> tuple[Longs, Longs]:

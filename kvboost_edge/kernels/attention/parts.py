@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Longs", "Part", "Parts", "entry_of", "entry_positions", "own_parts", "valid_to"]
+__all__ = ["Longs", "Part", "Parts", "entry_of", "entry_positions", "is_last", "own_parts", "valid_to"]
 
 Longs = npt.NDArray[np.int64]
 Parts = npt.NDArray[np.int32] | None
@@ -26,19 +26,26 @@ class Part(NamedTuple):
     delta            how far keys are from the positions they were computed at; only 0 is attended yet
     """
 
-    sequence: int
-    first_index: int
-    first_position: int
-    valid_from: int
-    delta: int
+    sequence: Any
+    first_index: Any
+    first_position: Any
+    valid_from: Any
+    delta: Any
 
 
 def valid_to(parts: npt.NDArray[np.int32]) -> Longs:
     """Where each part's positions end, int64 [num_parts]; 2^31 - 1 for the last of a sequence."""
+    one = Part(*parts.T)
     ends = np.full(len(parts), _END, dtype=np.int64)
-    goes_on = parts[1:, 0] == parts[:-1, 0]
-    ends[:-1][goes_on] = parts[1:, 3][goes_on]
+    goes_on = one.sequence[1:] == one.sequence[:-1]
+    ends[:-1][goes_on] = one.valid_from[1:][goes_on]
     return ends
+
+
+def is_last(parts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Which parts are the last of their sequences, bool [num_parts]."""
+    last: npt.NDArray[np.bool_] = valid_to(parts) == _END
+    return last
 
 
 def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tuple[Longs, Longs, Longs]:
@@ -51,10 +58,9 @@ def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tu
     first = first.copy()
     served, until = first.copy(), first.copy()
     ends = valid_to(parts)
-    for number, row in enumerate(parts.tolist()):
-        part = Part(*row)
-        last = number + 1 == len(parts) or parts[number + 1, 0] != part.sequence
-        entries = slice(part.first_index, width if last else int(parts[number + 1, 1]))
+    rows = [Part(*row) for row in parts.tolist()]
+    for number, part in enumerate(rows):
+        entries = slice(part.first_index, width if ends[number] == _END else rows[number + 1].first_index)
         begins = part.first_position + np.arange(entries.stop - entries.start, dtype=np.int64) * block_size
         first[part.sequence, entries] = begins
         served[part.sequence, entries] = np.maximum(begins, part.valid_from)
@@ -67,10 +73,10 @@ def entry_of(parts: Parts, sequence: int, positions: Longs, block_size: int) -> 
     if parts is None:
         indices, offsets = np.divmod(positions, block_size)
         return indices, offsets
-    mine = parts[parts[:, 0] == sequence].astype(np.int64)
-    part = mine[np.searchsorted(mine[:, 3], positions, side="right") - 1]
-    indices, offsets = np.divmod(positions - part[:, 2], block_size)
-    return part[:, 1] + indices, offsets
+    mine = parts[Part(*parts.T).sequence == sequence].astype(np.int64)
+    part = Part(*mine[np.searchsorted(Part(*mine.T).valid_from, positions, side="right") - 1].T)
+    indices, offsets = np.divmod(positions - part.first_position, block_size)
+    return part.first_index + indices, offsets
 
 
 def own_parts(num_seqs: int, parts: Parts) -> tuple[Longs, Longs]:
@@ -78,5 +84,5 @@ def own_parts(num_seqs: int, parts: Parts) -> tuple[Longs, Longs]:
     if parts is None:
         zeros = np.zeros(num_seqs, dtype=np.int64)
         return zeros, zeros
-    last = np.searchsorted(parts[:, 0], np.arange(num_seqs), side="right") - 1
-    return parts[last, 1].astype(np.int64), parts[last, 2].astype(np.int64)
+    last = Part(*parts[is_last(parts)].astype(np.int64).T)
+    return last.first_index, last.first_position

@@ -48,7 +48,7 @@ class CodedCall(NamedTuple):
     plain         its pool is that of the own blocks (float16), its block tables are theirs
     codes         address of uint8 [num_blocks, num_kv_heads, layout.nbytes]
     block_tables  int32 [num_seqs, max_blocks] of the quantized blocks
-    first         int32 [num_seqs]: number of the first block in a row of the own blocks' tables
+    first         int32 [num_seqs]: position of slot 0 of the first block in a row of the own blocks' tables
     """
 
     plain: AttentionCall

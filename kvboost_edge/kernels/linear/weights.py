@@ -2,6 +2,11 @@
 
 The layouts are specified in reference/weights.py. Scales and minima are float16. A stored weight is scale * code for
 the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym.
+
+Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py, KINDS and what
+follows it here, ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied with it),
+reference/weights.py and reference/linear.py (first of all), then models/packed/plan.py, stream.py and conversions.py,
+which decide what is packed so, and config.py for its name.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, e
 
 __all__ = ["RopeTable", "copy_floats", "rotate_head"]
 
-_CHUNK = 1024  # positions computed at once: a row's bits must not depend on how far the table had to grow
+_AT_ONCE = 1024  # positions computed at once: a row's bits must not depend on how far the table had to grow
 
 
 class RopeTable:
@@ -36,8 +36,8 @@ class RopeTable:
         have = len(self.cos)
         if positions <= have:
             return
-        starts = range(have, positions, _CHUNK)
-        angles = [self._frequencies * np.arange(s, s + _CHUNK, dtype=np.float32)[:, None] for s in starts]
+        starts = range(have, positions, _AT_ONCE)
+        angles = [self._frequencies * np.arange(s, s + _AT_ONCE, dtype=np.float32)[:, None] for s in starts]
         self.cos = np.concatenate([self.cos, *(np.cos(a) * self._factor for a in angles)])
         self.sin = np.concatenate([self.sin, *(np.sin(a) * self._factor for a in angles)])
 

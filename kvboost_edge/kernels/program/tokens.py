@@ -22,7 +22,7 @@ from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, loa
 __all__ = ["run_tokens", "token_units"]
 
 _OFFSET_INT8, _OFFSET_INT4 = OFFSET[KIND_INT8], OFFSET[KIND_INT4]
-_CHUNK = 32  # groups of 32 in a chunk of a row
+_PIECE = 32  # groups of 32 in a piece of a row
 # Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112 tokens took two threads
 # 100 ms and one thread 75.
 _UNIT = 12
@@ -44,18 +44,18 @@ def _tokens_in_unit(tokens: int) -> Any:
 
 
 @kernel
-def _chunks(op: Any) -> Any:
-    """Chunks a row is cut into."""
+def _pieces(op: Any) -> Any:
+    """Pieces a row is cut into."""
     if op[lt.F_OP] in (lt.OP_QUANT, lt.OP_ACT):
-        return (op[lt.F_COUNT] + GROUP * _CHUNK - 1) // (GROUP * _CHUNK)
+        return (op[lt.F_COUNT] + GROUP * _PIECE - 1) // (GROUP * _PIECE)
     return 1
 
 
 @kernel
 def token_units(job: ProgramJob, op: Any) -> Any:
-    """Units an operation on tokens is cut into: some tokens, one chunk of each."""
+    """Units an operation on tokens is cut into: some tokens, one piece of each."""
     size = _tokens_in_unit(job.tokens)
-    return (job.tokens + size - 1) // size * _chunks(op)
+    return (job.tokens + size - 1) // size * _pieces(op)
 
 
 @kernel
@@ -126,9 +126,9 @@ def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 
 @kernel
 def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
-    """One chunk of 1024 elements of one token: the activation if the operation has one, then quantization."""
+    """One piece of 1024 elements of one token: the activation if the operation has one, then quantization."""
     count = op[lt.F_COUNT]
-    groups = min(_CHUNK, (count + GROUP - 1) // GROUP - first)
+    groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
     source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + first * GROUP)
     if op[lt.F_OP] == lt.OP_ACT:
         out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
@@ -187,7 +187,7 @@ def _cap(job: ProgramJob, op: Any, cap: float, token: int) -> None:
 
 
 @kernel
-def _on_token(job: ProgramJob, op: Any, params: Any, token: int, chunk: int) -> None:
+def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> None:
     code = op[lt.F_OP]
     if code == lt.OP_NORM:
         _norm(job, op, params[lt.P_EPS], token)
@@ -199,14 +199,14 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, chunk: int) -> 
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])
     elif code in (lt.OP_QUANT, lt.OP_ACT):
-        _elementwise(job, op, token, chunk * _CHUNK)
+        _elementwise(job, op, token, piece * _PIECE)
     else:
         _cap(job, op, params[lt.P_CAP], token)
 
 
 @kernel
 def run_tokens(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
-    size, chunks = _tokens_in_unit(job.tokens), _chunks(op)
-    first = unit // chunks * size
+    size, pieces = _tokens_in_unit(job.tokens), _pieces(op)
+    first = unit // pieces * size
     for token in range(first, min(job.tokens, first + size)):
-        _on_token(job, op, params, token, unit % chunks)
+        _on_token(job, op, params, token, unit % pieces)

@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class NativeRunner:
-    """Implements `Runner` for the families in models/families.py, over a numpy backend. One thread at a time."""
+    """Implements `Runner` for the families in models/config/families.py, over a numpy backend. One thread at a time."""
 
     def __init__(
         self,

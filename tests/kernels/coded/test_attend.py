@@ -130,7 +130,7 @@ def _digest(features: str | None) -> list[str]:
 
 
 def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same() -> None:
-    """The plain form is the one furthest from the others; test_kv_dot.py has the sums of all."""
+    """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod")
     flags = binding.get_host_cpu_features().items()
     plain = ",".join(("+" if on and not name.startswith(without) else "-") + name for name, on in flags)

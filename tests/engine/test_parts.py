@@ -1,0 +1,67 @@
+"""A running sequence whose table gets a seam: through reserving, batch building and the native runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.native_bench import BLOCK, Bits, Machine, NativeBench
+from kvboost_edge.kernels.attention.parts import Part
+from kvboost_edge.kvcache.block_table import TableEntry, TablePart
+from tiny_models import save_tiny_model
+
+TOKENS = [(7 * index) % 61 + 1 for index in range(70)]
+
+
+def test_a_row_of_a_part_is_the_part_with_its_sequence() -> None:
+    assert Part._fields == ("sequence", *TablePart._fields)
+
+
+def seamed_logits(machine: Machine, bits: Bits, cut: int, part: TablePart) -> np.ndarray:
+    """Logits of all tokens; the table goes on with `part` behind the first `cut` of them."""
+    bench = NativeBench(machine, bits=bits, max_batch_tokens=cut)
+    handle, rows = bench.submit_logits(TOKENS)
+    bench.step()
+    (sequence,) = bench.scheduler.running
+    assert sequence.num_computed_tokens == cut
+    sequence.blocks.parts.append(part)
+    bench.run()
+    handle.result(0)
+    bench.assert_clean()
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(
+    ("bits", "weights", "cut", "first_index", "tolerance"),
+    [
+        ((16, 16), "f32", 20, 2, 1e-5),  # inside a block, where the reserved ones go on
+        ((16, 16), "int8", 32, 3, 1e-4),  # behind a block that serves nothing
+        ((8, 8), "f32", 32, 3, 2e-2),
+    ],
+)
+def test_logits_do_not_depend_on_where_a_part_begins(
+    tmp_path: Path, bits: Bits, weights: str, cut: int, first_index: int, tolerance: float
+) -> None:
+    machine = Machine(save_tiny_model("llama", tmp_path), weights)
+    seamed = seamed_logits(machine, bits, cut, TablePart(first_index, cut, cut, 0))
+    plain = NativeBench(machine, bits=bits, max_batch_tokens=cut).logits(TOKENS)
+    np.testing.assert_array_equal(seamed[:cut], plain[:cut])
+    assert np.linalg.norm(seamed - plain) <= tolerance * np.linalg.norm(plain)
+    machine.close()
+
+
+def test_what_a_seamed_sequence_computed_behind_its_seam_is_not_found_by_others(tmp_path: Path) -> None:
+    machine = Machine(save_tiny_model("llama", tmp_path))
+    bench = NativeBench(machine, max_batch_tokens=20)
+    handle, _ = bench.submit_logits(TOKENS)
+    bench.step()
+    (sequence,) = bench.scheduler.running
+    sequence.blocks.parts.append(TablePart(2, 20, 20, 0))
+    entries = sequence.blocks.entries(BLOCK)
+    assert entries[1] == TableEntry(sequence.blocks.block_ids[1], BLOCK, BLOCK, 20, 0)
+    bench.run()
+    handle.result(0)
+    assert bench.manager.peek(TOKENS, sequence.request.root) == BLOCK
+    machine.close()
