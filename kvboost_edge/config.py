@@ -68,6 +68,8 @@ class EngineConfig:
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
     checkpoint and makes int8 of a float one if weights and pool take at most half of the memory, else int4; "int4-asym"
     (a scale and a minimum per group of 32) is had only by asking, or from files that are quantized so.
+    `seed`: None draws a random seed for each request that names none; a number makes those seeds, and with them sampled
+    answers, the same in every run in which a tenant sends the same requests in the same order.
     """
 
     runner: str = "auto"
@@ -88,7 +90,7 @@ class EngineConfig:
     token: str | None = dataclasses.field(default=None, repr=False)
     local_files_only: bool = False
     tenant: str = ""
-    seed: int = 0
+    seed: int | None = None
     debug_checks: bool = False
 
     @classmethod
@@ -139,7 +141,8 @@ class EngineConfig:
             raise ConfigError(f"num_threads={self.num_threads} must be at most {_MAX_THREADS}")
         for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
             _check_int(name, getattr(self, name), low=1)
-        _check_int("seed", self.seed, low=0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=0)
         given = [n for n in ("max_cache_bytes", "num_blocks", "max_chunks") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
+from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import narrowed_root
 
@@ -73,7 +72,7 @@ class Intake:
 
     def __init__(self, parts: EngineParts, config: EngineConfig, check_open: Callable[[], None]) -> None:
         self._parts = parts
-        self._seed = config.seed
+        self._seeds = Seeds(config.seed)
         self._check_open = check_open
         self._next_index = itertools.count()
 
@@ -131,6 +130,7 @@ class Intake:
         if not shown and entry.prompt_text is None:
             shown = tokenizer.decode(ids, skip_special_tokens=False)
         index = next(self._next_index)
+        tenant = self._tenant_root(terms)
         eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
         return Request(
             index=index,
@@ -139,30 +139,27 @@ class Intake:
             params=params,
             mode=GenerationMode(terms.mode),
             max_tokens=max_tokens,
-            seed=self._derived_seed(index) if params.seed is None else params.seed,
+            seed=self._seeds.draw(tenant) if params.seed is None else params.seed,
             stop_ids=eos | frozenset(params.stop_token_ids),
             entered_at=entry.at,
             tokenized_at=time.perf_counter(),
             logits_start=logits_start,
             prefill_only=prefill_only,
             root=self.root(terms),
+            tenant=tenant,
             priority=terms.priority,
             deadline=terms.deadline,
         )
 
     def root(self, terms: Terms) -> bytes:
         """Where the prefix hashes of a tenant and salt start."""
+        root = self._tenant_root(terms)
+        return narrowed_root(root, "cache_salt", terms.cache_salt) if terms.cache_salt else root
+
+    def _tenant_root(self, terms: Terms) -> bytes:
         root = self._parts.root
-        if terms.tenant:
-            root = narrowed_root(root, "tenant", terms.tenant)
-        if terms.cache_salt:
-            root = narrowed_root(root, "cache_salt", terms.cache_salt)
-        return root
+        return narrowed_root(root, "tenant", terms.tenant) if terms.tenant else root
 
     def renumbered(self, request: Request) -> Request:
         """The same request as the latest arrival: the arrival number decides who runs first."""
         return dataclasses.replace(request, index=next(self._next_index))
-
-    def _derived_seed(self, index: int) -> int:
-        """A seed for the request of this number, recorded in its result."""
-        return int(np.random.SeedSequence([self._seed, index]).generate_state(1, np.uint64)[0])

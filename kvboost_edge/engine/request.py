@@ -28,7 +28,7 @@ class SamplingParams:
     """How tokens are chosen and when to stop. Every range is checked on construction (RequestError).
 
     `temperature`, `top_p`, `top_k`, `min_p` and `seed` are "not given" when None and then mean 1.0, 1.0, 0 (off),
-    0.0 (off) and a seed derived from the engine's. `do_sample=None` samples if any of the five is given and the
+    0.0 (off) and a seed drawn by the engine. `do_sample=None` samples if any of the five is given and the
     temperature is above 0; temperature 0 is greedy. `max_new_tokens=None` fills the context, 0 only computes the
     prompt.
 
@@ -124,11 +124,12 @@ class Request:
     index            arrival number in this engine; earlier requests are served first
     prompt_ids       the prompt's token ids
     max_tokens       longest the sequence may become, prompt included
-    seed             the seed in use: the caller's or one derived from (engine seed, index)
+    seed             the seed in use: the caller's, or one drawn for it, see `Seeds`
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
     logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
     prefill_only     the prompt is computed and nothing is generated
     root             where its prefix hashes start; tenant and salt are in it
+    tenant           whose it is: the root without the salt
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     """
@@ -146,6 +147,7 @@ class Request:
     tokenized_at: float
     logits_start: int | None = None
     prefill_only: bool = False
+    tenant: bytes = b""
     priority: int = 0
     deadline: float | None = None
 
