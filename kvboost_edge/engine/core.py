@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import heapq
+import os
 import queue
 import threading
 import time
@@ -50,6 +51,10 @@ class _Close(NamedTuple):
 
 _Message = _Submit | _Cancel | _Close
 
+_FORKED = (
+    "this process was forked from the one that runs the engine, and the engine's thread did not come along; make an "
+    "engine in this process, or start processes by 'spawn' instead of 'fork'"
+)
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
 
 
@@ -86,6 +91,7 @@ class EngineCore:
         self._closing = False
         self._stopped = False
         self._failure: BaseException | None = None
+        self._is_copy = False
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
     # The callers' side.
@@ -96,7 +102,9 @@ class EngineCore:
         _started.add(self)
 
     def check_open(self) -> None:
-        """Raise KVBoostError if the engine was closed or stopped by an error."""
+        """Raise KVBoostError if the engine was closed or stopped by an error, or is a forked process's copy."""
+        if self._is_copy:
+            raise KVBoostError(_FORKED)
         if self._failure is not None:
             raise KVBoostError(f"the engine stopped after an error: {self._failure!r}") from self._failure
         if self._stopped:
@@ -166,6 +174,15 @@ class EngineCore:
             self._run()
         else:
             self._thread.join()
+
+    def after_fork(self) -> None:
+        """In a forked child: there is no thread, and nobody holds the locks that were held. Every call says so."""
+        self.lock, self._gate, self._inbox = threading.RLock(), threading.Lock(), queue.SimpleQueue()
+        if self._stopped:
+            return
+        self._is_copy, self._stopped, self._failure = True, True, KVBoostError(_FORKED)
+        for sequence in list(self._live.values()):
+            sequence.handle.after_fork(self._failure)
 
     # The engine thread's side.
 
@@ -324,3 +341,12 @@ def _close_started() -> None:
     """End engines that nobody closed: a thread still inside torch while the interpreter is taken down aborts it."""
     for core in list(_started):
         core.close()
+
+
+def _after_fork() -> None:
+    for core in list(_started):
+        core.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -37,7 +37,8 @@ class CPUPagedEngine:
 
     Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options are the fields of
     `EngineConfig`. All methods may be called from several threads at once; their requests are computed in one batch.
-    Close it (`close()` or `with`) to give the memory back; a later call raises KVBoostError.
+    Close it (`close()` or `with`) to give the memory back; a later call raises KVBoostError, and so does any call in a
+    process that was forked from this one, where the engine's thread is not.
     """
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
@@ -211,7 +212,7 @@ class CPUPagedEngine:
     ) -> WarmResult:
         """What of a prompt is in the cache now, as `warm` reports it; computes nothing."""
         root = self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt))
-        with self._core.lock:
+        with self._core.reading():
             # One more token, because the last one of a prompt is never served.
             servable = self._parts.manager.peek((*token_ids, 0), root)
         return WarmResult.of(servable, len(token_ids), self._config.block_size)

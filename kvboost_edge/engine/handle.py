@@ -213,6 +213,12 @@ class RequestHandle:
             listeners = self._listeners
         self._wake(listeners)
 
+    def after_fork(self, error: BaseException) -> None:
+        """In a forked child: nothing comes any more, and whoever held the lock is not there."""
+        self._condition = threading.Condition()
+        self._listeners = ()  # they are the parent's: waking them would write into its event loop
+        self._finish(None, error)
+
     def _wake(self, listeners: tuple[_Listener, ...]) -> None:
         """Without the lock: a system call in here gives the interpreter to the reader, who would wait for the lock."""
         for listener in listeners:
