@@ -17,6 +17,7 @@ from kvboost_edge.engine.selection import Selection, select_path
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.memory import available_bytes
+from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -158,7 +159,9 @@ def _assemble(
     return EngineParts(
         runner=runner,
         backend=backend,
-        manager=KVCacheManager(num_blocks, config.block_size, whole_blocks=info.kv_spec.is_quantized),
+        manager=KVCacheManager(
+            num_blocks, config.block_size, whole_blocks=info.kv_spec.is_quantized, policy=TenantFloors
+        ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         # The rope settings are part of the model's config and so of its fingerprint.

@@ -21,6 +21,7 @@ __all__ = ["Intake", "Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
+_MAX_WEIGHT = 1000.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ class Terms:
     mode         how it may use the cache
     tenant       whose prefixes it shares; None or "": the engine's own. What one tenant cached no other can find out
     cache_salt   narrows further: only requests of the same tenant and salt share prefixes
-    priority     lower runs earlier, then the order of arrival decides; -(2^31 - 1) .. 2^31 - 1
+    priority     lower runs earlier, then the tenants' shares and the order of arrival decide; -(2^31 - 1) .. 2^31 - 1
+    weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its requests
     deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
     """
 
@@ -38,6 +40,7 @@ class Terms:
     tenant: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    weight: float = 1.0
     deadline: float | None = None
 
     @classmethod
@@ -60,6 +63,10 @@ class Terms:
         if abs(priority) > _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
         object.__setattr__(self, "priority", priority)
+        weight = as_float("weight", self.weight)
+        if not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+            raise RequestError(f"weight={self.weight!r} must be in [{1 / _MAX_WEIGHT:g}, {_MAX_WEIGHT:g}]")
+        object.__setattr__(self, "weight", weight)
         if self.deadline is not None:
             deadline = as_float("deadline", self.deadline)
             if not math.isfinite(deadline):
@@ -147,6 +154,7 @@ class Intake:
             prefill_only=prefill_only,
             root=self.root(terms),
             tenant=tenant,
+            weight=terms.weight,
             priority=terms.priority,
             deadline=terms.deadline,
         )

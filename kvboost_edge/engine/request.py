@@ -130,6 +130,7 @@ class Request:
     prefill_only     the prompt is computed and nothing is generated
     root             where its prefix hashes start; tenant and salt are in it
     tenant           whose it is: the root without the salt
+    weight           the tenant's share beside other tenants'
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     """
@@ -148,6 +149,7 @@ class Request:
     logits_start: int | None = None
     prefill_only: bool = False
     tenant: bytes = b""
+    weight: float = 1.0
     priority: int = 0
     deadline: float | None = None
 

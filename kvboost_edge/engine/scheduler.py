@@ -3,7 +3,8 @@
 There is no prefill and no decode phase: each sequence has one counter that catches up with its tokens. A step has a
 token budget. Sequences that lack one token come first, the rest of the budget is shared evenly among those that lack
 more. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs out. In each
-of these a request with a lower priority number goes before all with a higher one.
+of these a request with a lower priority number goes before all with a higher one, and among equals the tenants share:
+budget, places and, where those are short, the loss of them; see `Fairness`. The rest above then holds in each tenant.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from collections import Counter
+from collections.abc import Iterator
 from operator import attrgetter
 
+from kvboost_edge.engine.fairness import Fairness
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.sequence import Sequence, SequenceStatus
 from kvboost_edge.engine.work import ScheduledTokens
@@ -56,6 +60,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._step = 0
+        self._fairness = Fairness()
         self._turns = itertools.count()
 
     @property
@@ -93,6 +98,7 @@ class Scheduler:
         """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when it returns."""
         self._step += 1
         plan = StepPlan()
+        self._fairness.update(itertools.chain(self.waiting, self.running))
         self._admit(plan)
         wanted = self._share_budget()
         self._reserve(wanted, plan)
@@ -100,17 +106,16 @@ class Scheduler:
             count = wanted.get(sequence.index, 0)
             if count:
                 plan.work.append(sequence.next_work(count))
+                self._fairness.charge(plan.work[-1])
         return plan
 
     # Letting sequences in.
 
     def _admit(self, plan: StepPlan) -> None:
-        """Let waiting sequences in by rank until one does not fit: nobody who comes later may take its blocks."""
+        """Let waiting sequences in by turn until one does not fit: nobody who comes later may take its blocks."""
         manager = self.manager
-        for sequence in list(self.waiting):
-            if len(self.running) >= self._max_num_seqs:
-                return
-            if self.running and sequence.blocked_at == manager.progress:
+        for sequence in self._by_turn():
+            if not self._has_place(sequence):
                 return
             try:
                 if self.running and self._awaits(sequence):
@@ -125,6 +130,32 @@ class Scheduler:
                 sequence.blocked_at = manager.progress
                 return
 
+    def _by_turn(self) -> Iterator[Sequence]:
+        """Those who wait, by priority, the tenants' shares and arrival."""
+        if not self._fairness.is_shared:
+            yield from list(self.waiting)
+            return
+        for _, group in itertools.groupby(list(self.waiting), key=_BY_PRIORITY):
+            yield from self._fairness.in_turn(group, self.running)
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Whether it is worth trying to let a sequence in. Where another tenant has more than its share, one of its
+        sequences makes room."""
+        full = len(self.running) >= self._max_num_seqs
+        if not full and not (self.running and sequence.blocked_at == self.manager.progress):
+            return True
+        if not self._fairness.is_shared:
+            return False
+        other = self._fairness.who_yields(sequence, self.running)
+        if other is None:
+            return False
+        freed = sum(self.manager.ref_count(block_id) == 1 for block_id in other.blocks.block_ids)
+        needed = -(-sequence.num_tokens // self.manager.block_size) + 1  # one may have to be copied
+        if needed > self._spare_blocks_of(sequence) + freed:
+            return False
+        self._preempt(other)
+        return True
+
     def _awaits(self, sequence: Sequence) -> bool:
         """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
         when what it waited for has come, or will not come any more."""
@@ -132,11 +163,13 @@ class Scheduler:
             sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)
         return sequence.awaited_hash is not None
 
-    @property
-    def _spare_blocks(self) -> int:
+    def _spare_blocks_of(self, sequence: Sequence) -> int:
         """Free blocks beyond one for each running sequence, which it takes sooner or later: without that rest, letting
-        a sequence in would soon preempt it again."""
-        return self.manager.free_block_count - len(self.running)
+        a sequence in would soon preempt it again. Nor, unless it is alone, may it flush other tenants' last blocks."""
+        if not self.running:
+            return self.manager.free_block_count
+        kept = self.manager.protected_block_count(sequence.tenant)
+        return self.manager.free_block_count - len(self.running) - kept
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Open a table and reserve blocks for all tokens there are; False and no change if they are not free."""
@@ -144,11 +177,11 @@ class Scheduler:
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
-                sequence.cacheable_ids, sequence.request.root, use_cache=use_cache, count=first
+                sequence.cacheable_ids, sequence.request.root, use_cache=use_cache, count=first, owner=sequence.tenant
             )
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)
-                if needed <= self._spare_blocks:
+                if needed <= self._spare_blocks_of(sequence):
                     self._extend(sequence, table, sequence.num_tokens, plan)
                     self.waiting.remove(sequence)
                     bisect.insort(self.running, sequence, key=_BY_RANK)
@@ -168,9 +201,38 @@ class Scheduler:
 
     def _share_budget(self) -> dict[int, int]:
         """Tokens to compute, by sequence index."""
-        decoding = [s for s in self.running if s.num_pending == 1]
-        filling = [s for s in self.running if s.num_pending > 1]
-        budget = self._max_batch_tokens
+        shares: dict[int, int] = {}
+        for members, budget in self._tenants_budgets():
+            shares.update(self._share_among(members, budget))
+        return shares
+
+    def _tenants_budgets(self) -> list[tuple[list[Sequence], int]]:
+        """Each tenant's running sequences and its part of the budget: by priority first, then by the tenants' shares.
+
+        A token of an urgent prompt does not keep a less urgent sequence from its next one: where the budget has room
+        for all of those they count as no less urgent, as they do among the sequences of one tenant.
+        """
+        tenants: dict[bytes, list[Sequence]] = {}
+        for sequence in self.running:
+            tenants.setdefault(sequence.tenant, []).append(sequence)
+        if len(tenants) < 2:
+            return [(self.running, self._max_batch_tokens)]
+        urgent = min((s.priority for s in self.running if s.num_pending > 1), default=self.running[0].priority)
+        roomy = 2 * sum(s.num_pending == 1 for s in self.running) <= self._max_batch_tokens
+        wants: dict[int, Counter[bytes]] = {}
+        for sequence in self.running:
+            lifted = roomy and sequence.num_pending == 1
+            level = min(sequence.priority, urgent) if lifted else sequence.priority
+            wants.setdefault(level, Counter())[sequence.tenant] += sequence.most_at_once
+        given: Counter[bytes] = Counter()
+        for _, wanted in sorted(wants.items()):
+            given.update(self._fairness.divide(self._max_batch_tokens - given.total(), wanted))
+        return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
+
+    def _share_among(self, members: list[Sequence], budget: int) -> dict[int, int]:
+        """Tokens to compute of one tenant's sequences, by sequence index."""
+        decoding = [s for s in members if s.num_pending == 1]
+        filling = [s for s in members if s.num_pending > 1]
         # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
         kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
         # The least recently served go first, which matters only when the budget is smaller than their number.
@@ -211,10 +273,14 @@ class Scheduler:
     def _reserve_one(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         while sequence.status is SequenceStatus.RUNNING:
             table = sequence.blocks
-            if self.manager.blocks_needed(table, num_tokens) <= self.manager.free_block_count:
+            needed = self.manager.blocks_needed(table, num_tokens)
+            alone = len(self.running) == 1
+            kept = 0 if alone or not needed else self.manager.protected_block_count(sequence.tenant)
+            if needed <= self.manager.free_block_count - kept:
                 self._extend(sequence, table, num_tokens, plan)
                 return
-            self._preempt(self.running[-1])
+            shared = self._fairness.is_shared and not alone
+            self._preempt(self._fairness.who_is_preempted(self.running) if shared else self.running[-1])
 
     def _extend(self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan) -> None:
         copies = self.manager.extend(table, num_tokens)

@@ -45,6 +45,7 @@ class Sequence:
     back to what the cache still holds when the sequence is let in again; sampled tokens stay.
 
     table           the blocks, None unless RUNNING
+    num_charged_tokens    up to where its tokens count as served to its tenant (fairness)
     last_turn       when the scheduler last gave it something, counted over all sequences (fairness)
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
@@ -60,6 +61,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.preemptions = 0
         self.last_turn = -1
+        self.num_charged_tokens = 0
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
         self.looked_up_at: float | None = None
@@ -87,6 +89,10 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Who is served first: the smaller one."""
         return self.request.rank
+
+    @property
+    def tenant(self) -> bytes:
+        return self.request.tenant
 
     @property
     def num_tokens(self) -> int:

@@ -51,7 +51,11 @@ class BlockPool:
         """Blocks that the policy holds (pins): referenced, and by no table."""
         return self._free.held()
 
-    def take(self, count: int) -> list[int]:
+    def num_protected(self, owner: bytes) -> int:
+        """Free blocks that the policy hands to this owner only when nothing else is left."""
+        return self._free.protected(owner)
+
+    def take(self, count: int, owner: bytes = b"") -> list[int]:
         """Hand out `count` free blocks with one reference each, those to be evicted first; all or nothing.
 
         Raises CapacityError when fewer are free. The caller forgets what the blocks held.
@@ -61,7 +65,7 @@ class BlockPool:
                 f"{count} blocks needed, {len(self._free)} of {self.num_blocks} are free; "
                 "enlarge max_cache_bytes or num_blocks"
             )
-        taken = self._free.take(count)
+        taken = self._free.take(count, owner)
         for block_id in taken:
             self._ref_counts[block_id] = 1
         return taken
@@ -73,8 +77,8 @@ class BlockPool:
             self._free.remove(block_id)
         self._ref_counts[block_id] += 1
 
-    def release(self, block_id: int, *, matchable: bool) -> None:
-        """Drop a reference; the last one frees the block, whose content may still be found if `matchable`.
+    def release(self, block_id: int, *, matchable: bool, owner: bytes = b"") -> None:
+        """Drop a reference; the last one frees the block, whose content may still be found if `matchable`, by `owner`.
 
         Raises CacheCorruption for a block that has no reference (double free) or is not in the pool (stale id).
         """
@@ -84,7 +88,7 @@ class BlockPool:
             raise CacheCorruption(f"double free: block {block_id} has no reference left")
         self._ref_counts[block_id] = count - 1
         if count == 1:
-            self._free.put(block_id, matchable=matchable)
+            self._free.put(block_id, matchable=matchable, owner=owner)
 
     def refresh(self, block_id: int) -> None:
         """Make a free block the most recently used; a referenced one is in no list and stays as it is."""

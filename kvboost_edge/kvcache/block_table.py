@@ -92,6 +92,7 @@ class BlockTable:
     num_cached_tokens    tokens served by the cache when the table was opened
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
+    owner                whose blocks they are, for the eviction policy
     miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
     """
 
@@ -109,16 +110,18 @@ class BlockTable:
         "miss_reason",
         "num_cached_tokens",
         "num_computed_tokens",
+        "owner",
         "parts",
         "root",
     )
 
-    def __init__(self, serial: int, root: bytes) -> None:
+    def __init__(self, serial: int, root: bytes, owner: bytes = b"") -> None:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
+        self.owner = owner
         self.miss_reason = "bypassed"
         self._serial = serial
         # The chain so far: how many full blocks it covers, the hash and the identity of the last of them.

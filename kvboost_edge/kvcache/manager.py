@@ -82,7 +82,7 @@ class KVCacheManager:
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self.progress = 0
 
     def open_table(
-        self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True
+        self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True, owner: bytes = b""
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
@@ -90,12 +90,13 @@ class KVCacheManager:
         blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block writable; with
         `whole_blocks` it leaves that last block out. `table.miss_reason` says why no more was found. The blocks of
         the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
-        nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. Takes no
-        free block that is not part of the match, so it cannot fail for lack of room.
+        nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is
+        whose blocks they are for the eviction policy; tables of one root have one owner. Takes no free block that is
+        not part of the match, so it cannot fail for lack of room.
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
-        table = BlockTable(self._next_table, root)
+        table = BlockTable(self._next_table, root, owner)
         if use_cache:
             match = self._lookup.match(data, root)
             for block_id in match.block_ids:
@@ -167,7 +168,7 @@ class KVCacheManager:
         first, stop = self._written(table, num_tokens)
         ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
         if stop > len(table.block_ids):
-            new = self._take(stop - len(table.block_ids))
+            new = self._take(stop - len(table.block_ids), table.owner)
             table.block_ids.extend(new)
             self._fresh.update(dict.fromkeys(new))
         return [op for op in ops if op is not None]
@@ -188,7 +189,7 @@ class KVCacheManager:
                 table._withdrawn[block_index] = self._index.withdraw(block_id)
                 self._claims.make(table, block_index, entry.prefix_hash)
             return None
-        new = self._take(1)[0]
+        new = self._take(1, table.owner)[0]
         self._fresh.pop(new, None)  # it receives a copy: nothing to poison
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
@@ -213,8 +214,8 @@ class KVCacheManager:
             start = end
         return found
 
-    def _take(self, count: int) -> list[int]:
-        taken = self._pool.take(count)
+    def _take(self, count: int, owner: bytes) -> list[int]:
+        taken = self._pool.take(count, owner)
         for block_id in taken:
             if self._index.entry(block_id) is not None:
                 self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
@@ -247,7 +248,7 @@ class KVCacheManager:
         Fork between `commit` and `extend`: a block made writable before the fork is shared after it.
         """
         self._check_live(table)
-        child = BlockTable(self._next_table, table.root)
+        child = BlockTable(self._next_table, table.root, table.owner)
         self._next_table += 1
         for block_id in table.block_ids:
             self._pool.touch(block_id)
@@ -276,7 +277,7 @@ class KVCacheManager:
                     self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
-            self._pool.release(block_id, matchable=matchable)
+            self._pool.release(block_id, matchable=matchable, owner=table.owner)
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         del self._live[table._serial]
@@ -299,6 +300,10 @@ class KVCacheManager:
     def free_block_count(self) -> int:
         """Blocks nobody references, idle cached ones included."""
         return self._pool.num_free
+
+    def protected_block_count(self, owner: bytes) -> int:
+        """Free blocks that the eviction policy would rather keep from this owner; they can be taken all the same."""
+        return self._pool.num_protected(owner)
 
     @property
     def usable_block_count(self) -> int:

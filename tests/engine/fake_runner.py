@@ -27,7 +27,8 @@ from kvboost_edge.engine.ledger import MemoryLedger
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.kvcache.block_table import CopyOp
-from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.eviction import TenantFloors
+from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -166,7 +167,7 @@ def fake_parts(num_blocks: int = 64, block_size: int = 16, max_context: int = CO
     return EngineParts(
         runner=FakeRunner(backend, max_context),
         backend=backend,
-        manager=KVCacheManager(num_blocks, block_size),
+        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors),
         tokenizer=fake_tokenizer(),
         eos_token_ids=frozenset({EOS_ID}),
         root=ROOT,
@@ -211,6 +212,8 @@ class Bench:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
         **options: Any,
     ) -> RequestHandle:
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
@@ -224,7 +227,9 @@ class Bench:
             max_tokens=len(prompt_ids) + max_new_tokens,
             seed=params.seed or 0,
             stop_ids=stop_ids,
-            root=ROOT,
+            root=narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT,
+            tenant=tenant.encode(),
+            weight=weight,
             entered_at=0.0,
             tokenized_at=0.0,
             priority=priority,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Iterable
 
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_pool import BlockPool
-from kvboost_edge.kvcache.eviction import LeastRecentlyUsed
+from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
@@ -18,7 +19,7 @@ ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
 class NewestFirst(LeastRecentlyUsed):
     """Another order over the same list: what was used last is evicted first."""
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, owner: bytes = b"") -> list[int]:
         newest = self.order()[::-1][:count]
         for block_id in newest:
             self.remove(block_id)
@@ -91,3 +92,43 @@ def test_what_a_policy_holds_is_counted_as_referenced_and_not_as_usable() -> Non
     manager._pool = pool
     manager.check_invariants([])
     assert (manager.used_block_count, manager.free_block_count) == (2, 2)
+
+
+def test_floors_with_one_owner_are_the_least_recently_used() -> None:
+    rng = random.Random(5)
+    for _ in range(50):
+        both = LeastRecentlyUsed(range(12)), TenantFloors(range(12))
+        used: list[int] = []
+        for _ in range(200):
+            act, number = rng.choice(("take", "put", "remove", "refresh")), rng.randrange(1, 4)
+            free = both[0].order()
+            if act == "take" and number <= len(free):
+                taken = [policy.take(number, b"a") for policy in both]
+                assert taken[0] == taken[1]
+                used += taken[0]
+            elif act == "put" and used:
+                block_id, matchable = used.pop(rng.randrange(len(used))), rng.random() < 0.7
+                for policy in both:
+                    policy.put(block_id, matchable=matchable, owner=b"a")
+            elif act == "remove" and free:
+                used.append(rng.choice(free))
+                for policy in both:
+                    policy.remove(used[-1])
+            elif act == "refresh" and any(b in both[1]._owners for b in free):
+                block_id = rng.choice([b for b in free if b in both[1]._owners])
+                for policy in both:
+                    policy.refresh(block_id)
+            assert both[0].order() == both[1].order()
+            assert (len(both[0]), both[0].protected(b"a")) == (len(both[1]), both[1].protected(b"a"))
+            assert all((b in both[0]) == (b in both[1]) for b in range(12))
+
+
+def test_floors_in_one_picture() -> None:
+    policy = TenantFloors(range(12))
+    policy.take(10)
+    for block_id in range(10):
+        policy.put(block_id, matchable=True, owner=b"ab"[block_id // 5 : block_id // 5 + 1])
+    assert (policy.protected(b"a"), policy.protected(b"b"), policy.protected(b"c")) == (3, 3, 6)
+    assert policy.take(6, b"b") == [10, 11, 0, 1, 5, 6], "two of a's, which then is at its floor"
+    assert policy.take(4, b"c") == [2, 3, 4, 7], "nothing is above the floors: the oldest"
+    assert (list(policy.held()), len(policy)) == ([], 2)
