@@ -171,6 +171,8 @@ class TenantFloors:
         """What nobody can match; then the oldest of those above their owner's floor, or this owner's; then the oldest
         of all."""
         taken = [self._plain.popitem(last=False)[0] for _ in range(min(count, len(self._plain)))]
+        if len(self._cached) == 1 and owner in self._cached:  # the usual case, in which every block's time counts
+            taken += self._oldest(owner, count - len(taken))
         for floor in (self._floor, 0):
             if len(taken) == count:
                 break
@@ -190,6 +192,15 @@ class TenantFloors:
                     heapq.heappop(fronts)
                 if not cached:
                     del self._cached[victim]
+        return taken
+
+    def _oldest(self, owner: bytes, count: int) -> list[int]:
+        cached, forget = self._cached[owner], self._owners.__delitem__
+        taken = [cached.popitem(last=False)[0] for _ in range(count)]
+        for block_id in taken:
+            forget(block_id)
+        if not cached:
+            del self._cached[owner]
         return taken
 
     def protected(self, owner: bytes) -> int:
