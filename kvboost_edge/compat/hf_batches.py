@@ -7,6 +7,8 @@ are loaded on first use.
 from __future__ import annotations
 
 import hashlib
+import math
+import numbers
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,27 +96,35 @@ def batched_decode(
 ) -> tuple[list[list[int]], LegacyKV]:
     """Decode a batch whose prompts are already in `past_kv`; returns (token ids of each row, grown KV).
 
-    past_kv          per layer (keys, values) [batch, kv_heads, slots, dim]
+    past_kv          per layer (keys, values) [batch, kv_heads, slots, dim]; a sliding window's cache may be cut to it
     first_tokens     [batch] the first new token of each row, counted in max_new_tokens and part of the output
     start_pos        the position of the first new token; per row if their lengths differ
     attention_mask   int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos slots hold tokens,
-                     as left padding leaves them
-    A row ends with its EOS token, which is part of its output. Sampling draws from torch's global generator.
+                     as left padding leaves them. Rows that share a prefix need it, since padding may stand behind that
+    A row ends with its EOS token, which is part of its output. Sampling draws from torch's global generator. Raises
+    RequestError where the arguments leave open which slots hold tokens.
     """
     import torch
     from transformers import DynamicCache
 
+    _check_temperature(temperature)
     eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     tokens = torch.as_tensor(first_tokens, dtype=torch.int64, device=device).reshape(-1, 1)
     batch, slots = len(tokens), past_kv[0][0].shape[2]
     positions = torch.as_tensor(start_pos, dtype=torch.int64, device=device).expand(batch).reshape(-1, 1)
+    window = getattr(model.config, "sliding_window", None)
+    is_cut = window is not None and slots == window - 1 and int(positions.max()) > slots
+    visible = positions.clamp(max=slots) if is_cut else positions
     if attention_mask is None:
-        attention_mask = torch.arange(slots, device=device) >= slots - positions
+        _check_no_shared_prefix(past_kv)
+        attention_mask = torch.arange(slots, device=device) >= slots - visible
     mask = attention_mask.to(device=device, dtype=torch.int64)
-    if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), positions):
+    if is_cut and mask.dim() == 2:
+        mask = mask[:, -slots:]
+    if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), visible):
         raise RequestError(
-            f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over {slots} slots of {batch} rows "
-            "do not agree: each row must see exactly start_pos slots"
+            f"start_pos={start_pos} and an attention mask {tuple(attention_mask.shape)} over {slots} slots of {batch} "
+            "rows do not agree: each row must see exactly start_pos slots, or all of a sliding window's"
         )
     cache, mask = DynamicCache(_left_padded(past_kv, mask)), mask.sort(dim=1).values
     outputs: list[list[int]] = [[int(token)] for token in tokens[:, 0]]
@@ -134,6 +144,23 @@ def batched_decode(
                 outputs[row].append(token)
                 done[row] = token in eos
     return outputs, tuple((layer.keys, layer.values) for layer in cache.layers)
+
+
+def _check_no_shared_prefix(kv: LegacyKV) -> None:
+    """Rows whose first slots are equal share a prefix. Whether their suffixes were padded, between it and themselves,
+    nothing but the mask tells."""
+    first = kv[0][0][:, :, 0]
+    if len(first) > 1 and bool((first == first[:1]).all()):
+        raise RequestError(
+            "the rows begin with the same keys, as after broadcast_kv: give attention_mask=, ones for the shared "
+            "prefix followed by the masks of pad_and_mask, and start_pos= its sum per row"
+        )
+
+
+def _check_temperature(temperature: object) -> None:
+    known = isinstance(temperature, numbers.Real) and not isinstance(temperature, bool)
+    if not known or not 0 <= float(temperature) < math.inf:  # type: ignore[arg-type]
+        raise RequestError(f"temperature={temperature!r} must be a finite number of at least 0")
 
 
 def _left_padded(kv: LegacyKV, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,9 +7,13 @@ payloads are equal are held once. The bookkeeping is `KVCacheManager`'s; the pay
 from __future__ import annotations
 
 import copy
+import operator
+import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.block_table import BlockTable
@@ -30,16 +34,15 @@ class KVCache:
     the four tokens; attach("b", [k0 .. k3, x], prefix_tokens=[7, 8, 9, 10]) shares that page and takes one of its own.
 
     Payloads are deep-copied on the way in and out, so no caller can change what another sequence sees; what Python
-    cannot copy (a lock, a generator) is kept by reference. Two payloads are equal when their types are and `==` says
-    so, for arrays and tensors in shape, dtype and every element; in doubt they differ and nothing is shared.
+    cannot copy (a lock, a generator) is kept by reference. Two payloads are equal when `==` says so and their
+    types and signs are, inside them too; for arrays and tensors shape, dtype and every element. In doubt they differ
+    and nothing is shared.
 
     The prefix pages of a detached sequence are free, yet stay matchable until they are taken again.
     """
 
     def __init__(self, page_size: int = 512, max_pages: int = 10000, enable_prefix_sharing: bool = True) -> None:
-        for name, value in (("page_size", page_size), ("max_pages", max_pages)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+        page_size, max_pages = _size("page_size", page_size), _size("max_pages", max_pages)
         if not isinstance(enable_prefix_sharing, bool):
             raise ConfigError(f"enable_prefix_sharing={enable_prefix_sharing!r} must be True or False")
         self._page_size = page_size
@@ -61,7 +64,7 @@ class KVCache:
         prefix tokens that are no token ids; the cache is then as it was before.
         """
         _check_hashable(seq_id)
-        payloads = [_copied(payload) for payload in kv_tokens]
+        payloads = _copies("kv_tokens", kv_tokens)
         key = self._key(prefix_tokens, len(payloads))
         table = self._manager.open_table(key, _ROOT, use_cache=bool(key))
         num_shared = self._num_equal_pages(table, payloads)
@@ -128,7 +131,7 @@ class KVCache:
         table = self._sequences.get(seq_id)
         if table is None:
             raise RequestError(f"seq_id={seq_id!r} is not attached; attach it before drafting")
-        payloads = [_copied(payload) for payload in draft_tokens]
+        payloads = _copies("draft_tokens", draft_tokens)
         fork = self._manager.fork(table)
         try:
             self._append(fork, payloads)
@@ -173,7 +176,14 @@ class KVCache:
         """Token ids of the pages the prefix reaches into, filled up to whole pages; empty where nothing is shared."""
         if not self._enable_prefix_sharing or prefix_tokens is None:
             return []
-        key = list(prefix_tokens[:num_payloads])
+        if isinstance(prefix_tokens, (str, bytes)) or not hasattr(prefix_tokens, "__getitem__"):
+            raise RequestError(f"prefix_tokens={prefix_tokens!r} must be a list of token ids, or None")
+        key: list[int] = []
+        for token_id in prefix_tokens[:num_payloads]:
+            number = _integer(token_id)
+            if number is None:
+                raise RequestError(f"prefix_tokens must be token ids, not {token_id!r}")
+            key.append(number)
         return key + [_FILLER] * (-len(key) % self._page_size)
 
     def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
@@ -266,9 +276,10 @@ class Draft:
         Raises RequestError for `n` outside 0 .. number of drafts and on a closed draft.
         """
         self._check_open()
-        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= len(self._payloads):
+        count = _integer(n)
+        if count is None or not 0 <= count <= len(self._payloads):
             raise RequestError(f"n={n!r} must be an integer from 0 to the {len(self._payloads)} drafts")
-        self._cache._accept(self, self._payloads[:n])
+        self._cache._accept(self, self._payloads[:count])
 
     def reject(self) -> None:
         """Drop the drafts and leave the sequence as it is; nothing happens on a closed draft."""
@@ -285,6 +296,29 @@ def _check_hashable(seq_id: Hashable) -> None:
         hash(seq_id)
     except TypeError as error:
         raise RequestError(f"seq_id={seq_id!r} must be hashable, such as an integer or a string") from error
+
+
+def _integer(value: object) -> int | None:
+    """`value` as an int; NumPy's integers are such, booleans and floats are not."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array has __index__ and is none
+        return None
+
+
+def _size(name: str, value: object) -> int:
+    number = _integer(value)
+    if number is None or number < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+    return number
+
+
+def _copies(name: str, payloads: object) -> list[Any]:
+    if payloads is None or not isinstance(payloads, Iterable):
+        raise RequestError(f"{name}={payloads!r} must be a list of payloads")
+    return [_copied(payload) for payload in payloads]
 
 
 def _copied(payload: Any) -> Any:
@@ -309,10 +343,26 @@ def _compared(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_compared, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_compared(value, right[name]) for name, value in left.items())
+    if isinstance(left, dict):  # pair by pair: 1 and True are one key, and the order is part of what is given back
+        return len(left) == len(right) and all(map(_compared, left.items(), right.items()))
+    if isinstance(left, (set, frozenset)):
+        return left == right and all(type(item) is str for item in left | right)
+    if isinstance(left, (float, complex)):
+        return left == right and repr(left) == repr(right)  # 0.0 == -0.0
     result = left == right
-    if isinstance(result, bool):
+    if not isinstance(result, bool):
+        # Arrays and tensors compare element by element, and would broadcast over different shapes.
+        same_kind = left.shape == right.shape and left.dtype == right.dtype
+        return bool(same_kind and result.all() and _bits(left) == _bits(right))
+    if not result or isinstance(left, (int, str, bytes, bytearray)):
         return result
-    # Arrays and tensors compare element by element, and would broadcast over different shapes.
-    return bool(left.shape == right.shape and left.dtype == right.dtype and result.all())
+    # What makes an object up may differ in a type or a sign where the object says it is equal.
+    return _compared(left.__reduce_ex__(4), right.__reduce_ex__(4))
+
+
+def _bits(array: Any) -> bytes:
+    """The elements of an array or tensor as bytes."""
+    if hasattr(array, "untyped_storage"):  # a tensor; not every type of torch's is one of NumPy's
+        array = array.detach().cpu().contiguous().reshape(-1)
+        array = array.view(sys.modules["torch"].uint8).numpy()
+    return np.asarray(array).tobytes()

@@ -155,3 +155,58 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model: Any) -> None:
         drawn.append(batched_decode(model, past(), first, 9, 6, None, temperature=2.0, do_sample=True)[0])
     assert drawn[0] == drawn[1] != outputs
     assert batched_decode(model, past(), first.tolist(), 9, 1, None)[0] == [[int(token)] for token in first]
+
+
+def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(llama: Any) -> None:
+    """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix and suffix."""
+    prefix = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
+    suffixes = [[7, 8, 9, 10, 11], [20], [30, 31, 32]]
+    with torch.inference_mode():
+        cache = llama(prefix, use_cache=True).past_key_values
+        shared = broadcast_kv(tuple((layer.keys, layer.values) for layer in cache.layers), 3)
+        ids, masks = pad_and_mask(suffixes, PAD_ID)
+        full = torch.cat([torch.ones(3, 20, dtype=torch.int64), masks], dim=1)
+        positions = (full.cumsum(1) - 1)[:, 20:]
+        out = llama(
+            ids, attention_mask=full, position_ids=positions, past_key_values=DynamicCache(list(shared)), use_cache=True
+        )
+    past = tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
+    first = out.logits[:, -1].argmax(-1)
+    for start in (25, [25, 21, 23]):
+        with pytest.raises(RequestError, match=r"attention_mask=.* pad_and_mask"):
+            batched_decode(llama, past, first, start, 4, None, 1.0, False, "cpu")
+    outputs, _ = batched_decode(llama, past, first, full.sum(1).tolist(), 4, None, attention_mask=full)
+    assert outputs == [greedy(llama, prefix[0].tolist() + s, 4, -1) for s in suffixes]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_cache_cut_to_its_sliding_window_goes_on(ragged: bool) -> None:
+    mistral = build_tiny_model("mistral")
+    window = mistral.config.sliding_window
+    longest = window + 9
+    prompts = [
+        torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in ((longest, longest - 6, window - 5) if ragged else (longest, longest))
+    ]
+    if not ragged:
+        prompts[1] = prompts[1][::-1]
+    ids, masks = pad_and_mask(prompts, PAD_ID)
+    with torch.inference_mode():
+        positions = (masks.cumsum(1) - 1).clamp(min=0)
+        out = mistral(ids, attention_mask=masks, position_ids=positions, use_cache=True)
+    past = tuple((layer.keys, layer.values) for layer in out.past_key_values.layers)
+    assert past[0][0].shape[2] == window - 1, "transformers kept the window only"
+    first = out.logits[:, -1].argmax(-1)
+    singles = [greedy(mistral, prompt, 6, -1) for prompt in prompts]
+    for mask in (None, masks, masks[:, -(window - 1) :]):
+        outputs, _ = batched_decode(mistral, past, first, [len(p) for p in prompts], 6, None, attention_mask=mask)
+        assert outputs == singles
+    cut = tuple((keys[:, :, 1:], values[:, :, 1:]) for keys, values in past)
+    with pytest.raises(RequestError, match="do not agree"):
+        batched_decode(mistral, cut, first, [len(p) for p in prompts], 6, None)
+
+
+@pytest.mark.parametrize("temperature", [-1, -0.5, float("nan"), float("inf"), True, "1", None])
+def test_temperatures_that_are_none_are_refused(llama: Any, temperature: Any) -> None:
+    with pytest.raises(RequestError, match="temperature="):
+        batched_decode(llama, (), [1], 1, 1, None, temperature=temperature)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import threading
+from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
@@ -178,3 +183,66 @@ def test_payloads_are_dropped_with_their_pages() -> None:
     draft.reject()
     cache.detach("a")
     assert cache._payloads == [[], [], [], []]
+
+
+@dataclasses.dataclass
+class Pair:
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.0, -0.0), (complex(0, 0.0), complex(0, -0.0)), (1, True), (None, False), ([0.0], [-0.0]),
+        ({1: 0}, {True: 0}),
+        ({"k": 0.0}, {"k": -0.0}), ({1.0}, {True}), (Pair(1, 0.0), Pair(1, -0.0)), (Pair(1, 2), Pair(True, 2)),
+        (np.zeros(2), -np.zeros(2)), (np.float32(0), np.float32(-0.0)), (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2, dtype=torch.bfloat16), -torch.zeros(2, dtype=torch.bfloat16)), ({1: 2, 3: 4}, {3: 4, 1: 2}),
+        (Decimal("0"), Decimal("-0")),
+    ],
+)  # fmt: skip
+def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one: Any, other: Any) -> None:
+    cache = KVCache(page_size=1, max_pages=4)
+    for seq_id, payload in enumerate((one, other, copy.deepcopy(other))):
+        cache.attach(seq_id, [payload], [7])
+        assert repr(cache.get(seq_id)) == repr([payload])
+    assert cache.stats()["prefix_shares"] <= 1, "only the third may share the second's"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [None, -0.0, Pair(1, [2.0]), {"k": {"a", "b"}}, np.zeros(3), torch.ones(2, 2, dtype=torch.bfloat16), b"x",
+     Decimal("1.5"), torch.tensor(1.0), np.int64(3)],
+)  # fmt: skip
+def test_the_same_payload_is_shared(payload: Any) -> None:
+    cache = KVCache(page_size=1, max_pages=4)
+    cache.attach("a", [payload], [7])
+    cache.attach("b", [copy.deepcopy(payload)], [7])
+    assert cache.stats()["prefix_shares"] == 1
+
+
+def test_numpys_integers_are_integers_and_nothing_else_is() -> None:
+    cache = KVCache(page_size=np.int64(2), max_pages=np.uint16(8))  # type: ignore[arg-type]
+    cache.attach(np.int64(5), ["x", "y"], np.array([1, 2]))  # type: ignore[arg-type]
+    assert cache.get(5) == ["x", "y"]
+    cache.hook_speculative_decode(5, ["z"]).accept(np.int32(1))  # type: ignore[arg-type]
+    assert cache.get(5) == ["x", "y", "z"]
+    draft = cache.hook_speculative_decode(5, ["z"])
+    for bad in (True, np.True_, 1.0, np.float32(1), np.array([1]), None, "1"):
+        with pytest.raises(RequestError, match="n="):
+            draft.accept(bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="page_size="):
+            KVCache(page_size=bad)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="token ids"):
+            cache.attach(6, ["x"], [bad])  # type: ignore[list-item]
+    for wrong in (None, 5):
+        with pytest.raises(RequestError, match="kv_tokens="):
+            cache.attach(6, wrong)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="draft_tokens="):
+            cache.hook_speculative_decode(5, wrong)  # type: ignore[arg-type]
+    for prefix in (5, "ab", iter([1])):
+        with pytest.raises(RequestError, match="prefix_tokens="):
+            cache.attach(6, ["x"], prefix)  # type: ignore[arg-type]
+    assert cache.get(6) is None
+    cache.check_invariants()
