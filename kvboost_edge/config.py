@@ -62,7 +62,8 @@ class EngineConfig:
     """All options of `CPUPagedEngine`; unknown names are refused by `EngineConfig.from_options`.
 
     Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
-    pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs).
+    pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs, 16 if not given).
+    `max_num_seqs` None: as many sequences run together as the pool has 512 tokens for, at least 1 and at most 64.
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
     models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
@@ -82,7 +83,7 @@ class EngineConfig:
     max_chunks: int | None = None
     block_size: int = 16
     kv_cache_bits: int | tuple[int, int] | None = 16
-    max_num_seqs: int = 16
+    max_num_seqs: int | None = None
     max_batch_tokens: int = 512
     num_threads: int | None = None
     strict: bool = True
@@ -133,13 +134,13 @@ class EngineConfig:
             if not math.isfinite(self.max_cache_bytes):
                 raise ConfigError(f"max_cache_bytes={self.max_cache_bytes!r} must be a finite number of bytes")
             object.__setattr__(self, "max_cache_bytes", int(self.max_cache_bytes))
-        for name in ("max_cache_bytes", "num_blocks", "max_chunks", "num_threads"):
+        for name in ("max_cache_bytes", "num_blocks", "max_chunks", "num_threads", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=1)
         if self.num_threads is not None and self.num_threads > _MAX_THREADS:
             raise ConfigError(f"num_threads={self.num_threads} must be at most {_MAX_THREADS}")
-        for name in ("block_size", "max_num_seqs", "max_batch_tokens"):
+        for name in ("block_size", "max_batch_tokens"):
             _check_int(name, getattr(self, name), low=1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=0)

@@ -12,7 +12,7 @@ from typing import Any
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, select_path
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
@@ -43,7 +43,8 @@ _DEFAULTS = EngineConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine runs on. `root` starts every prefix hash; `backend_reason` says why this backend was taken."""
+    """What an engine runs on. `root` starts every prefix hash; `backend_reason` says why this backend was taken;
+    `max_num_seqs` sequences run together."""
 
     runner: Runner
     backend: Backend
@@ -53,6 +54,7 @@ class EngineParts:
     root: bytes
     ledger: MemoryLedger
     backend_reason: str
+    max_num_seqs: int
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
@@ -146,13 +148,15 @@ def _assemble(
     with _closed_on_error(runner):
         available = _available_on(choice.device)
         num_blocks = plan_num_blocks(config, info.kv_spec, info.max_context, info.weight_bytes, available)
-        num_open = num_open_blocks(config)
+        num_open = num_open_blocks(config, num_blocks, config.block_size)
         backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open)
         with _closed_on_error(backend):
             runner.bind(backend)
+    max_num_seqs = most_sequences(config, num_blocks, config.block_size)
     _LOG.info(
-        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB",
+        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences at a time",
         *(info.name, info.dtype, backend.name, choice.device, choice.reason, num_blocks, backend.pool_bytes / 1e6),
+        max_num_seqs,
     )
     kv = info.kv_spec
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
@@ -168,6 +172,7 @@ def _assemble(
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes),
         backend_reason=choice.reason,
+        max_num_seqs=max_num_seqs,
     )
 
 

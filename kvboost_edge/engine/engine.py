@@ -68,7 +68,7 @@ class CPUPagedEngine:
         self._config = config
         self._parts = parts
         self._scheduler = Scheduler(
-            parts.manager, max_num_seqs=config.max_num_seqs, max_batch_tokens=config.max_batch_tokens
+            parts.manager, max_num_seqs=parts.max_num_seqs, max_batch_tokens=config.max_batch_tokens
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks

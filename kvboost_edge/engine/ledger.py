@@ -9,9 +9,19 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.host.memory import process_peak, process_rss
 
-__all__ = ["MemoryLedger", "check_weights_fit", "num_open_blocks", "plan_num_blocks", "planned_pool_bytes"]
+__all__ = [
+    "MemoryLedger",
+    "check_weights_fit",
+    "most_sequences",
+    "num_open_blocks",
+    "plan_num_blocks",
+    "planned_pool_bytes",
+]
 
 _POOL_SHARE = 4  # without a given size the pool takes at most a quarter of the available memory
+_CONTEXTS = 16  # and at most so many whole contexts, where the number of sequences is not given either
+_TOKENS_PER_SEQUENCE = 512
+_MOST_SEQUENCES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,12 +56,13 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
 def plan_num_blocks(config: EngineConfig, spec: KVSpec, max_context: int, weight_bytes: int, available: int) -> int:
     """Blocks of the pool. `available` is memory free now, after the weights were loaded.
 
-    Given by the config, else min(25% of the available memory, context x max_num_seqs), at least one block. The
-    buffers of open blocks that a quantized pool needs come out of the same bytes.
+    Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that is None), at least
+    one block. The buffers of open blocks that a quantized pool needs come out of the same bytes.
     Raises CapacityError when the budget holds no block or the pool does not fit.
     """
     num_blocks = _wanted_blocks(config, spec, max_context, available)
-    block_bytes, open_bytes = spec.bytes_per_block, num_open_blocks(config) * spec.bytes_per_open_block
+    num_open = num_open_blocks(config, num_blocks, spec.block_size)
+    block_bytes, open_bytes = spec.bytes_per_block, num_open * spec.bytes_per_open_block
     if num_blocks < 1:
         beside = f" beside {open_bytes} bytes for blocks that are not full yet" if open_bytes else ""
         raise CapacityError(
@@ -70,22 +81,32 @@ def plan_num_blocks(config: EngineConfig, spec: KVSpec, max_context: int, weight
 def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
     """Bytes the pool would take of so much memory; nothing is refused."""
     num_blocks = max(1, _wanted_blocks(config, spec, max_context, available))
-    return num_blocks * spec.bytes_per_block + num_open_blocks(config) * spec.bytes_per_open_block
+    num_open = num_open_blocks(config, num_blocks, spec.block_size)
+    return num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
 
 
-def num_open_blocks(config: EngineConfig) -> int:
+def most_sequences(config: EngineConfig, num_blocks: int, block_size: int) -> int:
+    """Sequences that run together on a pool of that size."""
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs
+    return max(1, min(_MOST_SEQUENCES, num_blocks * block_size // _TOKENS_PER_SEQUENCE))
+
+
+def num_open_blocks(config: EngineConfig, num_blocks: int, block_size: int) -> int:
     """Blocks that may be partly written at a time: one for each sequence and one to spare."""
-    return config.max_num_seqs + 1
+    return most_sequences(config, num_blocks, block_size) + 1
 
 
 def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
     if config.num_blocks is not None or config.max_chunks is not None:
         return config.num_blocks or config.max_chunks or 0
-    open_bytes = num_open_blocks(config) * spec.bytes_per_open_block
-    if config.max_cache_bytes is not None:
-        return (config.max_cache_bytes - open_bytes) // spec.bytes_per_block
-    wanted = -(-max_context // spec.block_size) * config.max_num_seqs
-    return max(1, min((available // _POOL_SHARE - open_bytes) // spec.bytes_per_block, wanted))
+    whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
+    budget = available // _POOL_SHARE if config.max_cache_bytes is None else config.max_cache_bytes
+    # Of a budget all of which were blocks: at least as many sequences as will run beside the buffers of open ones.
+    gross = budget // spec.bytes_per_block
+    num_open = num_open_blocks(config, gross if config.max_cache_bytes else min(gross, whole), spec.block_size)
+    net = (budget - num_open * spec.bytes_per_open_block) // spec.bytes_per_block
+    return net if config.max_cache_bytes is not None else max(1, min(net, whole))
 
 
 def _gb(num_bytes: int) -> str:

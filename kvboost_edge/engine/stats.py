@@ -47,7 +47,7 @@ def cache_stats(parts: EngineParts) -> dict[str, float]:
 
 def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once. isa is what the processor has,
+    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run together. isa is what the processor has,
     kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do)."""
     manager, backend = parts.manager, parts.backend.describe()
     used = manager.used_block_count
@@ -72,6 +72,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "miss_tokens": manager.miss_tokens,
         "preemptions": scheduler.num_preemptions,
         "generated_tokens": scheduler.num_generated_tokens,
+        "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
         "backend": backend.name,

@@ -72,7 +72,7 @@ _SERVER_FLAGS = (
     _Flag("host", str, "address to listen on; beyond loopback an API key is required"),
     _Flag("port", int, "port to listen on; 0 takes a free one"),
     _Flag("model_name", str, "name that clients use; by default the model's own"),
-    _Flag("max_batch_size", int, "requests computed together"),
+    _Flag("max_batch_size", int, "requests computed together; default: one for 512 tokens of the pool, at most 64"),
     _Flag("batch_window_ms", _number, "longest wait for company of a request whose prefix is being computed"),
     _Flag("max_queue_size", int, "requests that may wait; the next gets 503"),
     _Flag("max_queue_tokens", int, "tokens of all requests in flight; default: 16 pools"),
@@ -135,7 +135,8 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         allowed_hosts=tuple(given["allowed_host"]),
         cors_origins=tuple(given["cors_origin"]),
     )
-    engine["max_num_seqs"] = chosen.max_batch_size
+    if chosen.max_batch_size is not None:
+        engine["max_num_seqs"] = chosen.max_batch_size
     return ServeOptions(model, engine, chosen, tuple(_warm_text(text) for text in given["warm"]))
 
 
@@ -163,7 +164,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for flag in _SERVER_FLAGS:
         default = defaults[flag.name]
         shown = f" ({default:g})" if isinstance(default, float) else f" ({default})"
-        _add(serving, flag, flag.text if flag.name in ("model_name", "max_queue_tokens") else flag.text + shown)
+        _add(
+            serving, flag, flag.text if defaults[flag.name] is None or flag.name == "model_name" else flag.text + shown
+        )
     engine = parser.add_argument_group("the engine")
     for flag in _ENGINE_FLAGS:
         _add(engine, flag, flag.text)

@@ -24,7 +24,6 @@ _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
 # name -> (lowest, highest); the highest only keeps arithmetic and timers sane.
 _INTEGERS: dict[str, tuple[int, int]] = {
     "port": (0, 65535),
-    "max_batch_size": (1, 4096),
     "max_queue_size": (0, 1_000_000),
     "max_body_bytes": (1024, 2**32),
     "max_connections": (1, 100_000),
@@ -42,7 +41,7 @@ class ServerSettings:
     allowed_hosts       Host headers accepted beside loopback names, the bind address and the address of the
                         connection itself; "*" accepts all
     cors_origins        origins whose pages may call the server; none by default
-    max_batch_size      sequences computed together (the engine's max_num_seqs)
+    max_batch_size      sequences computed together (the engine's max_num_seqs); None: by the size of the pool
     batch_window_ms     longest wait of a request whose first block another request is computing, so that those that
                         share a prefix start together; 0 turns it off
     max_queue_size      requests that may wait beside the `max_batch_size` that run; the next one gets 503
@@ -63,7 +62,7 @@ class ServerSettings:
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    max_batch_size: int = 8
+    max_batch_size: int | None = None
     batch_window_ms: float = 20.0
     max_queue_size: int = 256
     max_queue_tokens: int | None = None
@@ -81,6 +80,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name, (low, high) in _INTEGERS.items():
             _check_int(name, getattr(self, name), low, high)
+        if self.max_batch_size is not None:
+            _check_int("max_batch_size", self.max_batch_size, 1, 4096)
         if self.max_queue_tokens is not None:
             _check_int("max_queue_tokens", self.max_queue_tokens, 1, 2**40)
         for name in _SECONDS:

@@ -161,7 +161,9 @@ def fake_tokenizer() -> Tokenizer:
     return Tokenizer.from_transformers(raw)
 
 
-def fake_parts(num_blocks: int = 64, block_size: int = 16, max_context: int = CONTEXT) -> EngineParts:
+def fake_parts(
+    num_blocks: int = 64, block_size: int = 16, max_context: int = CONTEXT, max_num_seqs: int | None = None
+) -> EngineParts:
     """All parts of an engine around a `FakeRunner`."""
     backend = FakeBackend(num_blocks, block_size)
     return EngineParts(
@@ -173,13 +175,16 @@ def fake_parts(num_blocks: int = 64, block_size: int = 16, max_context: int = CO
         root=ROOT,
         ledger=MemoryLedger(1000, backend.pool_bytes),
         backend_reason="a test",
+        max_num_seqs=max_num_seqs or 16,
     )
 
 
 def fake_engine(num_blocks: int = 64, max_context: int = CONTEXT, **options: Any) -> CPUPagedEngine:
     """A running engine around a `FakeRunner`, debug checks on; close it."""
     config = EngineConfig.from_options(**{"debug_checks": True, **options})
-    return CPUPagedEngine._from_parts(fake_parts(num_blocks, config.block_size, max_context), config)
+    return CPUPagedEngine._from_parts(
+        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs), config
+    )
 
 
 def runner_of(engine: CPUPagedEngine) -> FakeRunner:

@@ -12,7 +12,13 @@ from engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, expected_tokens, fak
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.ledger import check_weights_fit, plan_num_blocks, planned_pool_bytes
+from kvboost_edge.engine.ledger import (
+    check_weights_fit,
+    most_sequences,
+    num_open_blocks,
+    plan_num_blocks,
+    planned_pool_bytes,
+)
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
@@ -236,6 +242,24 @@ def test_pool_sizes() -> None:
     assert plan(100 * GB) == 128 * 16, "context x max_num_seqs"
     assert plan(65_536 * 400) == 100, "a quarter of the available memory"
     assert plan(65_536) == 1
+
+
+def test_how_many_run_together_follows_from_the_pool() -> None:
+    for blocks, count in ((1, 1), (31, 1), (64, 2), (1024, 32), (2048, 64), (10**6, 64)):
+        assert most_sequences(EngineConfig(), blocks, 16) == count
+        assert num_open_blocks(EngineConfig(), blocks, 16) == count + 1
+        assert most_sequences(EngineConfig(max_num_seqs=7), blocks, 16) == 7
+    with fake_engine(max_num_seqs=3) as engine:
+        assert engine.paged_stats()["max_num_seqs"] == 3
+
+
+def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks() -> None:
+    block, one_open = QUANTIZED.bytes_per_block, QUANTIZED.bytes_per_open_block
+    for budget in range(3 * block + 2 * one_open, 4000 * block, 37 * block + 11):
+        config = EngineConfig(kv_cache_bits=8, max_cache_bytes=budget)
+        blocks = plan_num_blocks(config, QUANTIZED, 2048, 0, 10 * GB)
+        used = blocks * block + num_open_blocks(config, blocks, 16) * one_open
+        assert budget - 2 * (block + one_open) < used <= budget
 
 
 QUANTIZED = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float16", (8, 8))

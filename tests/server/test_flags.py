@@ -33,12 +33,12 @@ def test_defaults():
     options = parse()
     assert options.model == DEMO_MODEL
     assert options.settings == ServerSettings(model_name=DEMO_MODEL)
-    assert options.engine == {"max_num_seqs": 8}
+    assert options.engine == {}, "the engine chooses by its pool how many run together"
     settings = options.settings
     assert (settings.host, settings.port, settings.max_batch_size, settings.max_queue_size) == (
         "127.0.0.1",
         8000,
-        8,
+        None,
         256,
     )
     assert (settings.batch_window_ms, settings.request_timeout, settings.drain_seconds) == (20, 120, 30)

@@ -43,8 +43,9 @@ class Admission:
     """Counts what is in flight; only the event loop's thread touches it."""
 
     def __init__(self, engine: CPUPagedEngine, settings: ServerSettings) -> None:
-        self.max_sequences = settings.max_batch_size + settings.max_queue_size
         stats = engine.paged_stats()
+        self._batch = settings.max_batch_size or int(stats["max_num_seqs"])
+        self.max_sequences = self._batch + settings.max_queue_size
         self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
         self.max_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
         self.request_timeout = settings.request_timeout
@@ -55,7 +56,6 @@ class Admission:
         self.refused = 0
         self.tickets: set[Ticket] = set()
         self.groups = PrefixGroups(settings.batch_window_ms / 1e3, int(stats["block_size"]))
-        self._batch = settings.max_batch_size
         self._mean_seconds = 1.0
 
     def check(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
