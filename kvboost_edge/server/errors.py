@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -157,11 +157,12 @@ def _plain(error: HTTPException) -> str:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first complaint of pydantic, naming the field by its path in the body."""
-    problems = error.errors()
+    problems: Sequence[Any] = error.errors()
     first = problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     path = [str(part) for part in first["loc"][1:]]
+    path += [first["ctx"]["field"]] if first["type"] == "foreign_field" else []
     field = path[0] if path else "body"
     message = f"{'.'.join(path) or 'body'}: {first['msg']}"
     return ApiError(400, message[:_MAX_MESSAGE], code="invalid_request", param=field)

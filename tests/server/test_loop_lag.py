@@ -141,3 +141,43 @@ def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
             load()
         rounds.append(meter.late)
     return rounds[-1]
+
+
+MOST_STALL = 0.25  # of the worst moment of any request
+
+
+def bad_bodies() -> dict[str, bytes]:
+    """Bodies that cost a server far more than who sends them."""
+    names = ",".join(f'"unknown_{i}":1' for i in range(100))
+    numbers = ",".join(f'"{i}":1' for i in range(500_000))
+    many = ",".join(f'"unknown_{i}":1' for i in range(100_000))
+    message = '{"role":"user","content":"a"}'
+    return {
+        "unknown fields of 9,999 messages": f'{{"messages":[{",".join(["{" + names + "}"] * 4_500)}]}}'.encode(),
+        "some unknown fields of messages": f'{{"messages":[{",".join(["{" + names + "}"] * 900)}]}}'.encode(),
+        "messages without anything": f'{{"messages":[{",".join(["{}"] * 9_999)}]}}'.encode(),
+        "a bad message after good ones": f'{{"messages":[{",".join([message] * 9_998)},{{}}]}}'.encode(),
+        "500,000 biases": f'{{"prompt":"a","logit_bias":{{{numbers}}}}}'.encode(),
+        "100,000 unknown fields": f'{{"prompt":"a",{many}}}'.encode(),
+        "a million numbers": f'{{"prompt":[{",".join(["12345"] * 1_000_000)}],"x":1}}'.encode(),
+        "200,000 lists": f'{{"prompt":[{",".join(["[]"] * 200_000)}]}}'.encode(),
+    }
+
+
+@pytest.mark.parametrize("name", bad_bodies())
+def test_no_bad_body_stops_the_loop(server: LiveServer, name: str) -> None:
+    body = bad_bodies()[name]
+    seconds: list[float] = []
+
+    def load() -> None:
+        with server.client(headers={"content-type": "application/json"}) as client:
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                started = time.perf_counter()
+                answer = client.post(path, content=body)
+                seconds.append(time.perf_counter() - started)
+                assert answer.status_code == 400, answer.text
+                assert len(answer.content) < 1000
+
+    late = least_lag(server, load)
+    assert max(late) < MOST_STALL, lags(late)
+    assert min(seconds) < 1.0

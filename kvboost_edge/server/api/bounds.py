@@ -60,6 +60,7 @@ COUNTS: dict[str, Bound] = {
     "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one
     "json_values": Bound(0, 2**20),  # in a body; reading as many takes some 50 ms, in which nothing else runs
     "json_containers": Bound(0, 2**18),  # lists and objects among them, which cost more
+    "json_strings": Bound(0, 2**17),  # strings among them and names of fields, which cost more still
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
     "name": Bound(1, 256),

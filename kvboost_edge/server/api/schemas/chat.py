@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.shared import (
@@ -26,7 +26,7 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.text.chat_template import is_reserved
 
-__all__ = ["ChatMessage", "ChatRequest"]
+__all__ = ["ChatMessage", "ChatRequest", "Messages"]
 
 _ROLES = ("system", "developer", "user", "assistant")
 _LATER_ROLES = ("tool", "function")
@@ -149,10 +149,13 @@ class ChatMessage(Strict):
         return message if self.name is None else {**message, "name": self.name}
 
 
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages")]
+
+
 class ChatRequest(SamplingFields):
     """Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
 
-    messages: Annotated[list[ChatMessage], counted("messages")]
+    messages: Messages
     max_tokens: Annotated[int, bounded("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, bounded("max_completion_tokens")] | None = None
     logprobs: bool | None = None

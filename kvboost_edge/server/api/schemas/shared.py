@@ -6,8 +6,8 @@ A field is honoured, ignored by name (neutral ones, which change nothing about t
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Annotated, Any
+from collections.abc import Mapping, Sized
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -17,12 +17,14 @@ from pydantic import (
     Field,
     PlainValidator,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
+from kvboost_edge.server.api.schemas.foreign import GENERATING, Foreign, known_fields
 from kvboost_edge.server.errors import ApiError
 
 __all__ = [
@@ -53,6 +55,13 @@ class Strict(BaseModel):
     """JSON types as they are: "1" is no number, true is no integer, an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    foreign: ClassVar[Mapping[str, Foreign]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, value: Any) -> Any:
+        """Before pydantic looks: it would collect an error for each unknown field."""
+        return known_fields(value, cls.model_fields, cls.foreign)
 
 
 def field_error(kind: str, message: str) -> PydanticCustomError:
@@ -148,9 +157,11 @@ def number_schema(name: str) -> dict[str, Any]:
 
 def _metadata(value: Any) -> dict[str, str]:
     name, text = COUNTS["metadata_name"], COUNTS["metadata_value"]
-    if not isinstance(value, dict) or not all(map(is_text, (*value, *value.values()))):
+    if not isinstance(value, dict):
         raise field_error("metadata", "must map strings to strings")
     check_count("metadata", "metadata", value)
+    if not all(map(is_text, (*value, *value.values()))):
+        raise field_error("metadata", "must map strings to strings")
     if not all(name.low <= len(key) <= name.high and len(item) <= text.high for key, item in value.items()):
         raise field_error("metadata", f"names must have {name.describe()} characters, values {text.describe()}")
     return value
@@ -182,10 +193,12 @@ TokenIds = Annotated[
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     count, length = COUNTS["stop"], COUNTS["stop_length"]
-    if not isinstance(stops, list) or not all(map(is_text, stops)):
+    if not isinstance(stops, list):
         raise field_error("stop", "must be a string or a list of strings")
     if not count.low <= len(stops) <= count.high:
         raise field_error("stop", f"must hold {count.describe()} strings, not {len(stops)}")
+    if not all(map(is_text, stops)):
+        raise field_error("stop", "must be a string or a list of strings")
     for stop in stops:
         if not length.low <= len(stop) <= length.high:
             raise field_error("stop", f"each stop string must have {length.describe()} characters, not {len(stop)}")
@@ -250,6 +263,8 @@ class StreamOptions(Strict):
 
 class SamplingFields(Strict):
     """Fields that both generating endpoints share, OpenAI's first, then vLLM's and llama.cpp's."""
+
+    foreign = GENERATING
 
     model: ModelName | None = None
     temperature: Annotated[float, bounded("temperature")] | None = None

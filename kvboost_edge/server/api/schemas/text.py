@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from kvboost_edge.server.api.bounds import bounded, counted
-from kvboost_edge.server.api.schemas.chat import ChatMessage, TemplateVariables
+from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     ModelName,
@@ -27,7 +27,6 @@ def _few_tokens(ids: list[int]) -> list[int]:
 
 
 Text = Annotated[str, AfterValidator(check_text), counted("text")]
-Messages = Annotated[list[ChatMessage], counted("messages")]
 
 
 # Fields of /tokenize that concern one kind of text only.

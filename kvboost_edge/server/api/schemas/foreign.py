@@ -1,0 +1,158 @@
+"""The one table of fields that other servers have and this one has not: taken under our name, taken and ignored, or
+refused with what to use instead.
+
+null means "not given" for each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
+
+from pydantic_core import PydanticCustomError
+
+__all__ = ["GENERATING", "SAME_AS", "Foreign", "known_fields"]
+
+_SHOWN = 5  # unknown names in one message
+_SHOWN_LENGTH = 64
+
+
+class Foreign(NamedTuple):
+    """`instead` is what an error says; values in `harmless` mean nothing and are ignored; `ignored`: all values are."""
+
+    instead: str
+    harmless: tuple[Any, ...] = ()
+    ignored: bool = False
+
+
+SAME_AS = {
+    "n_predict": "max_tokens",  # llama.cpp
+    "num_predict": "max_tokens",  # Ollama
+    "max_new_tokens": "max_tokens",  # transformers
+    "repeat_penalty": "repetition_penalty",  # llama.cpp, Ollama
+    "return_tokens": "return_token_ids",  # llama.cpp
+}
+"""Fields that are taken under our name for them."""
+
+_IGNORED = Foreign("", ignored=True)
+_SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
+_GUIDED = "guided decoding is not built in this server"
+_TEMPLATE = "the model's own chat template is used; its variables go in chat_template_kwargs"
+
+GENERATING: dict[str, Foreign] = {
+    # llama.cpp
+    "typical_p": Foreign(_SAMPLER, (1,)),
+    "tfs_z": Foreign(_SAMPLER, (1,)),
+    "top_n_sigma": Foreign(_SAMPLER, (-1,)),
+    "mirostat": Foreign(_SAMPLER, (0,)),
+    "mirostat_tau": _IGNORED,
+    "mirostat_eta": _IGNORED,
+    "dynatemp_range": Foreign(_SAMPLER, (0,)),
+    "dynatemp_exponent": _IGNORED,
+    "xtc_probability": Foreign(_SAMPLER, (0,)),
+    "xtc_threshold": _IGNORED,
+    "dry_multiplier": Foreign("use repetition_penalty or frequency_penalty", (0,)),
+    "dry_base": _IGNORED,
+    "dry_allowed_length": _IGNORED,
+    "dry_penalty_last_n": _IGNORED,
+    "dry_sequence_breakers": _IGNORED,
+    "samplers": Foreign("the order of the samplers is fixed"),
+    "repeat_last_n": Foreign("repetition_penalty looks at the whole prompt and output", (-1,)),
+    "penalize_nl": Foreign("use logit_bias", (True,)),
+    "min_keep": Foreign(_SAMPLER, (0, 1)),
+    "n_probs": Foreign("use logprobs (in chat logprobs and top_logprobs)", (0,)),
+    "post_sampling_probs": Foreign("log probabilities are the model's own", (False,)),
+    "n_keep": Foreign("the context is never shifted", (0, -1)),
+    "n_discard": Foreign("the context is never shifted", (0,)),
+    "n_indent": Foreign("not built in this server", (0,)),
+    "t_max_predict_ms": Foreign("use --request-timeout", (0,)),
+    "id_slot": _IGNORED,
+    "timings_per_token": _IGNORED,
+    "response_fields": Foreign("answers are always whole", ([],)),
+    "lora": Foreign("adapters are not built in this server", ([],)),
+    "image_data": Foreign("images are not built in this server", ([],)),
+    "grammar": Foreign(_GUIDED, ("",)),
+    "json_schema": Foreign(_GUIDED),
+    # vLLM
+    "min_tokens": Foreign("use ignore_eos with max_tokens for an answer of one length", (0,)),
+    "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
+    "length_penalty": Foreign("there is no beam search", (1,)),
+    "early_stopping": Foreign("there is no beam search", (False,)),
+    "skip_special_tokens": Foreign("use return_token_ids and /detokenize", (True,)),
+    "spaces_between_special_tokens": _IGNORED,
+    "include_stop_str_in_output": Foreign("the text ends before the stop string", (False,)),
+    "truncate_prompt_tokens": Foreign("cut the prompt before it is sent", (-1,)),
+    "prompt_logprobs": Foreign("use echo with logprobs in /v1/completions"),
+    "allowed_token_ids": Foreign("use logit_bias", ([],)),
+    "bad_words": Foreign("use logit_bias", ([],)),
+    "logits_processors": Foreign("use logit_bias", ([],)),
+    "return_tokens_as_token_ids": Foreign("use return_token_ids", (False,)),
+    "guided_json": Foreign(_GUIDED),
+    "guided_regex": Foreign(_GUIDED),
+    "guided_choice": Foreign(_GUIDED),
+    "guided_grammar": Foreign(_GUIDED),
+    "structured_outputs": Foreign(_GUIDED),
+    "chat_template": Foreign(_TEMPLATE),
+    "documents": Foreign("put them into a message", ([],)),
+    "mm_processor_kwargs": Foreign("images are not built in this server", ({},)),
+    "prompt_embeds": Foreign("send text or token ids"),
+    "request_id": _IGNORED,
+    # Ollama
+    "options": Foreign("put its fields beside the others"),
+    "num_ctx": Foreign("the context is the model's, see max_model_len of /v1/models"),
+    "keep_alive": _IGNORED,
+    "format": Foreign(_GUIDED, ("",)),
+    "raw": Foreign("use /v1/completions", (False,)),
+    "system": Foreign("send a message with role 'system' to /v1/chat/completions", ("",)),
+    "template": Foreign(_TEMPLATE, ("",)),
+    "context": Foreign("send the whole prompt; what is cached costs nothing", ([],)),
+    "think": Foreign("use chat_template_kwargs, such as {'enable_thinking': false}"),
+    "images": Foreign("images are not built in this server", ([],)),
+    # OpenAI's other API
+    "input": Foreign("send messages to /v1/chat/completions"),
+    "max_output_tokens": Foreign("use max_tokens", ()),
+}
+"""Of both generating endpoints. A field that one of them has is not foreign there."""
+
+
+def known_fields(value: Any, fields: Container[str], foreign: Mapping[str, Foreign]) -> Any:
+    """The object with known names only. An error names the first few others; what follows them costs nothing."""
+    if not isinstance(value, dict) or all(name in fields for name in value):
+        return value
+    kept = {name: item for name, item in value.items() if name in fields}
+    others = [name for name in value if name not in fields]
+    unknown = [name for name in others if name not in foreign and SAME_AS.get(name) not in fields]
+    if unknown or (others and not foreign):
+        raise _unknown(unknown or others)
+    for name in others:
+        item = value[name]
+        if item is None:
+            continue
+        if name not in foreign:
+            ours = SAME_AS[name]
+            if kept.get(ours) is not None:
+                raise _refused(name, f"means {ours}, which is given too; give one of them")
+            kept[ours] = item
+            continue
+        about = foreign[name]
+        if not about.ignored and not any(type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)):
+            raise _refused(name, f"is not taken: {about.instead}")
+    return kept
+
+
+def _spellings(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An integer counts in its other spelling too: 1 and 1.0."""
+    return (*values, *(float(value) for value in values if type(value) is int))
+
+
+def _unknown(names: list[str]) -> PydanticCustomError:
+    shown = ", ".join(repr(name[:_SHOWN_LENGTH]) for name in itertools.islice(names, _SHOWN))
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    what = f"is no field of this; unknown here: {shown}{rest}" if len(names) > 1 else "is no field of this"
+    return _refused(names[0][:_SHOWN_LENGTH], what)
+
+
+def _refused(name: str, message: str) -> PydanticCustomError:
+    """An error whose place is the field, although the object around it is what is being validated."""
+    return PydanticCustomError("foreign_field", "{message}", {"message": message, "field": name})
