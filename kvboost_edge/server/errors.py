@@ -158,7 +158,7 @@ def _plain(error: HTTPException) -> str:
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first complaint of pydantic, naming the field by its path in the body."""
     problems: Sequence[Any] = error.errors()
-    first = problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}
+    first: Mapping[str, Any] = problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     path = [str(part) for part in first["loc"][1:]]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from starlette.types import Scope
@@ -15,6 +16,7 @@ __all__ = ["HostList"]
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _WILDCARDS = ("0.0.0.0", "::")
 _ANY = "*"
+_HOST = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<name>[^\[\]:@/]+))(?::[0-9]{0,5})?", re.ASCII)
 
 
 class HostList:
@@ -48,8 +50,6 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _without_port(host: str) -> str:
-    """The host in lower case without brackets and port: "[::1]:8000" is "::1"."""
-    if host.startswith("["):
-        name, bracket, rest = host[1:].partition("]")
-        return name.lower() if bracket and (not rest or rest.startswith(":")) else ""
-    return host.partition(":")[0].lower()
+    """The host in lower case without brackets and port: "[::1]:8000" is "::1". "" for what is no host."""
+    match = _HOST.fullmatch(host)
+    return (match["address"] or match["name"]).lower() if match else ""

@@ -3,7 +3,7 @@
 A head must be complete within `header_seconds`, a body within `body_seconds`; a client that takes nothing for
 `write_seconds` is dropped; connections are counted. A request that could be read in two ways (Content-Length beside
 Transfer-Encoding, more headers than anybody sends) is refused. Each deadline is one timer of the event loop, so slow
-clients cost others nothing.
+clients cost others nothing. Line ends are CR LF, no header is folded, and chunks have a size worth their framing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import http
 import json
+import re
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
@@ -31,13 +33,37 @@ _MAX_HEAD_BYTES = 16 * 1024
 _LINGER_SECONDS = 2.0  # how long the rest of a refused body is read, so that the client sees the answer
 _LINGER_BYTES = 4 * 1024 * 1024
 _MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
+_FEW_CHUNKS = 1000  # of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's
+_MEAN_CHUNK = 64
+_VERSIONS = (b"1.0", b"1.1")
 _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # public, not in its __all__
 _MESSAGES = {
     400: ("the HTTP request is malformed", "malformed_request"),
     408: ("the request did not arrive in time", "request_timeout"),
     431: ("the request's head is too large", "headers_too_large"),
+    505: ("the server speaks HTTP/1.0 and HTTP/1.1", "http_version"),
     503: ("the server has as many connections as it takes; see --max-connections", "too_many_connections"),
 }
+
+
+class _StrictBuffer(ReceiveBuffer):
+    """h11's buffer takes heads and trailers with bare line feeds, and folded headers; this one does not."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        searched = max(0, self._multiple_lines_search - 3)
+        if self._data[:2] == b"\r\n":
+            self._extract(2)
+            return []
+        end = self._data.find(b"\r\n\r\n", searched)
+        head = self._data if end < 0 else self._data[: end + 2]
+        # A line feed alone, or a line that begins with white space: it would belong to the one before.
+        if re.search(rb"(?<!\r)\n|\n[ \t]", head[max(0, searched - 1) :] if end < 0 else head):
+            raise h11.RemoteProtocolError("a bare line feed, or a folded header")
+        if end < 0:
+            self._multiple_lines_search = len(self._data)
+            return None
+        self._extract(end + 4)
+        return head[:-2].split(b"\r\n")
 
 
 class _StrictConnection(h11.Connection):
@@ -45,7 +71,9 @@ class _StrictConnection(h11.Connection):
 
     def __init__(self, protocol: DeadlineProtocol) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+        self._receive_buffer = _StrictBuffer()
         self._protocol = protocol
+        self._chunks = self._chunk_bytes = 0
         self.error_status = 400
 
     @property
@@ -59,14 +87,23 @@ class _StrictConnection(h11.Connection):
             if isinstance(event, h11.Request):
                 _check_head(event)
                 event = _origin_form(event)
+            elif isinstance(event, h11.Data):
+                self._count(event)
         except h11.RemoteProtocolError as error:
-            self.error_status = error.error_status_hint if error.error_status_hint == 431 else 400
+            self.error_status = error.error_status_hint if error.error_status_hint in (431, 505) else 400
             raise
         if isinstance(event, h11.Request):
+            self._chunks = self._chunk_bytes = 0
             self._protocol.head_complete()
         elif isinstance(event, h11.EndOfMessage):
             self._protocol.body_complete()
         return event
+
+    def _count(self, data: h11.Data) -> None:
+        self._chunks += data.chunk_start
+        self._chunk_bytes += len(data.data)
+        if self._chunks > _FEW_CHUNKS and self._chunk_bytes < self._chunks * _MEAN_CHUNK:
+            raise h11.RemoteProtocolError("thousands of tiny chunks")
 
 
 class DeadlineProtocol(H11Protocol):
@@ -278,6 +315,8 @@ def _origin_form(request: h11.Request) -> h11.Request:
 
 def _check_head(request: h11.Request) -> None:
     """h11 bounds a head that is incomplete; one that came in a single piece is measured here."""
+    if request.http_version not in _VERSIONS:
+        raise h11.RemoteProtocolError("an HTTP version from elsewhere", error_status_hint=505)
     names = [name for name, _ in request.headers]
     if len(request.target) + sum(len(name) + len(value) for name, value in request.headers) > _MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError(f"a head of more than {_MAX_HEAD_BYTES} bytes", error_status_hint=431)

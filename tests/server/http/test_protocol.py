@@ -28,6 +28,11 @@ AMBIGUOUS = {
     "null in a value": b"X: a\0b\r\n\r\n",
     "bad chunk size": b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n",
     "negative chunk size": b"Transfer-Encoding: chunked\r\n\r\n-5\r\n\r\n",
+    "folded header": b"X: a\r\n b\r\nContent-Length: 0\r\n\r\n",
+    "folded by a tab": b"X: a\r\n\tb\r\nContent-Length: 0\r\n\r\n",
+    "line feeds alone": b"X: a\nContent-Length: 0\n\n",
+    "a line feed alone at the end": b"X: a\r\nContent-Length: 0\r\n\n",
+    "trailer with line feeds alone": b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: a\n\r\n",
     "huge chunk size": b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 40 + b"\r\n",
 }
 
@@ -222,3 +227,27 @@ def test_who_sends_ahead_and_leaves_is_noticed(live_server):
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
         wait_until(lambda: live_server.state.admission.tickets, "the request in flight")
     wait_until(live_server.idle, "the work to stop")
+
+
+@pytest.mark.parametrize("version", [b"3.0", b"2.0", b"0.9", b"1.2"])
+def test_another_version_of_http_is_505(live_server, version):
+    answer = ask(live_server, b"GET /version HTTP/" + version + b"\r\n" + HOST + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 505 ")
+    assert b'"http_version"' in answer
+
+
+def test_a_head_in_single_bytes_is_read(live_server):
+    with live_server.connect() as sock:
+        for byte in b"GET /version HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n":
+            sock.sendall(bytes([byte]))
+        assert raw_answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_thousands_of_tiny_chunks_are_refused_at_once(live_server):
+    head = b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+    text = json.dumps({"content": "a" * 50_000}).encode()
+    many = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    assert ask(live_server, head + many).startswith(b"HTTP/1.1 400 ")
+    few = b"".join(b"64\r\n" + text[at : at + 100].ljust(100) + b"\r\n" for at in range(0, len(text), 100))
+    close = head.replace(HOST, HOST + CLOSE)
+    assert ask(live_server, close + few + b"0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
