@@ -81,10 +81,8 @@ def _encode_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[str, list[i
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"chat message {i} is {message!r}; each must be a mapping with 'role' and 'content'")
     try:
-        text = tokenizer.apply_chat_template(messages)
+        return tokenizer.chat_prompt(messages)
     except KVBoostError:
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise anything
         raise RequestError(f"the model's chat template refused the messages: {error}") from error
-    # The template writes the BOS token itself.
-    return text, tokenizer.encode(text, add_special_tokens=False)

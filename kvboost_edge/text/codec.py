@@ -42,6 +42,14 @@ class TextCodec(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
+    def encode_apart(self, texts: Sequence[str]) -> list[int]:
+        """Ids of texts one behind the other; no token reaches from one into the next. No special tokens are added."""
+        ...
+
+    def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Texts that `encode` turns into special tokens: as they are, and (the second) in any case."""
+        ...
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of the ids; an id without a token is nothing."""
         ...
@@ -71,7 +79,9 @@ class FastCodec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        special = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = set(special)
+        self._separator = next((token.content for token in special.values() if _stands_alone(token)), None)
         self._pieces: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         chain = _decoder_chain(tokenizer)
@@ -90,6 +100,31 @@ class FastCodec:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text is not valid Unicode: {error}") from error
+
+    def encode_apart(self, texts: Sequence[str]) -> list[int]:
+        # As one text with a special token between them, whose ids are left out again: alone, a text would be read as a
+        # beginning, where some tokenizers put a space.
+        between = self._separator
+        if between is None:
+            return [token_id for text in texts for token_id in self.encode(text, False)]
+        text = between.join(texts)
+        try:
+            encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"text is not valid Unicode: {error}") from error
+        borders: set[int] = set()
+        end = 0
+        for part in texts[:-1]:
+            borders.add(end + len(part))
+            end += len(part) + len(between)
+        separator = self.token_id(between)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [token_id for token_id, (start, _) in pairs if not (token_id == separator and start in borders)]
+
+    def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        found = [token for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        exact = frozenset(token.content for token in found)
+        return exact, frozenset(token.content for token in found if token.normalized)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [int(i) for i in ids if 0 <= i < _MAX_ID]
@@ -169,6 +204,13 @@ class SimpleCodec:
             ids = self._tokenizer.encode(text)
         return [int(i) for i in ids]
 
+    def encode_apart(self, texts: Sequence[str]) -> list[int]:
+        return [token_id for text in texts for token_id in self.encode(text, False)]
+
+    def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        texts = getattr(self._tokenizer, "all_special_tokens", ())
+        return frozenset(text for text in texts if isinstance(text, str)), frozenset()
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         try:
@@ -204,6 +246,11 @@ class SimpleCodec:
                         f"tokenizer of type {name} cannot be streamed: tokens {i} and {j} do not decode one after "
                         "another; use a fast tokenizer (AutoTokenizer with the tokenizers library)"
                     )
+
+
+def _stands_alone(token: tokenizers.AddedToken) -> bool:
+    """True for a token that is found in any text and takes nothing of what is beside it."""
+    return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
 
 
 def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:

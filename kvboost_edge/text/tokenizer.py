@@ -11,8 +11,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from kvboost_edge.errors import ModelFormatError, RequestError
-from kvboost_edge.text.chat_template import ChatTemplate
+from kvboost_edge.text.chat_template import ChatTemplate, plain_messages
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, TextCodec
+from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
 
 __all__ = ["Tokenizer"]
 
@@ -42,6 +43,7 @@ class Tokenizer:
         self.eos_token_id = self._special_id("eos_token")
         self.pad_token_id = self._special_id("pad_token")
         self._compiled: ChatTemplate | None = None
+        self._specials = SpecialTexts()
 
     @classmethod
     def from_dir(cls, model_dir: Path | str) -> Tokenizer:
@@ -110,24 +112,77 @@ class Tokenizer:
         """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the template's own, such
         as enable_thinking; names that mean something already are refused. A model without a template raises
         RequestError."""
+        return "".join(self._chat_pieces(messages, add_generation_prompt, variables))
+
+    def encode_chat(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
+    ) -> list[int]:
+        """Token ids of chat messages. The template writes the BOS token where the model wants one; none is added. Only
+        the template writes special tokens: their text in a message is text. `continue_final` ends behind the content
+        of the last message, so that the model goes on with it."""
+        pieces = self._chat_pieces(messages, add_generation_prompt, variables, continue_final=continue_final)
+        return self._encode_pieces(pieces)
+
+    def chat_prompt(self, messages: Messages) -> tuple[str, list[int]]:
+        """The text of chat messages, as `apply_chat_template` has it, and their ids, as `encode_chat` has them."""
+        pieces = self._chat_pieces(messages, True, None)
+        return "".join(pieces), self._encode_pieces(pieces)
+
+    def _encode_pieces(self, pieces: list[str]) -> list[int]:
+        return self.encode(pieces[0], False) if len(pieces) == 1 else self.codec.encode_apart(pieces)
+
+    def _chat_pieces(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+        *,
+        continue_final: bool = False,
+    ) -> list[str]:
+        """The prompt text, cut inside of every special token's text that comes from a message."""
         if self._compiled is None:
             if self.chat_template is None:
                 raise RequestError(
                     f"model {self.name} has no chat template; give the prompt as a string or as token ids"
                 )
             self._compiled = ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
-        return self._compiled.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-
-    def encode_chat(
-        self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of chat messages. The template writes the BOS token where the model wants one; none is added."""
-        text = self.apply_chat_template(messages, add_generation_prompt, variables)
-        return self.encode(text, add_special_tokens=False)
+            self._specials = SpecialTexts(*self.codec.special_texts())
+        plain, given = plain_messages(messages), dict(variables or {})
+        mark, cut = free_marks([plain, given])
+        if continue_final:
+            _end_with(plain[-1], cut)
+            add_generation_prompt = False
+        text = self._compiled.render(
+            self._specials.marked(plain, mark),
+            add_generation_prompt=add_generation_prompt,
+            variables=self._specials.marked(given, mark),
+        )
+        if continue_final:
+            text, found, _ = text.rpartition(cut)
+            if not found:
+                raise RequestError("the model's chat template does not show the last message, so nothing can go on")
+        return pieces_of(text, mark)
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.codec.token_id(text)
+
+
+def _end_with(message: dict[str, Any], mark: str) -> None:
+    """Put a mark behind the text of a message."""
+    content = message.get("content")
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        message, content = content[-1], content[-1].get("text")
+        message["text"] = f"{content or ''}{mark}"
+    elif isinstance(content, str):
+        message["content"] = content + mark
+    else:
+        raise RequestError("the last message has no text that could be continued")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
