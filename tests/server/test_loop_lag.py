@@ -181,3 +181,21 @@ def test_no_bad_body_stops_the_loop(server: LiveServer, name: str) -> None:
     late = least_lag(server, load)
     assert max(late) < MOST_STALL, lags(late)
     assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_large_answers_do_not_stop_the_loop(server: LiveServer, stream: bool) -> None:
+    """Echoed prompts with twenty log probabilities a token, as many as an answer may have."""
+    rng = random.Random(2)
+    body = {"prompt": rng.choices(range(256), k=900), "max_tokens": 4, "echo": True, "logprobs": 20, "n": 27}
+    sizes: list[int] = []
+
+    def load() -> None:
+        with server.client() as client:
+            answer = client.post("/v1/completions", json={**body, "stream": stream}, timeout=120)
+            sizes.append(len(answer.content))
+            assert answer.status_code == 200, answer.text
+
+    late = least_lag(server, load)
+    assert sizes[0] > 10_000_000
+    assert max(late) < MOST_STALL, lags(late)

@@ -54,6 +54,7 @@ COUNTS: dict[str, Bound] = {
     "prompts": Bound(1, 256),
     "prompt_tokens": Bound(1, 2**20),
     "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
+    "logprob_entries": Bound(0, 2**19),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
     "messages": Bound(1, 10_000),
     "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
     "tokens": Bound(0, 2**18),  # to turn back into text

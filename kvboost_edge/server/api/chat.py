@@ -7,13 +7,14 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_priority, room_for
+from kvboost_edge.server.api.checks import check_logprobs, check_priority, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import Order, PromptLogprobs
-from kvboost_edge.server.api.logprobs import TokenTexts, chat_logprobs
+from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
 from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["chat_order"]
 
@@ -25,16 +26,26 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
     wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     tokenizer = state.engine.tokenizer
     texts = TokenTexts(tokenizer) if body.logprobs else None
+    check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
 
     def encode() -> list[EncodedPrompt]:
-        return [EncodedPrompt(encode_messages(tokenizer, body.messages, body.chat_template_kwargs))]
+        ids = encode_messages(
+            tokenizer,
+            body.messages,
+            body.chat_template_kwargs,
+            body.add_generation_prompt is not False,
+            continue_final=body.continues,
+        )
+        return [EncodedPrompt(ids)]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
+        if body.token_limit is None and body.num_logprobs is not None:
+            room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
         return body.sampling(room, body.num_logprobs, choice)
 
     def choice(index: int, run: Running) -> ChatChoice:
-        return ChatChoice(index, texts, with_ids=bool(body.return_token_ids))
+        return ChatChoice(index, tokenizer, texts, with_ids=bool(body.return_token_ids))
 
     limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
     return Order(
@@ -60,38 +71,56 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
 class ChatChoice:
     """One choice of a chat answer; `texts` is None unless log probabilities are asked for."""
 
-    def __init__(self, index: int, texts: TokenTexts | None, *, with_ids: bool) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, texts: TokenTexts | None, *, with_ids: bool) -> None:
         self._index = index
+        self._codec = tokenizer.codec
         self._texts = texts
         self._with_ids = with_ids
+        self._offsets = OffsetCounter(tokenizer, 0)
+        self._shown = 0
         self._ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []  # where the token begins in the text
 
     def whole(self, result: GenerationResult) -> dict[str, Any]:
         message = {"role": "assistant", "content": result.output_text, "refusal": None}
-        tokens = list(result.logprobs or ())
-        return self._piece("message", message, tokens, list(result.output_token_ids), result.finish_reason)
+        self._shown = len(result.output_text)
+        for token in result.logprobs or ():
+            self._add(token)
+        logprobs = None if self._texts is None else chat_logprobs(self._texts, self._tokens_of_text())
+        return self._piece("message", message, logprobs, list(result.output_token_ids), result.finish_reason)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
-        return self._piece("delta", {"role": "assistant", "content": "", "refusal": None}, [], [], None)
+        return self._piece("delta", {"role": "assistant", "content": "", "refusal": None}, None, [], None)
 
     def push(self, event: TokenEvent) -> dict[str, Any] | None:
         self._ids.append(event.token_id)
+        self._shown += len(event.text)
         if event.logprobs is not None:
-            self._logprobs.append(event.logprobs)
+            self._add(event.logprobs)
         return self._flush({"content": event.text}, None) if event.text else None
 
     def close(self, result: GenerationResult) -> dict[str, Any]:
         return self._flush({}, result.finish_reason)
 
+    def _add(self, token: TokenLogprobs) -> None:
+        """Keep a token that text may come of: EOS is none, and never shown."""
+        if self._texts is not None and self._codec.has_text(token.token_id, True):
+            self._logprobs.append((self._offsets.add(token.token_id), token))
+
+    def _tokens_of_text(self) -> list[TokenLogprobs]:
+        """Those that begin in the text shown; others wait, or belong to the stop string that was cut off."""
+        tokens = [token for start, token in self._logprobs if start < self._shown]
+        del self._logprobs[: len(tokens)]
+        return tokens
+
     def _flush(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        tokens, self._logprobs = self._logprobs, []
+        tokens = self._tokens_of_text()
         ids, self._ids = self._ids, []
-        return self._piece("delta", delta, tokens, ids, reason)
+        logprobs = chat_logprobs(self._texts, tokens) if self._texts is not None and tokens else None
+        return self._piece("delta", delta, logprobs, ids, reason)
 
     def _piece(
-        self, name: str, content: dict[str, Any], tokens: list[TokenLogprobs], ids: list[int], reason: str | None
+        self, name: str, content: dict[str, Any], logprobs: dict[str, Any] | None, ids: list[int], reason: str | None
     ) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._texts, tokens) if self._texts is not None and ids else None
         piece = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
         return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.types import Send
 
+from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import Answer
 
-__all__ = ["answered", "check_model", "check_priority", "room_for"]
+__all__ = ["answered", "check_logprobs", "check_model", "check_priority", "most_with_logprobs", "room_for"]
 
 
 def answered(request: Request, model: str | None, work: Callable[[ServerState, Send], Awaitable[None]]) -> Answer:
@@ -52,6 +53,24 @@ def room_for(state: ServerState, num_prompt_tokens: int, param: str, wanted: int
         message = f"{num_prompt_tokens} prompt tokens and {wanted_param}={wanted} are too many: {limit}"
         raise ApiError(400, message, code="context_length_exceeded", param=wanted_param)
     return wanted
+
+
+def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
+    """ApiError 400 where the tokens of an answer, all its sequences and echoed prompts, have too many log
+    probabilities to write down."""
+    limit = int(COUNTS["logprob_entries"].high)
+    total = 0 if logprobs is None else num_tokens * (logprobs + 1)
+    if total > limit:
+        message = (
+            f"{param}={logprobs} for {num_tokens} tokens makes {num_tokens} x {(logprobs or 0) + 1} = {total} log "
+            f"probabilities; at most {limit} are answered; lower {param}, n or max_tokens, or send shorter prompts"
+        )
+        raise ApiError(400, message, code="request_too_large", param=param)
+
+
+def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
+    """New tokens of each sequence that `check_logprobs` lets pass: the most of an answer without a limit of its own."""
+    return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
 
 
 def check_priority(state: ServerState, priority: int | None) -> int:

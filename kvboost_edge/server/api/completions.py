@@ -8,7 +8,7 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_priority, room_for
+from kvboost_edge.server.api.checks import check_logprobs, check_priority, room_for
 from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
@@ -34,7 +34,10 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
     texts = None if body.logprobs is None else TokenTexts(tokenizer)
 
     def encode() -> list[EncodedPrompt]:
-        return [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
+        prompts = [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
+        rows = sum((len(prompt.token_ids) if body.echo else 0) + wanted for prompt in prompts)
+        check_logprobs(rows * body.num_sequences, body.logprobs, "logprobs")
+        return prompts
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "prompt", wanted, "max_tokens")

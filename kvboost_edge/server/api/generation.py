@@ -22,7 +22,7 @@ from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.bridge import Job, Running, finished, merged, off_loop, running, wait_all
-from kvboost_edge.server.work.streams import EventStream, dumps, send_json
+from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, send_json
 
 __all__ = ["Choice", "Order", "respond"]
 
@@ -92,14 +92,10 @@ async def respond(request: Request, send: Send, order: Order) -> None:
 
 
 def _whole(state: ServerState, order: Order, run: Running, results: list[GenerationResult]) -> bytes:
-    shown = order.chosen(results)
-    return dumps(
-        {
-            **_head(state, order.id_prefix, order.kind),
-            "choices": [order.choice(index, run).whole(result) for index, result in enumerate(shown)],
-            **_figures(results, run),
-        }
-    )
+    # One choice after the other, each as bytes at once: with their log probabilities they are large.
+    choices = [dumps_long(order.choice(index, run).whole(result)) for index, result in enumerate(order.chosen(results))]
+    head, figures = dumps(_head(state, order.id_prefix, order.kind)), dumps(_figures(results, run))
+    return head[:-1] + b',"choices":[' + b",".join(choices) + b"]," + figures[1:]
 
 
 async def _respond_stream(request: Request, order: Order, stream: EventStream) -> None:
@@ -134,9 +130,7 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
                 if index not in opened:
                     opened.add(index)
                     ticket.first_token()
-                    opening = choice.opening(run.handles[index].prompt_logprobs)
-                    if opening is not None:
-                        stream.chunk([opening])
+                    await _open(choice, run.handles[index].prompt_logprobs, stream)
                 if isinstance(item, GenerationResult):
                     last = len(results) == len(choices) and not order.body.include_usage
                     members = _figures(_in_order(results), run) if last else {}
@@ -148,6 +142,20 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
                 await stream.flush()
     if order.body.include_usage:
         stream.chunk([], **_figures(_in_order(results), run))
+
+
+async def _open(choice: Choice, prompt_logprobs: PromptLogprobs, stream: EventStream) -> None:
+    """The first piece of a choice; the log probabilities of a prompt are written beside the loop."""
+
+    def write() -> None:
+        opening = choice.opening(prompt_logprobs)
+        if opening is not None:
+            stream.chunk([opening], long=bool(prompt_logprobs))
+
+    if prompt_logprobs:
+        await off_loop(write)
+    else:
+        write()
 
 
 def _head(state: ServerState, prefix: str, kind: str) -> Json:

@@ -48,11 +48,13 @@ def encode_messages(
     messages: Sequence[ChatMessage],
     variables: dict[str, Any] | None,
     add_generation_prompt: bool = True,
+    *,
+    continue_final: bool = False,
 ) -> list[int]:
     """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
     plain = [message.for_template() for message in messages]
     try:
-        ids = tokenizer.encode_chat(plain, add_generation_prompt, variables or {})
+        ids = tokenizer.encode_chat(plain, add_generation_prompt, variables, continue_final=continue_final)
     except RequestError as error:
         raise bad_field("messages", str(error)) from error
     if not ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -16,6 +16,8 @@ __all__ = ["EventStream", "dumps", "dumps_long", "json_response", "send_json"]
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
 _SLICE = 1 << 14  # characters or entries written as JSON in one go: less than a millisecond
+_ROWS = 1 << 7  # the same for entries that hold others
+_DEPTH = 2  # a choice's members and those of its logprobs
 
 
 class EventStream:
@@ -33,12 +35,13 @@ class EventStream:
         self._include_usage = include_usage
         self._waiting: list[bytes] = []
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]], **members: Any) -> None:
-        """Add one chunk to what is sent next."""
+    def chunk(self, choices: Sequence[Mapping[str, Any]], *, long: bool = False, **members: Any) -> None:
+        """Add one chunk to what is sent next; a long one is written as `dumps_long` does."""
         if self._include_usage:
             members.setdefault("usage", None)
-        body = dumps({"choices": choices, **members})
-        self._waiting += (self._head, body[1:], b"\n\n")
+        written = b",".join(map(dumps_long if long else dumps, choices))
+        rest = b"," + dumps(members)[1:] if members else b"}"
+        self._waiting += (self._head, b'"choices":[', written, b"]", rest, b"\n\n")
 
     async def flush(self) -> None:
         """Send the chunks that wait, if any, in one piece."""
@@ -88,15 +91,26 @@ def dumps(value: Mapping[str, Any]) -> bytes:
 
 def dumps_long(value: Mapping[str, Any]) -> bytes:
     """`dumps` of an object with long texts and lists, for worker threads: between slices other threads run."""
-    members = (dumps({name: None})[1:-5] + _sliced(item) for name, item in value.items())
-    return b"{" + b",".join(members) + b"}"
+    return b"".join(_sliced(value, 0))
 
 
-def _sliced(item: Any) -> bytes:
-    if not isinstance(item, (str, list)):
-        return _plain(item)
-    parts = [_plain(item[start : start + _SLICE])[1:-1] for start in range(0, len(item), _SLICE)]
-    return b'"' + b"".join(parts) + b'"' if isinstance(item, str) else b"[" + b",".join(parts) + b"]"
+def _sliced(item: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(item, Mapping) and depth < _DEPTH:
+        for number, (name, member) in enumerate(item.items()):
+            yield (b"," if number else b"{") + _plain(name) + b":"
+            yield from _sliced(member, depth + 1)
+        yield b"}" if item else b"{}"
+    elif isinstance(item, (str, list)):
+        nested = any(isinstance(entry, (dict, list)) for entry in item[:2])  # the first may be None
+        size = _ROWS if nested else _SLICE
+        begin, end = (b'"', b'"') if isinstance(item, str) else (b"[", b"]")
+        yield begin
+        for start in range(0, len(item), size):
+            between = b"," if start and end == b"]" else b""
+            yield between + _plain(item[start : start + size])[1:-1]
+        yield end
+    else:
+        yield _plain(item)
 
 
 def _plain(value: Any) -> bytes:

@@ -153,7 +153,8 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages
 
 
 class ChatRequest(SamplingFields):
-    """Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
+    """Without `max_tokens` or `max_completion_tokens` the answer may fill the context, or, with log probabilities, hold
+    as many of them as an answer may."""
 
     messages: Messages
     max_tokens: Annotated[int, bounded("max_tokens")] | None = None
@@ -163,6 +164,10 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat = None
     modalities: Modalities = None
     chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = Field(None, description="false: the model continues the messages as they are")
+    continue_final_message: bool | None = Field(
+        None, description="the answer goes on with the last message; true unless given where that is the assistant's"
+    )
 
     audio: NotBuilt = None
     best_of: OnlyOne = None
@@ -183,12 +188,22 @@ class ChatRequest(SamplingFields):
         given = (self.max_tokens, self.max_completion_tokens)
         if None not in given and given[0] != given[1]:
             raise bad_field("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+        if self.continue_final_message and (self.messages[-1].role != "assistant" or self.add_generation_prompt):
+            wrong = "needs a last message of role assistant, and no add_generation_prompt"
+            raise bad_field("continue_final_message", f"continue_final_message {wrong}")
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is only allowed when logprobs is true")
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def continues(self) -> bool:
+        """The answer goes on with the last message."""
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        return self.messages[-1].role == "assistant" and self.add_generation_prompt is None
 
     @property
     def num_logprobs(self) -> int | None:
