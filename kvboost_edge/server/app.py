@@ -48,7 +48,8 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
     install_error_handlers(app)
     # The last one added is the outermost.
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
-    app.add_middleware(Gate, state=state, keys=keys, open_paths=health.OPEN_PATHS | _PAGE_PATHS)
+    routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
+    app.add_middleware(Gate, state=state, keys=keys, open_paths=health.OPEN_PATHS | _PAGE_PATHS, routes=routes)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -71,7 +71,6 @@ def _kv_bits(text: str) -> int | tuple[int, ...]:
 _SERVER_FLAGS = (
     _Flag("host", str, "address to listen on; beyond loopback an API key is required"),
     _Flag("port", int, "port to listen on; 0 takes a free one"),
-    _Flag("model_name", str, "name that clients use; by default the model's own"),
     _Flag("max_batch_size", int, "requests computed together; default: one for 512 tokens of the pool, at most 64"),
     _Flag("batch_window_ms", _number, "longest wait for company of a request whose prefix is being computed"),
     _Flag("max_queue_size", int, "requests that may wait; the next gets 503"),
@@ -121,7 +120,8 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         raise ConfigError(f"workers={workers} is refused: the engine batches all requests in one process; use 1")
     model = given["model"]
     settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
-    settings.setdefault("model_name", _served_name(model))
+    names = [name.strip() for text in given["model_name"] for name in text.split(",")] or [_served_name(model)]
+    settings |= {"model_name": names[0], "model_aliases": tuple(names[1:])}
     engine = {name: given[name] for name in (*(f.name for f in _ENGINE_FLAGS), *_LATER) if given[name] is not None}
     if "backend" in engine:
         engine["backend"] = _BACKENDS.get(engine["backend"], engine["backend"])
@@ -161,12 +161,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     safety.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="pages that may call")
     serving = parser.add_argument_group("serving")
     defaults = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
+    serving.add_argument(
+        "--model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="names that clients may use, commas between them; repeatable; by default the model's own",
+    )
     for flag in _SERVER_FLAGS:
         default = defaults[flag.name]
         shown = f" ({default:g})" if isinstance(default, float) else f" ({default})"
-        _add(
-            serving, flag, flag.text if defaults[flag.name] is None or flag.name == "model_name" else flag.text + shown
-        )
+        _add(serving, flag, flag.text if defaults[flag.name] is None else flag.text + shown)
     engine = parser.add_argument_group("the engine")
     for flag in _ENGINE_FLAGS:
         _add(engine, flag, flag.text)

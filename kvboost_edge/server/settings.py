@@ -35,6 +35,7 @@ _SECONDS = ("request_timeout", "header_seconds", "body_seconds", "write_seconds"
 class ServerSettings:
     """How the server listens, whom it lets in and what it bears. Times are seconds unless the name says otherwise.
 
+    model_name, model_aliases    names of the model: answers tell the first, requests may use each
     api_keys            accepted bearer keys; empty: no key is asked for. Each key is a tenant of its own
     admin_api_keys      keys that may do more as soon as there is a second key: see and reset what all tenants share
     insecure            allow a bind beyond loopback without a key
@@ -57,6 +58,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str = "kvboost-edge"
+    model_aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     insecure: bool = False
@@ -92,8 +94,9 @@ class ServerSettings:
             raise ConfigError(f"log_level={self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format={self.log_format!r} is not one of {', '.join(LOG_FORMATS)}")
-        if not self.model_name or not self.model_name.isprintable():
-            raise ConfigError("model_name must be printable text with at least one character")
+        for name in self.model_names:
+            if not name or not name.isprintable():
+                raise ConfigError("model_name must be printable text with at least one character")
         for key in self.all_keys:
             # The key stays out of the message.
             if not isinstance(key, str) or not _KEY_PATTERN.fullmatch(key):
@@ -113,6 +116,11 @@ class ServerSettings:
                 f"host={self.host!r} is reachable from other machines and no API key is set; "
                 "set one (--api-key-file, KVBOOST_API_KEY), bind 127.0.0.1, or say --insecure"
             )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that requests may use, each once."""
+        return tuple(dict.fromkeys((self.model_name, *self.model_aliases)))
 
     @property
     def all_keys(self) -> tuple[str, ...]:

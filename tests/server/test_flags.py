@@ -105,6 +105,7 @@ def test_every_setting_has_a_flag(capsys):
     shown = capsys.readouterr().out
     singular = {
         "api_keys": "api-key",
+        "model_aliases": "model-name",
         "admin_api_keys": "admin-api-key",
         "allowed_hosts": "allowed-host",
         "cors_origins": "cors-origin",
@@ -219,3 +220,11 @@ def test_the_package_and_the_flags_load_no_web_framework():
     )
     done = run_code(code)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_model_may_have_several_names() -> None:
+    options = parse_flags(["--model-name", "one, two", "--model-name", "three"], "x")
+    assert options.settings.model_names == ("one", "two", "three")
+    assert parse_flags([], "x").settings.model_names == ("kvboost-edge/demo",)
+    with pytest.raises(ConfigError, match="model_name"):
+        parse_flags(["--model-name", "one,,two"], "x")

@@ -28,7 +28,7 @@ def answered(request: Request, model: str | None, work: Callable[[ServerState, S
 
 def check_model(state: ServerState, name: str | None) -> None:
     """404 for a model that is not served here; None is the one that is."""
-    if name is not None and name != state.model_name:
+    if name is not None and name not in state.settings.model_names:
         raise ApiError(
             404,
             f"the model {name[:200]!r} is not served here; this server has {state.model_name!r}",

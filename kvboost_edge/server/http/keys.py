@@ -30,15 +30,14 @@ class KeyRing:
         return bool(self._digests)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The tenant of a request by its Authorization header; raises ApiError 401. Takes as long for a wrong key as
-        for a right one, whichever it is."""
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1 or len(values[0]) > _MAX_HEADER:
-            raise _unauthorized("send one header Authorization: Bearer KEY")
-        scheme, _, key = values[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            raise _unauthorized("the Authorization header must begin with Bearer")
-        digest = hashlib.sha256(key.strip(b" ")).digest()
+        """The tenant of a request by its header Authorization or x-api-key; raises ApiError 401. Takes as long for a
+        wrong key as for a right one, whichever it is."""
+        given = [(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
+        found_keys = {_key_of(name, value) for name, value in given}
+        if len(found_keys) != 1 or len(given) != len(dict(given)):
+            raise _unauthorized("send one key, as Authorization: Bearer KEY or as x-api-key: KEY")
+        (key,) = found_keys
+        digest = hashlib.sha256(key).digest()
         found = 0
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
@@ -54,6 +53,18 @@ class KeyRing:
                 "this route shows or changes what several API keys share; it needs a key of --admin-api-key",
                 code="admin_key_required",
             )
+
+
+def _key_of(name: bytes, value: bytes) -> bytes:
+    """The key in one of the two headers; ApiError 401 for one that holds none."""
+    if len(value) > _MAX_HEADER:
+        raise _unauthorized("the header with the API key is too long")
+    if name == b"x-api-key":
+        return value.strip(b" ")
+    scheme, _, key = value.partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise _unauthorized("the Authorization header must begin with Bearer")
+    return key.strip(b" ")
 
 
 def _unauthorized(message: str) -> ApiError:

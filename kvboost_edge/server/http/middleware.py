@@ -1,8 +1,8 @@
 """What every request passes before it reaches a route. Plain ASGI: nothing here hides a disconnect or holds a stream.
 
 `Envelope` (outermost) gives the request its id, checks host and origin, adds the security headers, turns whatever
-fails into an OpenAI-shaped answer, and writes the log line. `Gate` asks for the key, bounds the body, and turns
-generating requests away while the queue is full, before their bodies are read.
+fails into an OpenAI-shaped answer, and writes the log line. `Gate` answers OPTIONS, asks for the key, bounds the
+body, and turns generating requests away while the queue is full, before their bodies are read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import secrets
 import time
 from collections.abc import Iterable
 
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_edge.server.errors import ApiError, as_api_error, error_response, log_failure
@@ -47,6 +49,9 @@ class Envelope:
         facts = scope.setdefault("kvboost", {"id": new_request_id()})
         started = time.perf_counter()
         status = _CLIENT_GONE
+        method = scope["method"]
+        if method == "HEAD":  # routes answer as to GET; who writes the answer leaves its body out
+            scope = {**scope, "method": "GET"}
 
         async def send_dressed(message: Message) -> None:
             nonlocal status
@@ -74,7 +79,7 @@ class Envelope:
             # What the connection itself answered, because the rest of the body did not come or was malformed.
             status = facts.pop("refused", status)
             route = getattr(scope.get("route"), "path", "unmatched")
-            account(self._state, route, status, time.perf_counter() - started, method=scope["method"], **facts)
+            account(self._state, route, status, time.perf_counter() - started, method=method, **facts)
 
 
 def new_request_id() -> str:
@@ -96,8 +101,11 @@ class Gate:
     normalising to become one of them needs a key.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, keys: KeyRing, open_paths: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, state: ServerState, keys: KeyRing, open_paths: Iterable[str], routes: Iterable[BaseRoute]
+    ) -> None:
         self._app = app
+        self._routes = [route for route in routes if isinstance(route, Route)]
         self._state = state
         self._keys = keys
         self._open_paths = frozenset(path.encode("ascii") for path in open_paths)
@@ -105,6 +113,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if scope["method"] == "OPTIONS" and (methods := self._methods(scope["path"])):
+            answer = Response(status_code=204, headers={"Allow": ", ".join(sorted(methods))})
+            await answer(scope, receive, send)
             return
         try:
             self._let_in(scope)
@@ -116,6 +128,13 @@ class Gate:
             await self._app(scope, body.receive, send)
         finally:
             self._state.admission.free_body(body.num_bytes)
+
+    def _methods(self, path: str) -> set[str]:
+        """What the routes of a path take; empty for none. Everybody may know it: the README lists the routes."""
+        found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
+        if "GET" in found:
+            found.add("HEAD")
+        return found | {"OPTIONS"} if found else found
 
     def _let_in(self, scope: Scope) -> None:
         """ApiError for who may not come in; nothing of the body was read yet."""

@@ -250,3 +250,15 @@ def _routes(server):
         elif hasattr(route, "path") and "{" not in route.path:
             found.append(route)
     return found
+
+
+def test_a_key_may_be_in_x_api_key():
+    ring = KeyRing(KEYS)
+    tenant = tenant_of_key(KEYS[0])
+    own = (b"x-api-key", KEYS[0].encode())
+    assert ring.tenant([own]) == tenant
+    assert ring.tenant([own, *_bearer(KEYS[0])]) == tenant
+    for headers in ([], [own, *_bearer(KEYS[1])], [(b"x-api-key", b"")], [(b"x-api-key", b"Bearer " + own[1])]):
+        with pytest.raises(ApiError, match="key") as caught:
+            ring.tenant(headers)
+        assert caught.value.status_code == 401

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from live_servers import raw_answer, wait_until
+from live_servers import raw_answer, serving, wait_until
 
 HOST = b"Host: localhost\r\n"
 CLOSE = b"Connection: close\r\n"
@@ -251,3 +251,35 @@ def test_thousands_of_tiny_chunks_are_refused_at_once(live_server):
     few = b"".join(b"64\r\n" + text[at : at + 100].ljust(100) + b"\r\n" for at in range(0, len(text), 100))
     close = head.replace(HOST, HOST + CLOSE)
     assert ask(live_server, close + few + b"0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+def test_head_answers_as_get_without_the_body(live_server):
+    with live_server.client() as client:
+        for path in ("/v1/models", "/v1/models/kvboost-edge/demo", "/", "/openapi.json", "/health", "/v1/blocks"):
+            head, get = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert head.headers["content-type"] == get.headers["content-type"]
+        assert client.head("/v1/completions").status_code == 405
+        assert client.head("/nothing").status_code == 404
+
+
+def test_options_tell_the_methods(live_server, keyed_server):
+    for server in (live_server, keyed_server):
+        with server.client(headers={}) as client:
+            for path, allow in (("/v1/completions", "OPTIONS, POST"), ("/v1/models", "GET, HEAD, OPTIONS")):
+                answer = client.options(path)
+                assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allow, b"")
+    with live_server.client() as client:
+        assert client.options("/nothing").status_code == 404
+
+
+def test_a_client_that_leaves_a_large_answer_is_no_error(demo_engine, caplog):
+    with serving(demo_engine, max_queue_tokens=10_000_000) as server, own_log(caplog):
+        request = server.request_bytes("/tokenize", {"content": "漢" * 1_000_000})
+        for _ in range(2):
+            with server.connect() as sock:
+                sock.sendall(request)
+                assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        wait_until(server.idle, "the server to be idle")
+        wait_until(lambda: len([r for r in caplog.records if r.getMessage() == "request"]) >= 2, "the log lines")
+    assert {record.levelname for record in caplog.records} == {"INFO"}

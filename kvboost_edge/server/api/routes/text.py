@@ -27,15 +27,16 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 @router.get("/v1/models", response_class=JSONResponse, responses={200: {"model": ModelList}})
 async def models(request: Request) -> Response:
-    """The one model that is served."""
-    return json_response({"object": "list", "data": [_model(state_of(request))]})
+    """The one model that is served, by each of its names."""
+    state = state_of(request)
+    return json_response({"object": "list", "data": [_model(state, name) for name in state.settings.model_names]})
 
 
 @router.get("/v1/models/{name:path}", response_class=JSONResponse, responses={200: {"model": Model}})
 async def model(request: Request, name: str) -> Response:
     """The model of this name; 404 if it is not served here."""
     check_model(state_of(request), name)
-    return json_response(_model(state_of(request)))
+    return json_response(_model(state_of(request), name))
 
 
 @router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})
@@ -47,7 +48,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         text, messages = body.content or body.prompt or "", body.messages or []
         async with state.admit(request, estimate_tokens(text) + estimate_messages(messages)):
             answer = await off_loop(lambda: dumps_long(_tokenize(state, body)), len(text) + size_of(messages))
-            await send_json(send, answer)
+        await send_json(send, answer)
 
     return answered(request, body.model, work)
 
@@ -61,15 +62,16 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         if body.tokens and max(body.tokens) >= vocab_size:
             raise bad_field("tokens", f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}")
         async with state.admit(request, len(body.tokens)):
-            await send_json(send, await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens)))
+            answer = await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens))
+        await send_json(send, answer)
 
     return answered(request, body.model, work)
 
 
-def _model(state: ServerState) -> dict[str, Any]:
+def _model(state: ServerState, name: str) -> dict[str, Any]:
     info = state.engine.runner_info
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "kvboost-edge",
