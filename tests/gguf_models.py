@@ -88,12 +88,14 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool = True,
     keys: Mapping[str, Any] | None = None,
+    split: int = 0,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
     of K types are random.
-    `keys`: further metadata of the architecture, {"attention.scale": 0.5}."""
+    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `split`: parts of so many tensors each,
+    beside `path`, which is not written then; the first one is returned."""
     config = json.loads((model_dir / "config.json").read_text())
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]])
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -112,7 +114,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:

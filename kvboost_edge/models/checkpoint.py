@@ -12,11 +12,11 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults, read_config, read_generation_config
-from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_file, fingerprinted_files
+from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_files, fingerprinted_files
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
-from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.packed.plan import STORED, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.safetensors_check import check_weights
@@ -147,14 +147,15 @@ class _Directory(Checkpoint):
 
 
 class _GgufFile(Checkpoint):
-    """One file that holds everything. Its header is parsed on opening, its vocabulary read when it is first needed."""
+    """One file that holds everything, or its parts beside each other. The headers are parsed on opening, the vocabulary
+    is read when it is first needed."""
 
     is_gguf = True
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._header = read_gguf(path)
-        self._stamps = (self._header.stamp,)
+        self._header = read_gguf_model(path)
+        self._stamps = tuple(part.stamp for part in self._header.parts)
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
@@ -188,7 +189,7 @@ class _GgufFile(Checkpoint):
         return GgufSource(self._header)
 
     def _files(self) -> list[Path]:
-        return [self.path]
+        return [part.path for part in self._header.parts]
 
     def _read_fingerprint(self, cache_dir: Path | None) -> str:
-        return fingerprint_of_file(self.path, cache_dir=cache_dir)
+        return fingerprint_of_files(self._files(), cache_dir=cache_dir)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.weights.safetensors_check import weight_files
 
-__all__ = ["fingerprint_of_directory", "fingerprint_of_file", "fingerprint_of_module", "fingerprinted_files"]
+__all__ = ["fingerprint_of_directory", "fingerprint_of_files", "fingerprint_of_module", "fingerprinted_files"]
 
 # Files that change what the same prompt means; those that are there are hashed.
 _SMALL_FILES = (
@@ -53,9 +53,11 @@ def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) 
     return digest.hexdigest()
 
 
-def fingerprint_of_file(path: Path, *, cache_dir: Path | None = None) -> str:
-    """As `fingerprint_of_directory`, of one file that holds everything: config, tokenizer and weights (GGUF)."""
-    return hashlib.sha256(b"kvboost-edge gguf 1" + _file_digest(path, cache_dir).encode()).hexdigest()
+def fingerprint_of_files(paths: Sequence[Path], *, cache_dir: Path | None = None) -> str:
+    """As `fingerprint_of_directory`, of files that hold everything together: config, tokenizer and weights (GGUF, one
+    file or its parts in order)."""
+    digests = "".join(_file_digest(path, cache_dir) for path in paths)
+    return hashlib.sha256(b"kvboost-edge gguf 1" + digests.encode()).hexdigest()
 
 
 def fingerprinted_files(model_dir: Path) -> list[Path]:

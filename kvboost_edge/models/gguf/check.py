@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,26 +26,30 @@ _CHUNK_BYTES = 1 << 20
 
 
 def check_gguf(header: GgufHeader, config: Mapping[str, Any]) -> WeightSummary:
-    """Check a GGUF file against its own config, as `check_weights` does a directory.
+    """Check a GGUF model against its own config, as `check_weights` does a directory.
 
     All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is sound is
     remembered in the cache directory.
     """
     path = header.path
     with GgufSource(header) as source:
-        check_shapes({name: (path, source.shape(name)) for name in source.names()}, config, path, path.name)
+        check_shapes({name: (source.file_of(name), source.shape(name)) for name in source.names()}, config, path, path.name)
         _check_finite(header)
     dtypes: dict[str, int] = {}
     for tensor in header.tensors.values():
         dtypes[tensor.type] = dtypes.get(tensor.type, 0) + math.prod(tensor.shape)
     nbytes = sum(tensor.stop - tensor.start for tensor in header.tensors.values())
-    return WeightSummary((path,), sum(dtypes.values()), nbytes, dtypes)
+    return WeightSummary(tuple(part.path for part in header.parts), sum(dtypes.values()), nbytes, dtypes)
 
 
 def _check_finite(header: GgufHeader) -> None:
-    path, tensors = header.path, list(header.tensors.values())
-    if recall(header.stamp).get("finite") is True:
-        return
+    for number, part in enumerate(header.parts):
+        if recall(part.stamp).get("finite") is not True:
+            _check_part(part.path, [tensor for tensor in header.tensors.values() if tensor.part == number])
+            remember(part.stamp, {"finite": True})
+
+
+def _check_part(path: Path, tensors: Sequence[GgufTensor]) -> None:
     try:
         with ThreadPoolExecutor(default_num_threads()) as pool:
             for tensor, where in zip(tensors, pool.map(lambda t: _first_damaged(path, t), tensors), strict=True):
@@ -56,7 +60,6 @@ def _check_finite(header: GgufHeader) -> None:
                     )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
-    remember(header.stamp, {"finite": True})
 
 
 def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:

@@ -259,7 +259,7 @@ def _rope_factors(keys: _Keys, count: int) -> list[float] | None:
             f"{keys.header.path}: tensor {ROPE_FACTORS!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
         )
     try:
-        with open(keys.header.path, "rb") as file:
+        with open(keys.header.path_of(tensor), "rb") as file:
             file.seek(tensor.start)
             data = np.frombuffer(file.read(tensor.stop - tensor.start), np.uint8)
     except OSError as error:

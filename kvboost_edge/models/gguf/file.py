@@ -24,7 +24,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES
 
-__all__ = ["GgufHeader", "GgufTensor", "read_gguf"]
+__all__ = ["GgufHeader", "GgufPart", "GgufTensor", "read_gguf"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -64,26 +64,43 @@ class _Strings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: `shape` with the outermost axis first; its data are bytes [start, stop) of the file."""
+    """One tensor: `shape` with the outermost axis first; its data are bytes [start, stop) of the model's file number
+    `part`."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    part: int = 0
+
+
+class GgufPart(NamedTuple):
+    """A file of a model. `stamp`: of what was read; with another one at `path` the places in the header mean
+    nothing."""
+
+    path: Path
+    stamp: FileStamp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """All of a GGUF file but the data. Values are int, float, bool, str, a NumPy array, an array of strings, which
-    `strings` reads, or an array of arrays, which is not kept. `tensors` are in the order of their data. `stamp`: of the
-    file that was read; with another one at `path` the places in the header mean nothing."""
+    """All of a GGUF model but the data. Values are int, float, bool, str, a NumPy array, an array of strings, which
+    `strings` reads, or an array of arrays, which is not kept; of a split model they are the first part's. `tensors` are
+    in the order of their data. `parts`: the files, one unless the model is split."""
 
-    path: Path
-    stamp: FileStamp
+    parts: tuple[GgufPart, ...]
     version: int
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+
+    @property
+    def path(self) -> Path:
+        """The file that the values are read of: the only one, or the first part."""
+        return self.parts[0].path
+
+    def path_of(self, tensor: GgufTensor) -> Path:
+        return self.parts[tensor.part].path
 
     def strings(self, key: str) -> list[str]:
         """An array of strings, read from the file. ModelFormatError when the key is missing or of another type."""
@@ -117,7 +134,7 @@ class GgufHeader:
 
 
 def read_gguf(path: Path | str) -> GgufHeader:
-    """Header of a GGUF file. ModelFormatError names the file and the key or tensor that is wrong."""
+    """Header of one GGUF file. ModelFormatError names the file and the key or tensor that is wrong."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -203,7 +220,7 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
     end = max((tensor.stop for tensor in tensors.values()), default=start)
     if size - end >= alignment and (size - end > _MAX_PADDING or mapped[end:].strip(b"\0")):
         raise ModelFormatError(f"{path}: {size - end} bytes behind the last tensor belong to none")
-    return GgufHeader(path, stamp, version, MappingProxyType(values), MappingProxyType(tensors))
+    return GgufHeader((GgufPart(path, stamp),), version, MappingProxyType(values), MappingProxyType(tensors))
 
 
 def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:

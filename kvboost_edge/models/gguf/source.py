@@ -26,24 +26,18 @@ _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
-    """The architecture of a file. ModelFormatError for one that is not known, or for a part of a split file."""
+    """The architecture of a file. ModelFormatError for one that is not known."""
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF (known: {known})")
-    parts = header.value("split.count", int)
-    if parts is not None and parts > 1:
-        raise ModelFormatError(
-            f"{header.path} is one of {parts} parts (split.count); join them with llama.cpp's "
-            "llama-gguf-split --merge and give the joined file"
-        )
     return ARCHITECTURES[name]
 
 
 class GgufSource:
-    """A `WeightSource` over one GGUF file, which must still be the one that its header was read of."""
+    """A `WeightSource` over the files of one GGUF model, which must still be those that its header was read of."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._path = header.path
@@ -60,10 +54,16 @@ class GgufSource:
                     f"{header.value('general.architecture', str)}"
                 )
             self._tensors[found] = tensor
-        self._file = FileBytes(self._path)
-        if self._file.stamp != header.stamp:
-            self._file.close()
-            raise ModelFormatError(f"{self._path} changed since its header was read; load it when it is complete")
+        self._files: list[FileBytes] = []
+        for path, stamp in header.parts:
+            try:
+                self._files.append(FileBytes(path))
+            except ModelFormatError:
+                self._close()
+                raise
+            if self._files[-1].stamp != stamp:
+                self._close()
+                raise ModelFormatError(f"{path} changed since its header was read; load it when it is complete")
 
     def __enter__(self) -> GgufSource:
         return self
@@ -71,7 +71,11 @@ class GgufSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -100,7 +104,7 @@ class GgufSource:
         return quant_rows_of(tensor.type, self._bytes(name, tensor, start, stop))
 
     def file_of(self, name: str) -> Path:
-        return self._path
+        return self._files[self._tensor(name).part].path
 
     def _tensor(self, name: str) -> GgufTensor:
         found = self._tensors.get(name)
@@ -120,7 +124,7 @@ class GgufSource:
         width = (tensor.stop - tensor.start) // tensor.shape[0]
         begin = tensor.start + first * width
         data = np.empty((last - first, width), dtype=np.uint8)
-        self._file.read_into(data, begin)
+        self._files[tensor.part].read_into(data, begin)
         return data if pick is None else data[pick - first]
 
 

@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensors": {"rope_freqs.weight": ONES}, "rope__scaling__type": "yarn"}, "contradicts the tensor",
     ),
     "odd rope": ({"rope__dimension_count": 7}, "rope.dimension_count=7"),
-    "part of a file": ({"split__count": 2}, "one of 2 parts"),
+    "part of a file": ({"split__count": 2}, "one of 2 parts.*does not end in -00001-of-00002.gguf"),
 }  # fmt: skip
 
 

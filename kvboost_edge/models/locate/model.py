@@ -57,7 +57,7 @@ def locate_model(
 
 
 def _bundled() -> Path:
-    directory = Path(__file__).resolve().parent.parent / "assets" / "demo"
+    directory = Path(__file__).resolve().parents[2] / "assets" / "demo"
     if not (directory / "config.json").is_file():
         raise ModelFormatError(f"the bundled model is missing from {directory}; reinstall the package")
     return directory

@@ -1,0 +1,58 @@
+"""A GGUF model as one header, whether it is one file or was split into parts (`-00001-of-00003.gguf`).
+
+The first part holds all metadata; each part holds tensors of its own, at offsets of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import MappingProxyType
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor, read_gguf
+from kvboost_edge.models.locate.parts import part_name
+
+__all__ = ["read_gguf_model"]
+
+
+def read_gguf_model(path: Path | str) -> GgufHeader:
+    """Header of the model that a file, or any of its parts, belongs to. ModelFormatError names the file and what is
+    wrong: also a part that is missing, one of another model, or one that is not what its name says."""
+    path = Path(path)
+    header = read_gguf(path)
+    count = header.value("split.count", int)
+    if count is None or count <= 1:
+        return header
+    name = part_name(path.name)
+    if name is None or name.count != count:
+        raise ModelFormatError(
+            f"{path} is one of {count} parts (split.count), but its name does not end in "
+            f"-00001-of-{count:05d}.gguf; give the parts the names they were made with"
+        )
+    paths = [path.with_name(other) for other in name.names()]
+    missing = [other.name for other in paths if not other.is_file()]
+    if missing:
+        raise ModelFormatError(f"{path} is one of {count} parts, and beside it is no {', '.join(missing[:5])}")
+    return _joined([header if other == path else read_gguf(other) for other in paths])
+
+
+def _joined(headers: list[GgufHeader]) -> GgufHeader:
+    tensors: dict[str, GgufTensor] = {}
+    for number, header in enumerate(headers):
+        _check_key(header, "split.no", number)
+        _check_key(header, "split.count", len(headers))
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise ModelFormatError(f"{header.path}: tensor {name!r} is in another part, too")
+            tensors[name] = dataclasses.replace(tensor, part=number)
+    for header in headers:
+        _check_key(header, "split.tensors.count", len(tensors))
+    parts = tuple(part for header in headers for part in header.parts)
+    return GgufHeader(parts, headers[0].version, headers[0].values, MappingProxyType(tensors))
+
+
+def _check_key(header: GgufHeader, key: str, expected: int) -> None:
+    value = header.value(key, int)
+    if value != expected:
+        raise ModelFormatError(f"{header.path}: key {key!r} is {value}, but with all parts together it must be {expected}")

@@ -1,0 +1,31 @@
+"""Names of the files of a split GGUF model: NAME-00001-of-00003.gguf and so on, beside each other."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["PartName", "part_name"]
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+class PartName(NamedTuple):
+    """The parts of a name; `number` counts from 1."""
+
+    stem: str
+    number: int
+    count: int
+    ending: str
+
+    def names(self) -> list[str]:
+        """The names of all parts, in order."""
+        return [f"{self.stem}-{number:05d}-of-{self.count:05d}{self.ending}" for number in range(1, self.count + 1)]
+
+
+def part_name(name: str) -> PartName | None:
+    """A file's name, or a path as text, taken apart; None where it is not that of a part."""
+    found = _PART.fullmatch(name)
+    if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
+        return None
+    return PartName(found["stem"], int(found["number"]), int(found["count"]), found["ending"])
