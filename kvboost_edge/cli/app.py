@@ -23,7 +23,12 @@ app = typer.Typer(
 )
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A model directory, a GGUF file, a Hugging Face id, or the bundled model.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A model directory or GGUF file, a hub id (owner/name, owner/name-GGUF:Q4_K_M), or ollama:NAME:TAG.",
+    ),
 ]
 EngineOptions = Annotated[
     list[str] | None,
@@ -126,7 +131,7 @@ def demo(kv_cache_bits: KVBitsOption = None, option: EngineOptions = None) -> No
     epilog="[b]Examples[/b]\n\nkvboost-edge doctor\n\nkvboost-edge doctor ./my-model\n\nkvboost-edge doctor --json"
 )
 def doctor(
-    model: Annotated[str, typer.Argument(help="A model to judge: directory, id, or the bundled one.")] = DEMO_MODEL,
+    model: Annotated[str, typer.Argument(help="A model to judge, named as for --model.")] = DEMO_MODEL,
     kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
@@ -138,10 +143,23 @@ def doctor(
     run_doctor(model, engine_options(option, kv_cache_bits), as_json=as_json)
 
 
+@app.command(epilog="[b]Examples[/b]\n\nkvboost-edge models\n\nkvboost-edge models qwen\n\nkvboost-edge models --json")
+def models(
+    word: Annotated[str, typer.Argument(help="Only models whose name holds this.")] = "",
+    option: EngineOptions = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models on this machine (hub cache, llama.cpp, LM Studio, Ollama) and whether each one runs here."""
+    from kvboost_edge.cli.models import run_models
+    from kvboost_edge.cli.options import engine_options
+
+    run_models(word, engine_options(option), as_json=as_json)
+
+
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge inspect ./my-model\n\nkvboost-edge inspect Qwen/Qwen2-0.5B --json")
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A model directory, a GGUF file, a Hugging Face id, or the bundled model.")
+        str, typer.Argument(help="A model directory, a GGUF file, a hub id, ollama:NAME:TAG, or the bundled model.")
     ],
     kv_cache_bits: KVBitsOption = None,
     option: EngineOptions = None,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvboost_edge.cli.inspect import route, shown
+from kvboost_edge.cli.inspect import installed_route, shown
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
@@ -19,7 +19,6 @@ from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.runners.choice import RUNNERS, plan_of
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -123,11 +122,6 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
     try:
         with found_model(model, options, Console(stderr=True)) as path:
             checkpoint = Checkpoint.open(path)
-            report, fields = route(checkpoint, config), checkpoint.config
+            return installed_route(checkpoint, config)
     except KVBoostError as error:
         return {"problem": str(error)}
-    name = report["runner"]
-    missing = plan_of(name).missing_package(fields) if name in RUNNERS else None
-    if missing is not None:
-        report |= {"runner": "none", "runner_reason": f"runner {name!r} {missing}"}
-    return report

@@ -18,10 +18,11 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility, pinned_context
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
+from kvboost_edge.runners.choice import RUNNERS, plan_of
 from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
 
-__all__ = ["model_report", "print_report", "route", "run_inspect", "shown"]
+__all__ = ["installed_route", "model_report", "print_report", "route", "run_inspect", "shown"]
 
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
@@ -90,6 +91,16 @@ def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
         "device": selected.backend.device,
         "backend_reason": selected.backend.reason,
     }
+
+
+def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
+    """As `route`; a runner whose packages are not installed is no runner."""
+    report = route(checkpoint, config)
+    name = report["runner"]
+    missing = plan_of(name).missing_package(checkpoint.config) if name in RUNNERS else None
+    if missing is not None:
+        report |= {"runner": "none", "runner_reason": f"runner {name!r} {missing}"}
+    return report
 
 
 def _usable_context(fields: Mapping[str, Any]) -> int:

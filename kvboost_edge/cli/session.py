@@ -22,11 +22,9 @@ __all__ = ["answer", "found_model", "loaded_engine", "timing_line"]
 
 @contextmanager
 def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator[Path]:
-    """The model's local directory, downloaded first if it is a hub id; a spinner on `notes` says what goes on."""
+    """The model's local directory or file, downloaded first if it is a hub id: the hub's client shows its bars."""
     wanted = {name: options[name] for name in ("revision", "token", "local_files_only") if name in options}
-    with notes.status(f"finding {model} …"):
-        path = locate_model(model, **wanted)
-    yield path
+    yield locate_model(model, **wanted)
 
 
 @contextmanager

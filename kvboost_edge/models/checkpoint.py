@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults, read_config, read_generation_config
+from kvboost_edge.models.config.file import (
+    GenerationDefaults,
+    generation_defaults,
+    read_config,
+    read_generation_config,
+    stored_dtype,
+)
 from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_files, fingerprinted_files
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
@@ -57,9 +64,23 @@ class Checkpoint(abc.ABC):
     def is_quantized(self) -> bool:
         """Whether weights are stored in a quantized format, which is then kept."""
 
+    @property
+    @abc.abstractmethod
+    def format(self) -> str:
+        """What a person calls the files, such as "GGUF Q4_K, Q6_K" or "safetensors bfloat16"; of headers alone."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of all files that the fingerprint covers."""
+        return sum(stamp.size for stamp in self._current_stamps())
+
     @abc.abstractmethod
     def gguf_metadata(self) -> Mapping[str, Any] | None:
         """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files of a tokenizer."""
+
+    def gguf_settings(self) -> Mapping[str, Any]:
+        """As `gguf_metadata` without the arrays of strings, which are large; empty where there are files."""
+        return {}
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -125,6 +146,12 @@ class _Directory(Checkpoint):
         with self.open_source() as source:
             return is_quantized(source)
 
+    @property
+    def format(self) -> str:
+        quantized = self.config.get("quantization_config")
+        kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else stored_dtype(self.config)
+        return f"safetensors {kind or 'float32'}"
+
     def gguf_metadata(self) -> None:
         return None
 
@@ -170,14 +197,25 @@ class _GgufFile(Checkpoint):
     def _vocabulary(self) -> list[str]:
         return self._header.strings(TOKENS) if self._header.has_strings(TOKENS) else []
 
+    @property
+    def format(self) -> str:
+        counts: dict[str, int] = {}
+        for tensor in self._header.tensors.values():
+            if len(tensor.shape) > 1:
+                counts[tensor.type] = counts.get(tensor.type, 0) + math.prod(tensor.shape)
+        return f"GGUF {', '.join(sorted(counts, key=lambda kind: -counts[kind]))}"
+
     def gguf_metadata(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in self._header.values.items():
-            if self._header.has_strings(key) and key.startswith("tokenizer."):
-                found[key] = self._vocabulary if key == TOKENS else self._header.strings(key)
-            elif key.startswith("tokenizer.") or key == "general.architecture":
-                found[key] = value
-        return found
+        keys = [key for key in self._header.values if key.startswith("tokenizer.") and self._header.has_strings(key)]
+        strings = {key: self._vocabulary if key == TOKENS else self._header.strings(key) for key in keys}
+        return {**self.gguf_settings(), **strings}
+
+    def gguf_settings(self) -> Mapping[str, Any]:
+        return {
+            key: value
+            for key, value in self._header.values.items()
+            if (key.startswith("tokenizer.") and not self._header.has_strings(key)) or key == "general.architecture"
+        }
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return generation_defaults(self.config, {}, tokenizer_eos=tokenizer_eos, path=self.path)

@@ -20,7 +20,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["PRE_TOKENIZERS", "gguf_tokenizer"]
+__all__ = ["PRE_TOKENIZERS", "check_vocabulary_kind", "gguf_tokenizer"]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NO_ID = (1 << 32) - 1  # written for "none" by some converters
@@ -125,12 +125,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
 
     Raises ModelFormatError that names the key which is missing, damaged or not known.
     """
+    model = check_vocabulary_kind(metadata, name=name)
     fields = _Fields(metadata, name)
-    model = fields.get("model", str)
-    if model is None:
-        raise fields.error("model", "is missing; the file has no tokenizer")
-    if model not in ("gpt2", "llama"):
-        raise fields.error("model", f"is {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece BPE)")
     tokens = fields.strings("tokens")
     types = [int(kind) for kind in fields.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)]
     special = _special(fields, tokens, model)
@@ -147,6 +143,23 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
     if template is not None and not isinstance(template, str):
         raise ModelFormatError(f"{name}: tokenizer.chat_template must be a string, got {type(template).__name__}")
     return Tokenizer(FastCodec(backend), name=name, special_tokens=special, chat_template=template)
+
+
+def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
+    """The kind of a GGUF file's vocabulary, 'gpt2' or 'llama'. ModelFormatError where `gguf_tokenizer` would refuse the
+    kind or its way of splitting text; arrays are not looked at."""
+    fields = _Fields(metadata, name)
+    model = fields.get("model", str)
+    if model is None:
+        raise fields.error("model", "is missing; the file has no tokenizer")
+    if model not in ("gpt2", "llama"):
+        raise fields.error("model", f"is {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece BPE)")
+    pre = fields.get("pre", str)
+    if model == "gpt2" and pre is None:
+        raise fields.error("pre", "is missing; the file is of a converter that is too old. Convert the model again")
+    if model == "gpt2" and pre not in PRE_TOKENIZERS:
+        raise fields.error("pre", f"is {pre!r}, which is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}")
+    return str(model)
 
 
 def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, str]:
@@ -175,12 +188,7 @@ def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) ->
 
 
 def _byte_level(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
-    name = fields.get("pre", str)
-    if name is None:
-        raise fields.error("pre", "is missing; the file is of a converter that is too old. Convert the model again")
-    if name not in PRE_TOKENIZERS:
-        raise fields.error("pre", f"is {name!r}, which is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}")
-    pre = PRE_TOKENIZERS[name]
+    pre = PRE_TOKENIZERS[fields.get("pre", str)]
     merges = []
     for index, merge in enumerate(_merges(fields, tokens, types)):
         # A token never holds a space (byte-level BPE writes it as another letter), so the first one separates.

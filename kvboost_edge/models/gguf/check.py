@@ -33,7 +33,9 @@ def check_gguf(header: GgufHeader, config: Mapping[str, Any]) -> WeightSummary:
     """
     path = header.path
     with GgufSource(header) as source:
-        check_shapes({name: (source.file_of(name), source.shape(name)) for name in source.names()}, config, path, path.name)
+        check_shapes(
+            {name: (source.file_of(name), source.shape(name)) for name in source.names()}, config, path, path.name
+        )
         _check_finite(header)
     dtypes: dict[str, int] = {}
     for tensor in header.tensors.values():

@@ -25,7 +25,7 @@ def read_gguf_model(path: Path | str) -> GgufHeader:
     if count is None or count <= 1:
         return header
     name = part_name(path.name)
-    if name is None or name.count != count:
+    if name is None or name.total != count:
         raise ModelFormatError(
             f"{path} is one of {count} parts (split.count), but its name does not end in "
             f"-00001-of-{count:05d}.gguf; give the parts the names they were made with"
@@ -55,4 +55,6 @@ def _joined(headers: list[GgufHeader]) -> GgufHeader:
 def _check_key(header: GgufHeader, key: str, expected: int) -> None:
     value = header.value(key, int)
     if value != expected:
-        raise ModelFormatError(f"{header.path}: key {key!r} is {value}, but with all parts together it must be {expected}")
+        raise ModelFormatError(
+            f"{header.path}: key {key!r} is {value}, but with all parts together it must be {expected}"
+        )

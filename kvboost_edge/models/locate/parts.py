@@ -15,12 +15,12 @@ class PartName(NamedTuple):
 
     stem: str
     number: int
-    count: int
+    total: int
     ending: str
 
     def names(self) -> list[str]:
         """The names of all parts, in order."""
-        return [f"{self.stem}-{number:05d}-of-{self.count:05d}{self.ending}" for number in range(1, self.count + 1)]
+        return [f"{self.stem}-{number:05d}-of-{self.total:05d}{self.ending}" for number in range(1, self.total + 1)]
 
 
 def part_name(name: str) -> PartName | None:

@@ -1,0 +1,98 @@
+"""Ollama's store: manifests name blobs by digest, and the blob of a model is a GGUF file, read where it lies.
+
+manifests/registry.ollama.ai/library/NAME/TAG -> {"layers": [{"mediaType": "...model", "digest": "sha256:..."}]}
+blobs/sha256-...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["OLLAMA", "ollama_model", "ollama_names"]
+
+OLLAMA = "ollama:"
+"""How a name of Ollama's begins."""
+
+_MODEL = "application/vnd.ollama.image.model"
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+# [HOST/][NAMESPACE/]NAME[:TAG]
+_PIECE = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"(?P<path>{_PIECE}(/{_PIECE}){{0,2}})(:(?P<tag>{_PIECE}))?")
+_HOST, _NAMESPACE = "registry.ollama.ai", "library"
+_MAX_MANIFEST_BYTES = 1_000_000
+# Where the installer's service keeps its models on Linux.
+_SERVICE = Path("/usr/share/ollama/.ollama/models")
+
+
+def ollama_model(name: str) -> Path:
+    """The GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'. ModelFormatError says what is
+    missing."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ModelFormatError(f"{OLLAMA}{name} is no name of Ollama's such as {OLLAMA}qwen3:0.6b")
+    pieces = found["path"].split("/")
+    path = Path(*(_HOST, _NAMESPACE)[: 3 - len(pieces)], *pieces, found["tag"] or "latest")
+    for root in _roots():
+        manifest = root / "manifests" / path
+        if manifest.is_file():
+            return _blob(root, manifest, name)
+    places = " and ".join(str(root) for root in _roots())
+    raise ModelFormatError(
+        f"Ollama has no model {name} in {places}; fetch it with `ollama pull {name}`, or point OLLAMA_MODELS to its "
+        "store"
+    )
+
+
+def ollama_names() -> Iterator[str]:
+    """Every model of the store as `locate_model` takes it."""
+    seen: set[str] = set()
+    for root in _roots():
+        manifests = root / "manifests"
+        for path in sorted(manifests.glob("*/*/*/*")):
+            host, namespace, name, tag = path.relative_to(manifests).parts
+            place = (host, namespace) if host != _HOST else (namespace,) if namespace != _NAMESPACE else ()
+            full = f"{OLLAMA}{'/'.join((*place, name))}:{tag}"
+            if path.is_file() and not path.name.startswith(".") and full not in seen:
+                seen.add(full)
+                yield full
+
+
+def _roots() -> list[Path]:
+    named = os.environ.get("OLLAMA_MODELS")
+    return [Path(named).expanduser()] if named else [Path.home() / ".ollama" / "models", _SERVICE]
+
+
+def _blob(root: Path, manifest: Path, name: str) -> Path:
+    try:
+        with open(manifest, "rb") as file:
+            fields = json.loads(file.read(_MAX_MANIFEST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{manifest} is not a readable manifest of Ollama's: {error}") from error
+    layers = fields.get("layers") if isinstance(fields, dict) else None
+    digests = [_digest(manifest, layer) for layer in _models(layers)]
+    if len(digests) != 1:
+        raise ModelFormatError(f"{manifest} names {len(digests)} model files; one is read")
+    blob = root / "blobs" / f"sha256-{digests[0]}"
+    if not blob.is_file():
+        raise ModelFormatError(f"{blob} is missing, which {manifest} names; fetch it with `ollama pull {name}`")
+    return blob
+
+
+def _models(layers: Any) -> list[dict[str, Any]]:
+    found = layers if isinstance(layers, list) else []
+    return [layer for layer in found if isinstance(layer, dict) and layer.get("mediaType") == _MODEL]
+
+
+def _digest(manifest: Path, layer: dict[str, Any]) -> str:
+    """The digest becomes a file's name, so nothing but hexadecimal digits is taken."""
+    found = _DIGEST.fullmatch(str(layer.get("digest")))
+    if found is None:
+        raise ModelFormatError(f"{manifest} names {layer.get('digest')!r:.80}, which is no SHA-256")
+    return found[1]

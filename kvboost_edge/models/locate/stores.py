@@ -1,0 +1,135 @@
+"""The models that are on this machine already: our own, the hub's cache, llama.cpp's, LM Studio's and Ollama's.
+
+Directories are listed and nothing is read of what lies in them, so that thousands of models cost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.models.locate.hub import gguf_models
+from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
+
+__all__ = ["StoredModel", "own_models", "stored_models"]
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = "models--"
+_MAX_DEPTH = 6  # of folders below a store
+
+
+class StoredModel(NamedTuple):
+    """A model on this machine. `name`: what `locate_model` takes; `path`: the directory or file, None where `problem`
+    says why there is none."""
+
+    name: str
+    store: str
+    path: Path | None
+    problem: str = ""
+
+
+def own_models() -> Path:
+    """Where `make real-model` puts what it fetches."""
+    return cache_directory() / "models"
+
+
+def stored_models() -> Iterator[StoredModel]:
+    """Every model that was found, store by store; the same file is listed once. A store that cannot be listed is an
+    entry with its problem."""
+    seen: set[Path] = set()
+    for store, listed in _STORES.items():
+        try:
+            for model in listed():
+                real = None if model.path is None else model.path.resolve()
+                if real is None or real not in seen:
+                    seen |= {real} if real is not None else set()
+                    yield model._replace(store=store)
+        except OSError as error:
+            yield StoredModel(store, store, None, f"cannot be listed: {error}")
+
+
+def _hub() -> Iterator[StoredModel]:
+    """Of each repository in the cache the snapshot that its main branch names, else the newest."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    for folder in sorted(cache.glob(f"{_REPOSITORY}*")):
+        name = folder.name.removeprefix(_REPOSITORY).replace("--", "/")
+        found = _snapshot(folder)
+        if found is None:
+            yield StoredModel(name, "", None, "no snapshot of it is in the cache")
+            continue
+        files = sorted(_files_below(found, ".gguf"))
+        names = [path.relative_to(found).as_posix() for path in files]
+        for parts in gguf_models(names).values():
+            yield StoredModel(f"{name}:{parts[0]}", "", found / parts[0])
+        if not names:
+            yield StoredModel(name, "", found)
+
+
+def _snapshot(folder: Path) -> Path | None:
+    snapshots = folder / "snapshots"
+    try:
+        commit = (folder / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        commit = ""
+    if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
+        return snapshots / commit
+    found = [path for path in snapshots.glob("*") if path.is_dir()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _in_folders(*folders: Path) -> Iterator[StoredModel]:
+    """GGUF files at any depth, and directories with config.json and safetensors."""
+    for folder in folders:
+        files = sorted(_files_below(folder, ".gguf"))
+        for parts in gguf_models(str(path) for path in files).values():
+            yield StoredModel(parts[0], "", Path(parts[0]))
+        for directory in sorted({path.parent for path in _files_below(folder, ".safetensors")}):
+            if (directory / "config.json").is_file():
+                yield StoredModel(str(directory), "", directory)
+
+
+def _files_below(folder: Path, ending: str) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        if len(Path(root).relative_to(folder).parts) >= _MAX_DEPTH:
+            folders.clear()
+        yield from (Path(root) / name for name in names if name.lower().endswith(ending))
+
+
+def _own() -> Iterator[StoredModel]:
+    return _in_folders(own_models())
+
+
+def _llama_cpp() -> Iterator[StoredModel]:
+    named = os.environ.get("LLAMA_CACHE")
+    caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return _in_folders(Path(named).expanduser() if named else caches / "llama.cpp")
+
+
+def _lm_studio() -> Iterator[StoredModel]:
+    home = Path.home()
+    return _in_folders(home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models")
+
+
+def _ollama() -> Iterator[StoredModel]:
+    for name in ollama_names():
+        try:
+            yield StoredModel(name, "", ollama_model(name.removeprefix(OLLAMA)))
+        except ModelFormatError as error:
+            yield StoredModel(name, "", None, str(error))
+
+
+_STORES: dict[str, Callable[[], Iterator[StoredModel]]] = {
+    "kvboost-edge": _own,
+    "hub": _hub,
+    "llama.cpp": _llama_cpp,
+    "LM Studio": _lm_studio,
+    "Ollama": _ollama,
+}

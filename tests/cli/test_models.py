@@ -1,0 +1,93 @@
+"""`kvboost-edge models` over made-up stores: what runs, what does not and why; a broken file is a row."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from huggingface_hub import constants
+
+from gguf_models import write_gguf
+from kvboost_edge.cli.app import run
+from kvboost_edge.models.checkpoint import Checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """llama.cpp's cache, the only store with anything in it."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "llama").mkdir()
+    return tmp_path / "llama"
+
+
+def _rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
+    assert run(["models", "--json", *argv]) == 0
+    return {Path(row["name"]).name: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_what_runs_and_what_does_not(
+    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
+    write_gguf(tiny_model_dir, folder / "split.gguf", kind="Q8_0", split=9)
+    write_gguf(tiny_model_dir, folder / "half.gguf", kind="Q8_0", split=9)
+    next(folder.glob("half-00002-of-*.gguf")).unlink()
+    data = (folder / "good.gguf").read_bytes()
+    (folder / "cut.gguf").write_bytes(data[:3000])
+    (folder / "empty.gguf").touch()
+    length = b"\4" + bytes(7)
+    (folder / "words.gguf").write_bytes(data.replace(length + b"gpt2", length + b"bert", 1))
+    shutil.copytree(tiny_model_dir, folder / "floats")
+    shutil.copytree(tiny_model_dir, folder / "strange")
+    config = json.loads((folder / "strange/config.json").read_text())
+    (folder / "strange/config.json").write_text(json.dumps({**config, "model_type": "t5", "is_encoder_decoder": True}))
+    writer = gguf.GGUFWriter(folder / "vision.gguf", "clip")
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+
+    def too_dear(_: Checkpoint) -> None:
+        raise AssertionError("weights were read")
+
+    for name in ("fingerprint", "summary"):
+        monkeypatch.setattr(Checkpoint, name, too_dear)
+    rows = _rows(capsys)
+    native = {name for name, row in rows.items() if row["runs"] == "native"}
+    assert native == {"good.gguf", "floats", next(folder.glob("split-00001*")).name}
+    assert rows["good.gguf"]["format"] == "GGUF Q8_0"
+    assert rows["good.gguf"]["bytes"] == len(data)
+    assert rows["good.gguf"]["store"] == "llama.cpp"
+    assert rows["floats"]["format"].startswith("safetensors ")
+    reasons = {name: row["reason"] for name, row in rows.items() if row["runs"] == "refused"}
+    for name, words in {
+        "cut.gguf": "truncated", "empty.gguf": "too few for a GGUF file", "vision.gguf": "'clip'",
+        "words.gguf": "tokenizer.ggml.model is 'bert'", "half-00001": "beside it is no half-00002", "strange": "",
+    }.items():  # fmt: skip
+        (reason,) = (reason for other, reason in reasons.items() if other.startswith(name))
+        assert words in reason
+        assert reason
+
+
+def test_the_table_and_the_word(folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models"]) == 0
+    assert "No model is here yet" in capsys.readouterr().out
+    write_gguf(tiny_model_dir, folder / "good[bold].gguf", kind="Q8_0")
+    (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    assert run(["models"]) == 0
+    out = "".join(capsys.readouterr().out.replace("│", "").split())
+    assert "good[bold].gguf" in out
+    assert "native" in out
+    assert "refused:" in out
+    assert list(_rows(capsys, "GOOD")) == ["good[bold].gguf"]

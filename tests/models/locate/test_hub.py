@@ -1,0 +1,147 @@
+"""GGUF files of the hub: the one that is meant is fetched, alone, whole, and again where it was cut off."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from fake_hub import FakeHub, fake_hub
+from gguf_models import write_gguf
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.locate.hub import gguf_models
+
+REPO = "someone/Tiny-1B-GGUF"
+FILES = {
+    "README.md": b"words",
+    "config.json": b"{}",
+    "Tiny-1B-Q8_0.gguf": b"GGUF" + b"8" * 5000,
+    "Tiny-1B-Q4_K_M.gguf": b"GGUF" + bytes(range(256)) * 400,
+    "Tiny-1B-IQ4_K_M.gguf": b"GGUF" + b"i" * 5000,
+    "mmproj-Tiny-1B-Q8_0.gguf": b"GGUF" + b"m" * 100,
+    "BF16/Tiny-1B-BF16-00001-of-00002.gguf": b"GGUF" + b"1" * 3000,
+    "BF16/Tiny-1B-BF16-00002-of-00002.gguf": b"GGUF" + b"2" * 3000,
+    "F32/Tiny-1B-F32-00002-of-00002.gguf": b"GGUF" + b"3" * 3000,
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub(REPO, FILES, tmp_path / "hub", monkeypatch) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        ("Q4_K_M", "Tiny-1B-Q4_K_M.gguf"),
+        ("q4_k_m", "Tiny-1B-Q4_K_M.gguf"),
+        ("Q8_0", "Tiny-1B-Q8_0.gguf"),
+        ("Tiny-1B-IQ4_K_M.gguf", "Tiny-1B-IQ4_K_M.gguf"),
+        ("BF16/Tiny-1B-BF16-00001-of-00002.gguf", "BF16/Tiny-1B-BF16-00001-of-00002.gguf"),
+    ],
+)
+def test_only_the_file_that_is_meant_is_fetched(wanted: str, name: str, hub: FakeHub) -> None:
+    found = locate_model(f"{REPO}:{wanted}")
+    assert found.read_bytes() == FILES[name]
+    assert found.as_posix().endswith(name)
+    assert set(hub.downloads()) == {other for other in FILES if other[:12] == name[:12]}
+    before = len(hub.downloads())
+    assert locate_model(f"{REPO}:{wanted}") == found
+    assert len(hub.downloads()) == before
+
+
+def test_all_parts_of_a_split_model(hub: FakeHub) -> None:
+    found = locate_model(f"{REPO}:bf16")
+    assert sorted(path.name for path in found.parent.iterdir()) == [
+        "Tiny-1B-BF16-00001-of-00002.gguf", "Tiny-1B-BF16-00002-of-00002.gguf",
+    ]  # fmt: skip
+    assert found.name.endswith("00001-of-00002.gguf")
+    with pytest.raises(ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf of a model in 2 parts"):
+        locate_model(f"{REPO}:F32")
+
+
+def test_a_download_goes_on_where_it_was_cut_off(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.cut = 40_000
+    name = "Tiny-1B-Q4_K_M.gguf"
+    for _ in range(2):
+        try:
+            found = locate_model(f"{REPO}:Q4_K_M")
+            break
+        except ModelFormatError as error:
+            assert "could not be fetched" in str(error)  # noqa: PT017 - the client may try again by itself
+    assert found.read_bytes() == FILES[name]
+    assert [wanted for _, path, wanted in hub.asked if path == name and wanted] == ["bytes=40000-"]
+
+
+def test_what_is_not_what_the_hub_says_is_removed(hub: FakeHub) -> None:
+    hub.damaged = True
+    with pytest.raises(ModelFormatError, match=r"Q4_K_M.gguf was damaged on its way: .* fetch it again"):
+        locate_model(f"{REPO}:Q4_K_M")
+    hub.damaged = False
+    assert locate_model(f"{REPO}:Q4_K_M").read_bytes() == FILES["Tiny-1B-Q4_K_M.gguf"]
+
+
+def test_what_is_there_is_said(hub: FakeHub) -> None:
+    with pytest.raises(ModelFormatError, match=r"no GGUF file for 'Q5_0'; it has: .*Tiny-1B-Q4_K_M.gguf"):
+        locate_model(f"{REPO}:Q5_0")
+    with pytest.raises(ModelFormatError, match=rf"5 GGUF files that this can mean: .*as in {REPO}:Tiny-1B-BF16"):
+        locate_model(REPO)
+    with pytest.raises(ModelFormatError, match=r"no hub model of that name"):
+        locate_model("someone/else-GGUF:Q4_K_M")
+    assert not hub.downloads()
+
+
+def test_the_only_file_needs_no_name(hub: FakeHub) -> None:
+    hub.files = {"Tiny-1B-Q8_0.gguf": FILES["Tiny-1B-Q8_0.gguf"], "README.md": b""}
+    assert locate_model(REPO).read_bytes() == FILES["Tiny-1B-Q8_0.gguf"]
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE", "no hub"])
+def test_the_cache_is_enough(
+    how: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = locate_model(f"{REPO}:Q8_0")
+    if how == "HF_HUB_OFFLINE":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    elif how == "no hub":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with caplog.at_level(logging.WARNING, logger="kvboost_edge"):
+        assert locate_model(f"{REPO}:Q8_0", local_files_only=how == "local_files_only") == found
+    assert ("the copy in the hub cache is used" in caplog.text) == (how == "no hub")
+    with pytest.raises(ModelFormatError, match=r"'Q4_K_M'; it has: Tiny-1B-Q8_0.gguf"):
+        locate_model(f"{REPO}:Q4_K_M", local_files_only=how == "local_files_only")
+
+
+def test_what_was_fetched_is_a_model(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_gguf(tiny_model_dir, folder / "Tiny-Q8_0.gguf", kind="Q8_0", split=9)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    shutil.rmtree(folder)
+    with fake_hub(REPO, files, tmp_path / "hub", monkeypatch):
+        checkpoint = Checkpoint.open(locate_model(f"{REPO}:Q8_0"))
+    assert checkpoint.config["model_type"] == "llama"
+    assert len(checkpoint.summary().files) == len(files)
+
+
+def test_models_are_told_from_what_lies_beside_them() -> None:
+    names = [
+        "a-Q4_0.gguf",
+        "b-00002-of-00002.gguf",
+        "b-00001-of-00002.gguf",
+        "mmproj-F16.gguf",
+        "x.imatrix.gguf",
+        "c.md",
+    ]
+    assert gguf_models(names) == {
+        "a-Q4_0.gguf": ["a-Q4_0.gguf"],
+        "b": ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"],
+    }

@@ -1,0 +1,83 @@
+"""Ollama's store is read where it lies, and nothing in a manifest leads out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.locate.ollama import ollama_names
+from ollama_store import add
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    (tmp_path / "blobs").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("qwen3:0.6b", "registry.ollama.ai/library/qwen3/0.6b"),
+        ("qwen3", "registry.ollama.ai/library/qwen3/latest"),
+        ("someone/model:q4", "registry.ollama.ai/someone/model/q4"),
+        ("hf.co/owner/repo-GGUF:Q4_K_M", "hf.co/owner/repo-GGUF/Q4_K_M"),
+    ],
+)
+def test_a_name_is_a_manifest(name: str, path: str, store: Path) -> None:
+    blob = add(store, path)
+    assert locate_model(f"ollama:{name}") == blob
+    full = name if ":" in name else f"{name}:latest"
+    assert list(ollama_names()) == [f"ollama:{full}"]
+    assert locate_model(blob) == locate_model(str(blob)) == blob
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a/../../x", "a:../../x", "/etc/passwd", "a:b:c", "a/b/c/d", "a:", ".x", "a b"]
+)
+def test_what_is_no_name_touches_no_file(name: str, store: Path) -> None:
+    with pytest.raises(ModelFormatError, match="is no name of Ollama's such as ollama:qwen3"):
+        locate_model(f"ollama:{name}")
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        "sha256:../../secret",
+        f"sha256:{'A' * 64}",
+        f"sha256:{'0' * 63}/",
+        f"md5:{'0' * 64}",
+        None,
+        5,
+        f"sha256:{'0' * 65}",
+    ],
+)
+def test_a_digest_that_is_none_is_refused(digest: Any, store: Path) -> None:
+    add(store, "registry.ollama.ai/library/m/latest", digest=digest)
+    with pytest.raises(ModelFormatError, match="which is no SHA-256"):
+        locate_model("ollama:m")
+
+
+def test_what_is_missing_is_said(store: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"no model m in .*ollama pull m"):
+        locate_model("ollama:m")
+    add(store, "registry.ollama.ai/library/m/latest", mediaType="application/other")
+    with pytest.raises(ModelFormatError, match="names 0 model files"):
+        locate_model("ollama:m")
+    add(store, "registry.ollama.ai/library/m/latest").unlink()
+    with pytest.raises(ModelFormatError, match=r"blobs/sha256-\w+ is missing"):
+        locate_model("ollama:m")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"layers": 5}', '{"layers": [5, null]}', "[" * 100_000, "\udcff"])
+def test_a_damaged_manifest_is_refused(text: str, store: Path) -> None:
+    add(store, "registry.ollama.ai/library/m/latest")
+    manifest = store / "manifests/registry.ollama.ai/library/m/latest"
+    manifest.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ModelFormatError, match=r"latest (is not a readable manifest|names 0 model files)"):
+        locate_model("ollama:m")
