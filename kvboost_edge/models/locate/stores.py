@@ -17,7 +17,7 @@ from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.models.locate.hub import gguf_models
 from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
 
-__all__ = ["StoredModel", "own_models", "stored_models"]
+__all__ = ["StoredModel", "own_models", "real_model", "stored_models"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = "models--"
@@ -35,8 +35,13 @@ class StoredModel(NamedTuple):
 
 
 def own_models() -> Path:
-    """Where `make real-model` puts what it fetches."""
+    """Where models that we fetched ourselves lie."""
     return cache_directory() / "models"
+
+
+def real_model() -> Path:
+    """Where `make real-model` puts the model it fetches."""
+    return own_models() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def stored_models() -> Iterator[StoredModel]:

@@ -1,0 +1,99 @@
+"""`make quality`: what a format of weights, or fewer bits of keys and values, costs a model that was really trained.
+
+Perplexity, mean and largest KL divergence (nats) and how often the most likely token is the same, each against the same
+model with float32 weights and float32 keys and values, over the beginnings of packages' descriptions: texts that every
+installation of the pinned versions has. "stored" are the GGUF file's own types; other formats are made of its floats,
+so their error comes on top of what Q4_1 lost already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import parser, report
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.perplexity import score_text
+from kvboost_edge.models.locate.stores import real_model
+from real_model import is_whole
+
+PACKAGES = ("huggingface_hub", "httpx", "rich", "typer")
+FORMS: dict[str, dict[str, Any]] = {
+    "stored": {},
+    "stored, kv 8": {"kv_cache_bits": 8},
+    "stored, kv 8,4": {"kv_cache_bits": (8, 4)},
+    "stored, kv 4": {"kv_cache_bits": 4},
+    "f32, kv 8": {"weights": "f32", "kv_cache_bits": 8},
+    "f32, kv 8,4": {"weights": "f32", "kv_cache_bits": (8, 4)},
+    "f32, kv 4": {"weights": "f32", "kv_cache_bits": 4},
+    "bf16": {"weights": "bf16"},
+    "int8": {"weights": "int8"},
+    "int4-asym": {"weights": "int4-asym"},
+    "int4": {"weights": "int4"},
+}
+
+
+def descriptions() -> Iterator[tuple[str, str]]:
+    """(package and version, its description)."""
+    for name in PACKAGES:
+        found = importlib.metadata.metadata(name)
+        yield f"{name} {found['Version']}", str(found.get_payload() or found["Description"])
+
+
+def row_of(form: str, scores: list[Any], perplexities: list[float], counts: list[int]) -> dict[str, Any]:
+    """Figures of all texts together, each weighted by its tokens; `scores`: Difference of each, none for the first."""
+    total = sum(counts)
+
+    def mean(values: list[float]) -> float:
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / total
+
+    row = {"form": form, "perplexity": math.exp(mean([math.log(value) for value in perplexities]))}
+    if not scores:
+        return {**row, "mean KL": None, "max KL": None, "same top %": None}
+    return {
+        **row,
+        "mean KL": mean([score.mean_kl for score in scores]),
+        "max KL": max(score.max_kl for score in scores),
+        "same top %": 100 * mean([score.top1_agreement for score in scores]),
+    }
+
+
+def ours(model: Path, texts: list[list[int]], window: int, forms: list[str]) -> list[dict[str, Any]]:
+    """A row for float32 and one for each form, which is loaded beside it in turn."""
+    rows = []
+    with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
+        for form in forms:
+            with CPUPagedEngine.from_pretrained(str(model), num_blocks=256, **FORMS[form]) as other:
+                found = [score_text(first, ids, window=window, against=other) for ids in texts]
+            counts = [score.scored_tokens for score in found]
+            if not rows:
+                rows.append(row_of("f32 (reference)", [], [score.perplexity for score in found], counts))
+            differences = [score.difference for score in found if score.difference is not None]
+            rows.append(row_of(form, differences, [each.perplexity for each in differences], counts))
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--tokens", type=int, default=512, help="of each text")
+    options.add_argument("--window", type=int, default=256)
+    given = options.parse_args()
+    model = real_model()
+    if not is_whole(model):
+        raise SystemExit(f"{model} is missing: run `make real-model`")
+    with CPUPagedEngine.from_pretrained(str(model), num_blocks=64) as engine:
+        texts = {name: engine.tokenizer.encode(text)[: given.tokens] for name, text in descriptions()}
+    forms = ["stored"] if given.quick else list(FORMS)
+    rows = ours(model, list(texts.values()), given.window, forms)
+    digests = {name: hashlib.sha256(str(ids).encode()).hexdigest()[:16] for name, ids in texts.items()}
+    report("quality", rows, options=given, model=model.name, texts=digests)
+
+
+if __name__ == "__main__":
+    main()

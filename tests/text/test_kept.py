@@ -1,0 +1,117 @@
+"""A kept tokenizer is the one that was built; what is damaged, foreign or of another model is built again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gguf_models import write_gguf
+from kvboost_edge.engine.build import load_tokenizer
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.text import kept
+from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
+from kvboost_edge.text.kept import kept_tokenizer
+from kvboost_edge.text.tokenizer import Tokenizer
+
+KEY = "ab" * 32
+TEXTS = ("Hello world! 1234", "", " a\n\nb  ", "naïve 你好 🚀", "<|end|>x")
+
+
+@pytest.fixture(scope="module")
+def metadata(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    path = write_gguf(tiny_model_dir, tmp_path_factory.mktemp("gguf") / "m.gguf")
+    return {**(Checkpoint.open(path).gguf_metadata() or {}), "tokenizer.chat_template": "{{ eos_token }}ü"}
+
+
+@pytest.fixture
+def built(metadata: dict[str, object]) -> tuple[Callable[[], Tokenizer], list[int]]:
+    """Builds the tokenizer, and has an entry for each time."""
+    calls: list[int] = []
+
+    def build() -> Tokenizer:
+        calls.append(1)
+        return gguf_tokenizer(metadata, name="m.gguf")
+
+    return build, calls
+
+
+def test_the_second_start_builds_nothing(built: tuple[Callable[[], Tokenizer], list[int]], tmp_path: Path) -> None:
+    build, calls = built
+    first = kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path)
+    second = kept_tokenizer(KEY, build, name="n.gguf", cache_dir=tmp_path)
+    assert len(calls) == 1
+    assert second.name == "n.gguf"
+    for text in TEXTS:
+        assert second.encode(text) == first.encode(text)
+        ids = first.encode(text)
+        assert second.decode(ids, False) == first.decode(ids, False)
+    same = ("special_tokens", "chat_template", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    assert {name: getattr(first, name) for name in same} == {name: getattr(second, name) for name in same}
+    assert second.codec.stream_kind is first.codec.stream_kind
+
+
+@pytest.mark.parametrize("how", ["byte", "cut", "empty", "version", "library", "model", "writable", "directory"])
+def test_what_is_not_ours_is_built_again(
+    how: str,
+    built: tuple[Callable[[], Tokenizer], list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    build, calls = built
+    expected = kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path).encode(TEXTS[0])
+    (path,) = (tmp_path / "packed").glob("*.kvtok")
+    data = path.read_bytes()
+    os.chmod(path, 0o600)
+    if how == "byte":
+        path.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+    elif how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "version":
+        monkeypatch.setattr(kept, "_VERSION", 99)
+    elif how == "library":
+        monkeypatch.setattr("tokenizers.__version__", "0")
+    elif how == "writable":
+        os.chmod(path, 0o666)
+    elif how == "directory":
+        path.unlink()
+        path.mkdir()
+    key = KEY[:40] + "0" * 24 if how == "model" else KEY
+    with caplog.at_level(logging.WARNING, logger="kvboost_edge"):
+        assert kept_tokenizer(key, build, name="m.gguf", cache_dir=tmp_path).encode(TEXTS[0]) == expected
+    assert len(calls) == 2
+    assert ("built" in caplog.text) == (how not in ("library", "model"))
+    if how != "directory":
+        kept_tokenizer(key, build, name="m.gguf", cache_dir=tmp_path)
+        assert len(calls) == 2
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    built: tuple[Callable[[], Tokenizer], list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build, calls = built
+    (tmp_path / "packed").touch()
+    for _ in range(2):
+        assert kept_tokenizer(KEY, build, name="m.gguf", cache_dir=tmp_path).encode("a")
+    assert len(calls) == 2
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_engine_keeps_it(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(tiny_model_dir, tmp_path / "m.gguf")
+    first = load_tokenizer(Checkpoint.open(path))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("built again")
+
+    monkeypatch.setattr("kvboost_edge.engine.build.gguf_tokenizer", refuse)
+    second = load_tokenizer(Checkpoint.open(path))
+    assert [second.encode(text) for text in TEXTS] == [first.encode(text) for text in TEXTS]
