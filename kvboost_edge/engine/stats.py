@@ -47,8 +47,9 @@ def cache_stats(parts: EngineParts) -> dict[str, float]:
 
 def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run together. isa is what the processor has,
-    kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do)."""
+    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run
+    together. isa is what the processor has, kernel_path and attention_path which forms of the project's own kernels run
+    ("none": torch's do)."""
     manager, backend = parts.manager, parts.backend.describe()
     used = manager.used_block_count
     hot = manager.published_block_count
