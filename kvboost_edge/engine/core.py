@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvboost_edge.backends.base import Backend
+from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.batch import build_batch
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
@@ -92,6 +93,7 @@ class EngineCore:
         self._stopped = False
         self._failure: BaseException | None = None
         self._is_copy = False
+        self.answers = AnswerStore()
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
     # The callers' side.
@@ -330,6 +332,8 @@ class EngineCore:
         if self._live.pop(sequence.index, None) is None:
             return
         self.scheduler.finish(sequence)
+        if error is None and reason in ("stop", "length"):
+            self.answers.keep(sequence.request.root, *sequence.answer())
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
 
 

@@ -73,7 +73,7 @@ class CPUPagedEngine:
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
         )
-        self._intake = Intake(parts, config, self._core.check_open)
+        self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
         self._finalizer = weakref.finalize(self, self._core.request_close)
         self._core.start()
@@ -218,6 +218,11 @@ class CPUPagedEngine:
         return WarmResult.of(servable, len(token_ids), self._config.block_size)
 
     warm_chunks = warm
+
+    def answer_ids(self, text: str, *, tenant: str | None = None, cache_salt: str | None = None) -> list[int] | None:
+        """The token ids an answer of exactly this text was generated with, if they are kept; chat messages given as a
+        prompt use them by themselves."""
+        return self._core.answers.find(self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt)), text)
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
         """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal paged path.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
@@ -77,7 +78,10 @@ class Terms:
 class Intake:
     """Builds the requests of one engine and numbers them. Safe to use from any thread."""
 
-    def __init__(self, parts: EngineParts, config: EngineConfig, check_open: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: EngineParts, config: EngineConfig, check_open: Callable[[], None], answers: AnswerStore
+    ) -> None:
+        self._answers = answers
         self._parts = parts
         self._seeds = Seeds(config.seed)
         self._check_open = check_open
@@ -125,7 +129,8 @@ class Intake:
         self._check_open()
         info, tokenizer = self._parts.runner.info, self._parts.tokenizer
         params.check_vocabulary(info.vocab_size)
-        text, ids = encode_prompt(prompt, tokenizer, info.vocab_size)
+        root = self.root(terms)
+        text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
         prefill_only = prefill_only or params.max_new_tokens == 0
         if prefill_only or logits_start is not None:
             max_tokens = len(ids)
@@ -152,7 +157,7 @@ class Intake:
             tokenized_at=time.perf_counter(),
             logits_start=logits_start,
             prefill_only=prefill_only,
-            root=self.root(terms),
+            root=root,
             tenant=tenant,
             weight=terms.weight,
             priority=terms.priority,

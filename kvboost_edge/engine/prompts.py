@@ -9,6 +9,7 @@ from kvboost_edge.engine.request import SamplingParams, as_int
 from kvboost_edge.errors import KVBoostError, RequestError
 
 if TYPE_CHECKING:
+    from kvboost_edge.text.answers import FindAnswer
     from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "encode_prompt", "resolve_max_tokens"]
@@ -17,14 +18,19 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (the tokenizer's special tokens are added), token ids, or chat messages (the chat template is applied)."""
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str, list[int]]:
-    """The prompt as text and as token ids, all in [0, vocab_size); RequestError says what is wrong with it."""
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, find_answer: FindAnswer | None = None
+) -> tuple[str, list[int]]:
+    """The prompt as text and as token ids, all in [0, vocab_size); RequestError says what is wrong with it.
+
+    find_answer   the ids that an assistant's message was generated with, see `encode_with_answers`
+    """
     if isinstance(prompt, str):
         text, ids = prompt, _encode_text(prompt, tokenizer)
     else:
         items = _as_list(prompt)
         if items and isinstance(items[0], Mapping):
-            text, ids = _encode_chat(items, tokenizer)
+            text, ids = _encode_chat(items, tokenizer, find_answer)
         else:
             ids = [as_int(f"token {i} of the prompt", token_id) for i, token_id in enumerate(items)]
             text = ""
@@ -76,12 +82,12 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(text)
 
 
-def _encode_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def _encode_chat(messages: list[Any], tokenizer: Tokenizer, find_answer: FindAnswer | None) -> tuple[str, list[int]]:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"chat message {i} is {message!r}; each must be a mapping with 'role' and 'content'")
     try:
-        return tokenizer.chat_prompt(messages)
+        return tokenizer.chat_prompt(messages, find_answer)
     except KVBoostError:
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise anything

@@ -238,6 +238,11 @@ class Sequence:
             return text + rest, "stop"
         return text + rest + self._stops.flush(), "length"
 
+    def answer(self) -> tuple[str, list[int]]:
+        """The output's text, and the ids it was written with: without the token that ended it."""
+        ids = self.token_ids[self.request.num_prompt_tokens :]
+        return "".join(self._text), ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
+
     def result(self, finish_reason: str) -> GenerationResult:
         """The outcome as of now. The text is what was handed out: a cancelled request keeps back what was uncertain."""
         request = self.request

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.text.answers import FindAnswer, encode_with_answers
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
@@ -121,20 +122,28 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         *,
         continue_final: bool = False,
+        find_answer: FindAnswer | None = None,
     ) -> list[int]:
-        """Token ids of chat messages. The template writes the BOS token where the model wants one; none is added. Only
+        """Token ids of chat messages. `find_answer`: the assistant's messages with the ids they were generated with,
+        see `encode_with_answers`. The template writes the BOS token where the model wants one; none is added. Only
         the template writes special tokens: their text in a message is text. `continue_final` ends behind the content
         of the last message, so that the model goes on with it."""
         pieces = self._chat_pieces(messages, add_generation_prompt, variables, continue_final=continue_final)
-        return self._encode_pieces(pieces)
+        return self._encode_pieces(pieces, messages, find_answer)
 
-    def chat_prompt(self, messages: Messages) -> tuple[str, list[int]]:
+    def chat_prompt(self, messages: Messages, find_answer: FindAnswer | None = None) -> tuple[str, list[int]]:
         """The text of chat messages, as `apply_chat_template` has it, and their ids, as `encode_chat` has them."""
         pieces = self._chat_pieces(messages, True, None)
-        return "".join(pieces), self._encode_pieces(pieces)
+        return "".join(pieces), self._encode_pieces(pieces, messages, find_answer)
 
-    def _encode_pieces(self, pieces: list[str]) -> list[int]:
-        return self.encode(pieces[0], False) if len(pieces) == 1 else self.codec.encode_apart(pieces)
+    def _encode_pieces(self, pieces: list[str], messages: Messages, find_answer: FindAnswer | None) -> list[int]:
+        if len(pieces) > 1:
+            return self.codec.encode_apart(pieces)  # some message holds a special token's text: nothing of it is parsed
+        contents = [message.get("content") for message in messages if message.get("role") == "assistant"]
+        answers = [content for content in contents if isinstance(content, str)]
+        if find_answer is None or not answers:
+            return self.encode(pieces[0], False)
+        return encode_with_answers(pieces[0], answers, self, find_answer)
 
     def _chat_pieces(
         self,

@@ -259,7 +259,7 @@ def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks() ->
         config = EngineConfig(kv_cache_bits=8, max_cache_bytes=budget)
         blocks = plan_num_blocks(config, QUANTIZED, 2048, 0, 10 * GB)
         used = blocks * block + num_open_blocks(config, blocks, 16) * one_open
-        assert budget - 2 * (block + one_open) < used <= budget
+        assert 0.99 * budget - 2 * (block + one_open) < used <= budget
 
 
 QUANTIZED = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float16", (8, 8))

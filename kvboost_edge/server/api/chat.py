@@ -14,6 +14,7 @@ from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, 
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["chat_order"]
@@ -28,13 +29,14 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
     texts = TokenTexts(tokenizer) if body.logprobs else None
     check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
 
-    def encode() -> list[EncodedPrompt]:
+    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
         ids = encode_messages(
             tokenizer,
             body.messages,
             body.chat_template_kwargs,
             body.add_generation_prompt is not False,
             continue_final=body.continues,
+            find_answer=find_answer,
         )
         return [EncodedPrompt(ids)]
 

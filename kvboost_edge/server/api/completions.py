@@ -16,6 +16,7 @@ from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.shared import bad_field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["completion_order"]
@@ -33,7 +34,7 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
     ranked = body.num_sequences > body.num_choices
     texts = None if body.logprobs is None else TokenTexts(tokenizer)
 
-    def encode() -> list[EncodedPrompt]:
+    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
         prompts = [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
         rows = sum((len(prompt.token_ids) if body.echo else 0) + wanted for prompt in prompts)
         check_logprobs(rows * body.num_sequences, body.logprobs, "logprobs")

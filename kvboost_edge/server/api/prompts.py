@@ -8,6 +8,7 @@ from typing import Any
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["encode_messages", "encode_text", "estimate_messages", "estimate_tokens", "size_of"]
@@ -50,11 +51,14 @@ def encode_messages(
     add_generation_prompt: bool = True,
     *,
     continue_final: bool = False,
+    find_answer: FindAnswer | None = None,
 ) -> list[int]:
     """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
     plain = [message.for_template() for message in messages]
     try:
-        ids = tokenizer.encode_chat(plain, add_generation_prompt, variables, continue_final=continue_final)
+        ids = tokenizer.encode_chat(
+            plain, add_generation_prompt, variables, continue_final=continue_final, find_answer=find_answer
+        )
     except RequestError as error:
         raise bad_field("messages", str(error)) from error
     if not ids:

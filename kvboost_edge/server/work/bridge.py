@@ -24,6 +24,7 @@ from kvboost_edge.engine.request import Entry, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.work.admission import Ticket
+from kvboost_edge.text.answers import FindAnswer
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -60,13 +61,14 @@ class EncodedPrompt:
 class Job:
     """What a request body asks of the engine.
 
-    encode         tokenizes; runs in a worker thread unless the prompts are short
+    encode         tokenizes, given what finds the ids of the tenant's earlier answers; runs in a worker thread unless the
+                   prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
     size           characters or tokens of all prompts, and some for each message
     """
 
-    encode: Callable[[], list[EncodedPrompt]]
+    encode: Callable[[FindAnswer], list[EncodedPrompt]]
     size: int
     params: Callable[[EncodedPrompt, int], SamplingParams]
     per_prompt: int
@@ -117,7 +119,9 @@ def _long_workers() -> ThreadPoolExecutor:
 async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
     """Tokenize, queue, and cancel whatever is not done when the block is left."""
     started = time.perf_counter()
-    prompts = job.encode() if job.size <= _SHORT else await off_loop(job.encode, job.size)
+    answer_ids = functools.partial(engine.answer_ids, tenant=ticket.tenant, cache_salt=job.cache_salt)
+    encode = functools.partial(job.encode, answer_ids)
+    prompts = encode() if job.size <= _SHORT else await off_loop(encode, job.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
     if job.mode is GenerationMode.PREFIX_CACHE and job.cache_salt is None:
         await ticket.group(prompts[0].token_ids)

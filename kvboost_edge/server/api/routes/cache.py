@@ -24,6 +24,7 @@ from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
+from kvboost_edge.text.answers import FindAnswer
 
 __all__ = ["router"]
 
@@ -88,9 +89,10 @@ async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
 def _warm_job(state: ServerState, body: WarmRequest) -> Job:
     tokenizer = state.engine.tokenizer
 
-    def encode() -> list[EncodedPrompt]:
+    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
         if body.messages is not None:
-            return [EncodedPrompt(encode_messages(tokenizer, body.messages, body.chat_template_kwargs, False))]
+            variables = body.chat_template_kwargs
+            return [EncodedPrompt(encode_messages(tokenizer, body.messages, variables, False, find_answer=find_answer))]
         return [EncodedPrompt(encode_text(tokenizer, body.text or "", True, "text"))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
