@@ -61,7 +61,7 @@ class EncodedPrompt:
 class Job:
     """What a request body asks of the engine.
 
-    encode         tokenizes, given what finds the ids of the tenant's earlier answers; runs in a worker thread unless the
+    encode         tokenizes, given what finds earlier answers' ids; runs in a worker thread unless the
                    prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
