@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -80,6 +81,7 @@ async def send_json(send: Send, body: bytes) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body) - _SEND_BYTES, _SEND_BYTES):
         await send({"type": "http.response.body", "body": body[start : start + _SEND_BYTES], "more_body": True})
+        await asyncio.sleep(0)  # others go on, and a connection that was lost meanwhile is known before more is written
     rest = body[(len(body) - 1) // _SEND_BYTES * _SEND_BYTES :]
     await send({"type": "http.response.body", "body": rest, "more_body": False})
 
