@@ -7,10 +7,8 @@ the tokens silently.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -18,62 +16,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["PRE_TOKENIZERS", "check_vocabulary_kind", "gguf_tokenizer"]
+__all__ = ["check_vocabulary_kind", "gguf_tokenizer"]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NO_ID = (1 << 32) - 1  # written for "none" by some converters
 _SPACE = "▁"
-_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _END
-_QWEN2 = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _END
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
-_WORD_UPPER = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-_SLASH_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"{_WORD}|{_WORD_UPPER}|\p{{N}}" + _SLASH_END
-# llama.cpp's own, of no tokenizer.json: punctuation, then GPT-2's words, then numbers, then three digits at a time.
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
-_GPT4O = rf"{_WORD}{_SUFFIX}?|{_WORD_UPPER}{_SUFFIX}?|\p{{N}}{{1,3}}" + _SLASH_END
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pre:
-    """How text is split into words before BPE.
-
-    regexes  each splits what the ones before left; none: GPT-2's own
-    digits   every digit is a word of its own, split off first
-    whole    a word that is a token is taken without merging;  bos: BOS is added where the file does not say
-    nfc      text is normalized to NFC first
-    """
-
-    regexes: tuple[str, ...] = ()
-    digits: bool = False
-    whole: bool = False
-    bos: bool = False
-    nfc: bool = False
-
-
-_GPT2, _DIGITS = _Pre(), _Pre(digits=True)
-_LLAMA_BPE = _Pre((_LLAMA3,), whole=True, bos=True)
-PRE_TOKENIZERS: Mapping[str, _Pre] = MappingProxyType(
-    {
-        "default": _Pre(_DEFAULT), "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2, "mpt": _GPT2,
-        "llama-bpe": _LLAMA_BPE, "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE,
-        "dbrx": _Pre((_LLAMA3,)), "smaug-bpe": _Pre((_LLAMA3,), whole=True),
-        "qwen2": _Pre((_QWEN2,), nfc=True), "deepseek-r1-qwen": _Pre((_QWEN2,)),
-        "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS,
-        "tekken": _Pre((_TEKKEN,), whole=True, bos=True), "gpt-4o": _Pre((_GPT4O,)),
-    }
-)  # fmt: skip
-"""The values of tokenizer.ggml.pre that are known."""
 
 
 class _Fields:
@@ -261,6 +211,7 @@ def _added_tokens(
 ) -> list[AddedToken]:
     """Tokens that are found in the text as a whole: control tokens, which are special, and user-defined ones."""
     # Phi-3's control tokens swallow the white space behind them; the file does not say it, llama.cpp knows it, too.
+    # "</s>" does so whatever its kind: the file's model has it as an ordinary added token.
     strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
     keeps = ("<unk>", "<s>", "<|endoftext|>")
     named = set(special.values())
@@ -270,7 +221,7 @@ def _added_tokens(
             rstrip = strips and kind == _CONTROL and token not in keeps
             found.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
         elif kind == _USER_DEFINED:
-            found.append(AddedToken(token, special=False, normalized=False))
+            found.append(AddedToken(token, special=False, normalized=False, rstrip=strips and token == "</s>"))
     return found
 
 
