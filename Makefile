@@ -92,6 +92,7 @@ bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory,
 
 bench-linear: setup  ## decode against a plain read of the weights, integer rate, where a pass spends its time
 	$(BIN)/python benchmarks/bench_linear.py
+	$(BIN)/python benchmarks/bench_weight_formats.py
 
 bench-startup: setup  ## from starting the process to the first byte, and memory beside weights and pool
 	$(BIN)/python benchmarks/bench_startup.py

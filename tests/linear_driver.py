@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.panel import FINE_BYTES, panel_tokens
-from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows
+from kvboost_edge.kernels.linear.panel import LARGEST_CELL, panel_tokens
+from kvboost_edge.kernels.linear.weights import NUMBERS, PackedRows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
@@ -97,16 +97,16 @@ def run_linear(
     biases = np.zeros(padded, np.float32)
     if extra.bias is not None:
         biases[:rows] = extra.bias
-    panel = np.zeros(tokens * groups * FINE_BYTES, np.uint8)
+    panel = np.zeros(tokens * groups * LARGEST_CELL, np.uint8)
     program.buffer(lt.B_ATTENDED, wide)
     program.buffer(lt.B_PANEL, panel)
     program.buffer(lt.B_WIDE, out)
     source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: groups * 32}
     fine = int(extra.fine)
-    quantized = {lt.F_QUANT: KINDS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
-    if kind in QUANTIZED:
+    quantized = {lt.F_QUANT: NUMBERS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
+    if kind not in ("f32", "bf16"):
         program.add(lt.OP_QUANT, {**source, **quantized, lt.F_COUNT: inputs})
-    weights = {**matrix_fields(program, packed), lt.F_KIND: KINDS[kind], lt.F_UNIT: 3, lt.F_PANEL_IN: lt.B_PANEL}
+    weights = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[kind], lt.F_UNIT: 3, lt.F_PANEL_IN: lt.B_PANEL}
     target = {lt.F_DST: lt.B_WIDE, lt.F_DST_STEP: padded, lt.F_COUNT: rows, lt.F_INPUTS: inputs, lt.F_FINE_IN: fine}
     rest = {lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data, lt.F_ADD: int(extra.add is not None)}
     program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})

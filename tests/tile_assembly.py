@@ -1,4 +1,4 @@
-"""Machine code of a linear microkernel for another processor, as text."""
+"""A linear microkernel as a module of its own, and its machine code for another processor as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from llvmlite import binding, ir
 from kvboost_edge.kernels.linear.tiles import IntTiles, Target, Tile
 from kvboost_edge.kernels.vectors import F32, I64
 
-__all__ = ["tile_assembly"]
+__all__ = ["tile_assembly", "tile_module"]
 
 
-def tile_assembly(tiles: IntTiles, triple: str, cpu: str, *, optimize: bool = False) -> str:
-    """Assembly of what `tiles` emits; optimize: after the passes that Numba runs, too."""
+def tile_module(tiles: IntTiles, triple: str) -> str:
+    """A module with the function "tile": the fields of `Tile`, the panel's address, the fields of `Target`."""
     module = ir.Module()
     module.triple = triple
     arguments = [I64] * (len(Tile._fields) + 1 + len(Target._fields) - 1) + [F32]
@@ -21,10 +21,15 @@ def tile_assembly(tiles: IntTiles, triple: str, cpu: str, *, optimize: bool = Fa
     tile, panel, target = Tile(*function.args[:count]), function.args[count], Target(*function.args[count + 1 :])
     tiles.emit(builder, tile, panel, target)
     builder.ret_void()
+    return str(module)
+
+
+def tile_assembly(tiles: IntTiles, triple: str, cpu: str, *, optimize: bool = False) -> str:
+    """Assembly of what `tiles` emits; optimize: after the passes that Numba runs, too."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
-    parsed = binding.parse_assembly(str(module))
+    parsed = binding.parse_assembly(tile_module(tiles, triple))
     if optimize:
         passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(parsed, passes)

@@ -39,6 +39,8 @@ def run_warmup(model: str, options: dict[str, Any]) -> None:
             bar.update(task, description=", ".join(f"{name} {value}" for name, value in form.items()))
             _compile({name: value for name, value in options.items() if name not in _OF_ONE_MODEL} | form)
             bar.advance(task)
+    if forms:
+        _compile_packing()
     if model != BUNDLED_MODEL or not forms:
         small = {} if any(name in options for name in _SIZES) else {"num_blocks": 64}
         with loaded_engine(model, {"max_num_seqs": 4, **small, **options}, console) as engine:
@@ -70,6 +72,16 @@ def _compile(options: dict[str, Any]) -> None:
 
     with CPUPagedEngine.from_pretrained(BUNDLED_MODEL, num_blocks=64, **{"max_num_seqs": 4, **options}) as engine:
         _answer(engine)
+
+
+def _compile_packing() -> None:
+    """What packs the block formats of GGUF files, which no run through the bundled model needs."""
+    import numpy as np
+
+    from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
+
+    for kind, nbytes in BLOCK_BYTES.items():
+        pack_blocks(np.zeros((1, nbytes), dtype=np.uint8), kind)
 
 
 def _answer(engine: CPUPagedEngine) -> None:

@@ -4,9 +4,10 @@ What a tile register calls B, 8 rows of 16 x 4 signed bytes, is a group of a wei
 offset; A, 16 rows of 32 bytes, are 16 tokens of a panel, or 16 tokens' bytes of one plane of a fine one. One
 multiplication gives the 16 x 16 exact sums of a group, which take the same float epilogue as everywhere.
 
-A group is one turn of a loop in which three things go on at once: its tiles are multiplied, the sums of the group
-before are added in floats, and the weights of the next group are unpacked. Each reads what was written a turn ago: a
-tile cannot be loaded, nor its sums read, soon after they were stored.
+A group, or a part of one that has scales of its own (half the rows of B, half the bytes of A), is one turn of a loop in
+which three things go on at once: its tiles are multiplied, the sums of the part before are added in floats, and the
+weights of the next part are unpacked. Each reads what was written a turn ago: a tile cannot be loaded, nor its sums
+read, soon after they were stored.
 """
 
 from __future__ import annotations
@@ -20,24 +21,22 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import GROUP, GroupDot
-from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BYTES, MATRIX_FINE_TOKENS, MATRIX_TOKENS
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES
+from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
+from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,
-    KIND_INT4_ASYM,
     IntTiles,
     Target,
     Tile,
-    emit_load_pair,
     fields_of,
 )
 from kvboost_edge.kernels.vectors import (
     I64,
-    KIND_F16,
     LANES,
     V16,
     emit_fma,
     emit_load,
-    emit_load_as_f32,
     emit_scratch,
     emit_splat,
     emit_store,
@@ -64,12 +63,12 @@ _CONFIG_AT = _WEIGHTS_AT + 2 * _TURN
 _SCRATCH = _CONFIG_AT + _LINE
 
 
-def _configuration() -> ir.Constant:
-    """Palette 1; rows and bytes a row of each tile register, see Intel's manual of LDTILECFG."""
+def _configuration(quads: int) -> ir.Constant:
+    """Palette 1; rows and bytes a row of each tile register, see Intel's manual of LDTILECFG. quads: of a part."""
     text = bytearray(_LINE)
     text[0] = 1
     shapes = {number: (LANES, _LINE) for pair in _SUMS for number in pair}
-    shapes |= dict.fromkeys(_ROWS, (LANES, GROUP)) | dict.fromkeys(_WEIGHTS, (_QUADS, _LINE))
+    shapes |= dict.fromkeys(_ROWS, (LANES, 4 * quads)) | dict.fromkeys(_WEIGHTS, (quads, _LINE))
     for number, (rows, width) in shapes.items():
         text[16 + 2 * number] = width
         text[48 + number] = rows
@@ -101,13 +100,12 @@ class AmxTiles(IntTiles):
 
     def __init__(self, kind: int, fine: bool) -> None:
         super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
-        self._cell = self.tokens * (FINE_BYTES if fine else COARSE_BYTES)
         self._scratch: Value = None  # of the function that `emit` writes
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         self._scratch = emit_scratch(b, _SCRATCH)
         config = b.inttoptr(self._at(b, _CONFIG_AT), _POINTER)
-        b.store(_configuration(), config, align=_LINE)
+        b.store(_configuration(self.quads), config, align=_LINE)
         _call(b, "ldtilecfg", config)
         super().emit(b, tile, panel, target)
         # Tiles in their first state cost nothing when threads are switched.
@@ -117,26 +115,27 @@ class AmxTiles(IntTiles):
         return b.add(self._scratch, int_constant(offset))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        pairs = ((tile.weights, tile.weights_step), (tile.scales, tile.scales_step), (tile.minima, tile.scales_step))
+        pairs = ((tile.weights, tile.weights_step), (tile.scales, tile.scales_step), (tile.minima, tile.minima_step))
         weights, scales, minima = [[first, b.add(first, step)] for first, step in pairs]
         source = _Source(weights, scales, minima, panel)
         with cgutils.for_range(b, int_constant(_TILES * self.tokens), intp=I64) as loop:
             emit_store(b, ir.Constant(V16, [0.0] * LANES), self._line(b, _FLOATS_AT, loop.index))
         zero, one = int_constant(0), int_constant(1)
-        last = b.sub(tile.groups, one)
+        count = b.mul(tile.groups, int_constant(self.parts))
+        last = b.sub(count, one)
         self._unpack(b, tile, source, zero)
         self._load(b, source, zero)
         self._unpack(b, tile, source, b.select(b.icmp_signed("<", zero, last), one, zero))
         for t in range(_TILES):
             self._multiply(b, t)
             self._store_sums(b, t)
-        with cgutils.for_range_slice(b, one, tile.groups, one, I64) as (group, _):
-            following = b.add(group, one)
-            self._load(b, source, group)
-            self._unpack(b, tile, source, b.select(b.icmp_signed("<", following, tile.groups), following, last))
+        with cgutils.for_range_slice(b, one, count, one, I64) as (part, _):
+            following = b.add(part, one)
+            self._load(b, source, part)
+            self._unpack(b, tile, source, b.select(b.icmp_signed("<", following, count), following, last))
             for t in range(_TILES):
                 self._multiply(b, t)
-                self._add_sums(b, source, b.sub(group, one), t)
+                self._add_sums(b, source, b.sub(part, one), t)
                 self._store_sums(b, t)
         for t in range(_TILES):
             self._add_sums(b, source, last, t)
@@ -146,31 +145,31 @@ class AmxTiles(IntTiles):
         """Address of a line of the scratch memory, counted from `offset` bytes on."""
         return b.add(self._at(b, offset), b.mul(index, int_constant(_LINE)))
 
-    def _turn(self, b: Builder, group: Value) -> Value:
-        """Address of the unpacked weights of a group."""
-        return b.add(self._at(b, _WEIGHTS_AT), b.mul(b.and_(group, int_constant(1)), int_constant(_TURN)))
+    def _turn(self, b: Builder, part: Value) -> Value:
+        """Address of the unpacked weights of a part."""
+        return b.add(self._at(b, _WEIGHTS_AT), b.mul(b.and_(part, int_constant(1)), int_constant(_TURN)))
 
-    def _unpack(self, b: Builder, tile: Tile, source: _Source, group: Value) -> None:
-        """Weights of a group as signed bytes, less their offset."""
-        dot, out = GroupDot(b, self.kind, self.form), self._turn(b, group)
-        places = [b.add(at, b.mul(group, int_constant(self.group_bytes))) for at in source.weights]
-        self._prefetch(b, tile, places, [self._half(b, at, group) for at in source.scales])
+    def _unpack(self, b: Builder, tile: Tile, source: _Source, part: Value) -> None:
+        """Weights of a part as signed bytes, less their offset."""
+        dot, out = GroupDot(b, self.kind, self.form), self._turn(b, part)
+        size, scales = int_constant(self.group_bytes // self.parts), int_constant(SCALE_BYTES // self.parts)
+        places = [b.add(at, b.mul(part, size)) for at in source.weights]
+        self._prefetch(b, tile, places, [b.add(at, b.mul(part, scales)) for at in source.scales])
         for t, place in enumerate(places):
-            for pair in range(_QUADS // 2):
+            for pair in range(self.quads // 2):
                 for half, quad in enumerate(emit_load_pair(b, self.kind, place, pair)):
                     line = b.add(out, int_constant((t * _QUADS + 2 * pair + half) * _LINE))
                     b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
 
-    def _half(self, b: Builder, at: Value, group: Value) -> Value:
-        """Address of a group's 16 float16."""
-        return b.add(at, b.mul(group, int_constant(2 * LANES)))
+    def _here(self, b: Builder, source: _Source, part: Value) -> Value:
+        """Address of the cell that a part is in."""
+        group = part if self.parts == 1 else b.udiv(part, int_constant(self.parts))
+        return b.add(source.panel, b.mul(group, int_constant(self.cell)))
 
-    def _here(self, b: Builder, source: _Source, group: Value) -> Value:
-        """Address of a group's cell."""
-        return b.add(source.panel, b.mul(group, int_constant(self._cell)))
-
-    def _load(self, b: Builder, source: _Source, group: Value) -> None:
-        here, weights = self._here(b, source, group), self._turn(b, group)
+    def _load(self, b: Builder, source: _Source, part: Value) -> None:
+        here, weights = self._here(b, source, part), self._turn(b, part)
+        if self.parts > 1:
+            here = b.add(here, b.mul(b.urem(part, int_constant(self.parts)), int_constant(4 * self.quads)))
         for half, number in enumerate(_ROWS):
             _on_tile(b, "tileloadd64", number, b.add(here, int_constant(half * LANES * GROUP)), GROUP)
         for t, number in enumerate(_WEIGHTS):
@@ -186,12 +185,10 @@ class AmxTiles(IntTiles):
             offset = _SUMS_AT + (t * _CELL_ROWS + half * LANES) * _LINE
             _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
 
-    def _add_sums(self, b: Builder, source: _Source, group: Value, t: int) -> None:
-        """The float epilogue of a group for one weight tile; see `IntTiles._epilogue`."""
-        here = self._here(b, source, group)
-        half, low = emit_load_as_f32(b, KIND_F16, self._half(b, source.scales[t], group)), None
-        if self.kind == KIND_INT4_ASYM:
-            low = emit_load_as_f32(b, KIND_F16, self._half(b, source.minima[t], group))
+    def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
+        """The float epilogue of a part for one weight tile; see `IntTiles._epilogue`."""
+        here = self._here(b, source, part)
+        scales = emit_scales(b, self.kind, source.scales[t], source.minima[t], part)
         sums_at = [_SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE for plane in range(self.planes)]
         with cgutils.for_range(b, int_constant(self.tokens // 4), intp=I64) as loop:
             first = b.mul(loop.index, int_constant(4))
@@ -201,7 +198,7 @@ class AmxTiles(IntTiles):
                 sums = self._joined(b, [emit_load_bytes(b, self._line(b, at, index)) for at in sums_at])
                 slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
                 here_term = b.add(term, int_constant(4 * token))
-                emit_store(b, self._epilogue(b, sums, here_term, (half, low), emit_load(b, V16, slot)), slot)
+                emit_store(b, self._epilogue(b, sums, here_term, scales, emit_load(b, V16, slot)), slot)
 
     def _emit_target(self, b: Builder, target: Target) -> None:
         """As `emit_target` in tiles.py, row by row."""

@@ -106,8 +106,8 @@ class _Trial:
         self._out = np.zeros((tokens, 2 * LANES), np.float32)
         self._held = weights, row_scales, panel
         where = Tile(
-            weights.ctypes.data, row_scales.ctypes.data, 0, weights.strides[0], row_scales.strides[0], _GROUPS,
-            tokens // size, panel.strides[0],
+            weights.ctypes.data, row_scales.ctypes.data, 0, weights.strides[0], row_scales.strides[0], 0,
+            _GROUPS, tokens // size, panel.strides[0],
         )  # fmt: skip
         target = Target(self._out.ctypes.data, self._out.strides[0], 4 * LANES, 0, 0, np.float32(1.0))
         self._function, self._arguments = function, (where, panel.ctypes.data, target)

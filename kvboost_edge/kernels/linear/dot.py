@@ -7,7 +7,7 @@ weights of a quad, once for all tokens, and turns the running state into sums wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -15,26 +15,50 @@ from numba.core import cgutils
 from kvboost_edge.kernels.integers import V16I, dot_form, emit_byte_halves, emit_each, emit_pair_sums
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["GROUP", "KIND_INT4", "KIND_INT4_ASYM", "KIND_INT8", "OFFSET", "GroupDot"]
+__all__ = [
+    "BLOCK_KINDS",
+    "CODE_BITS",
+    "GROUP",
+    "KIND_INT4",
+    "KIND_INT4_ASYM",
+    "KIND_INT8",
+    "KIND_Q4K",
+    "KIND_Q5K",
+    "KIND_Q6K",
+    "OFFSET",
+    "GroupDot",
+]
 
-KIND_INT8, KIND_INT4, KIND_INT4_ASYM = 3, 4, 5
+KIND_INT8, KIND_INT4, KIND_INT4_ASYM, KIND_Q4K, KIND_Q5K, KIND_Q6K = range(3, 9)
+BLOCK_KINDS = (KIND_Q4K, KIND_Q5K, KIND_Q6K)
+"""Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see layout.py."""
 GROUP = 32
-# Stored weights are unsigned: the signed weight plus this. int4-asym: the code itself, its minimum is taken off later.
-OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0}
+CODE_BITS = {KIND_INT8: 8, KIND_INT4: 4, KIND_INT4_ASYM: 4, KIND_Q4K: 4, KIND_Q5K: 5, KIND_Q6K: 6}
+# Stored weights are unsigned: the signed weight plus this. 0: the code itself, its minimum is taken off later.
+OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0, KIND_Q4K: 0, KIND_Q5K: 0, KIND_Q6K: 32}
 
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _V64B = ir.VectorType(I8, 64)
 _V4I, _V8I, _V16B, _V32B = ir.VectorType(I32, 4), ir.VectorType(I32, 8), ir.VectorType(I8, 16), ir.VectorType(I8, 32)
 _V16S, _V32S = ir.VectorType(I16, 16), ir.VectorType(I16, 32)
+_SHORT_MOST = 32767
 
 Value = Any
 Builder = Any
 
 
-class GroupDot:
-    """How one group of 32 inputs is summed, for weights of a kind, in one of the forms.
+class _Short(NamedTuple):
+    """Sums in 16 bits, <32 x i16>, of so many quads; `wide`: those of quads before, <16 x i32>, or None."""
 
-    start(seed)            the state of a group; seed: <16 x i32>, minus OFFSET times the sum of the token's 32 codes
+    wide: Value | None
+    sums: Value
+    quads: int
+
+
+class GroupDot:
+    """How one group of 32 inputs (16 of KIND_Q6K) is summed, for weights of a kind, in one of the forms.
+
+    start(seed)            the state of a group; seed: <16 x i32>, minus OFFSET times the sum of the token's codes
     prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of tokens
     add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32> in every lane
     sums(state, seed)      the exact sums of (weight - OFFSET) * code, <16 x i32>
@@ -42,14 +66,16 @@ class GroupDot:
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
         self._b, self._kind, self.form = b, kind, form or dot_form()
-        # Which forms sum 4-bit codes of a whole group in 16 bits: 8 quads are at most 8 * 2 * 15 * 127 = 30,480.
+        # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a group of 4-bit codes,
+        # at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
         self._short = self.form in ("avx2", "plain") and kind != KIND_INT8
-        # Which forms sum weights as they are stored, so that the seed is in the sums.
-        self._seeded = self.form in ("vnni512", "vnni256") or self._short
+        self._quads = _SHORT_MOST // (2 * ((1 << CODE_BITS[kind]) - 1) * 127)
+        # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6 bits are signed bytes.
+        self._seeded = self.form in ("vnni512", "vnni256") or self._short or (self.form, kind) == ("neon", KIND_Q6K)
 
-    def start(self, seed: Value) -> Value:
+    def start(self, seed: Value) -> Any:
         if self._short:
-            return ir.Constant(_V32S, [0] * 32)
+            return _Short(None, ir.Constant(_V32S, [0] * 32), 0)
         return seed if self._seeded else ir.Constant(V16I, [0] * LANES)
 
     def prepare(self, quad: Value) -> Any:
@@ -69,8 +95,12 @@ class GroupDot:
         magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
         return b.bitcast(magnitude, V16I), signed
 
-    def add(self, state: Value, quad: Any, x: Value) -> Value:
+    def add(self, state: Any, quad: Any, x: Value) -> Any:
         b = self._b
+        if self._short:
+            if state.quads == self._quads:
+                state = _Short(self._widened(state), ir.Constant(_V32S, [0] * 32), 0)
+            return state._replace(sums=self._add_short(state.sums, quad, x), quads=state.quads + 1)
         if self.form == "vnni512":
             kind = ir.FunctionType(V16I, [V16I, _V64B, _V64B])
             function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
@@ -85,12 +115,22 @@ class GroupDot:
             return self._add_avx2(state, quad, x)
         return self._add_plain(state, quad, x)
 
+    def _add_short(self, sums: Value, quad: Any, x: Value) -> Value:
+        """Sums of two products each, in 16 bits. On ARM a program's kernels are 17,400 instructions so, with 32-bit
+        products 68,400 and 4 times as long in the code generator."""
+        b = self._b
+        if self.form == "avx2":
+            return b.add(sums, emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(quad, _V32B), (x, _V32B)]))
+        (low, high), (first, second) = quad, emit_byte_halves(b, x, signed=True)
+        return b.add(b.add(sums, b.mul(low, first)), b.mul(high, second))
+
+    def _widened(self, state: _Short) -> Value:
+        pairs = self._pairs(state.sums)
+        return pairs if state.wide is None else self._b.add(state.wide, pairs)
+
     def _add_avx2(self, state: Value, quad: Any, x: Value) -> Value:
         """int8: sums of two products, at most 2 * 128 * 127, fit 16 bits."""
         b = self._b
-        if self._short:
-            products = emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(quad, _V32B), (x, _V32B)])
-            return b.add(state, products)
         magnitude, signed = quad
         turned = b.bitcast(emit_each(b, 2, "llvm.x86.avx2.psign.b", _V32B, [(x, _V32B), (signed, _V32B)]), V16I)
         products = emit_each(b, 2, "llvm.x86.avx2.pmadd.ub.sw", _V16S, [(magnitude, _V32B), (turned, _V32B)])
@@ -104,15 +144,12 @@ class GroupDot:
         return emit_each(self._b, 2, "llvm.x86.avx2.pmadd.wd", _V8I, [(products, _V16S), (ones, _V16S)])
 
     def _add_plain(self, state: Value, quad: Any, x: Value) -> Value:
-        """Products and sums of two stay in 16 bits, as in the form for AVX2. On ARM a program's kernels are 17,400
-        instructions so, with 32-bit products 68,400 and 4 times as long in the code generator."""
+        """Products and sums of two stay in 16 bits, as in the form for AVX2."""
         b = self._b
         (low, high), (first, second) = quad, emit_byte_halves(b, x, signed=True)
-        if self._short:
-            return b.add(b.add(state, b.mul(low, first)), b.mul(high, second))
         return b.add(state, self._pairs(b.add(b.mul(low, first), b.mul(high, second))))
 
-    def sums(self, state: Value, seed: Value) -> Value:
+    def sums(self, state: Any, seed: Value) -> Value:
         if self._short:
-            return self._b.add(self._pairs(state), seed)
+            return self._b.add(self._widened(state), seed)
         return state

@@ -22,6 +22,8 @@ from kvboost_edge.kernels.linear.tiles import (
     KIND_INT4,
     KIND_INT4_ASYM,
     KIND_INT8,
+    KIND_Q4K,
+    KIND_Q5K,
     Target,
     Tile,
     float_tile,
@@ -39,7 +41,7 @@ _HAS_AMX = has_tile_registers()
 
 def _int_ladder(kind: int) -> Any:
     """The kernel that calls a kind's microkernel for n tokens; a form that lacks a size has another in its place, which
-    is never called."""
+    is never called, nor compiled: the conditions that say so are constants."""
     amx, fine_amx = amx_tile[kind, False], amx_tile[kind, True]
     wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
     fine_wide = int_tile[kind, TILES_AT_ONCE, WIDE_FINE_TOKENS, True]
@@ -51,9 +53,9 @@ def _int_ladder(kind: int) -> Any:
         if fine != 0:
             if _HAS_AMX and n == MATRIX_FINE_TOKENS:
                 fine_amx(tile, panel, target)
-            elif n == _FINE_PAIR:
+            elif _FINE_PAIR and n == _FINE_PAIR:
                 fine_wide(tile, panel, target)
-            elif n == 4:
+            elif _MOST_FINE >= 4 and n == 4:
                 fine_four(tile, panel, target)
             elif n == 2:
                 fine_two(tile, panel, target)
@@ -61,11 +63,11 @@ def _int_ladder(kind: int) -> Any:
                 fine_one(tile, panel, target)
         elif _HAS_AMX and n == MATRIX_TOKENS:
             amx(tile, panel, target)
-        elif n == _PAIR:
+        elif _PAIR and n == _PAIR:
             wide(tile, panel, target)
-        elif n == 8:
+        elif _MOST >= 8 and n == 8:
             eight(tile, panel, target)
-        elif n == 4:
+        elif _MOST >= 4 and n == 4:
             four(tile, panel, target)
         elif n == 2:
             two(tile, panel, target)
@@ -96,7 +98,7 @@ def _float_ladder(kind: int) -> Any:
 _INT = {kind: _int_ladder(kind) for kind in INT_KINDS}
 _FLOAT = {kind: _float_ladder(kind) for kind in (KIND_F32, KIND_BF16)}
 # Kernels look up names, not tables.
-_INT8, _INT4, _INT4_ASYM = _INT[KIND_INT8], _INT[KIND_INT4], _INT[KIND_INT4_ASYM]
+_INT8, _INT4, _INT4_ASYM, _Q4K, _Q5K, _Q6K = (_INT[kind] for kind in INT_KINDS)
 _F32, _BF16 = _FLOAT[KIND_F32], _FLOAT[KIND_BF16]
 
 
@@ -107,8 +109,14 @@ def int_panel(kind: int, n: int, fine: int, tile: Tile, panel: int, target: Targ
         _INT8(n, fine, tile, panel, target)
     elif kind == KIND_INT4:
         _INT4(n, fine, tile, panel, target)
-    else:
+    elif kind == KIND_INT4_ASYM:
         _INT4_ASYM(n, fine, tile, panel, target)
+    elif kind == KIND_Q4K:
+        _Q4K(n, fine, tile, panel, target)
+    elif kind == KIND_Q5K:
+        _Q5K(n, fine, tile, panel, target)
+    else:
+        _Q6K(n, fine, tile, panel, target)
 
 
 @kernel

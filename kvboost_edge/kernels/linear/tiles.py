@@ -13,24 +13,35 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_splat_int, int_constant
+from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8, GroupDot
+from kvboost_edge.kernels.linear.dot import (
+    BLOCK_KINDS,
+    GROUP,
+    KIND_INT4,
+    KIND_INT4_ASYM,
+    KIND_INT8,
+    KIND_Q4K,
+    KIND_Q5K,
+    KIND_Q6K,
+    OFFSET,
+    GroupDot,
+)
+from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
+from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
 from kvboost_edge.kernels.linear.panel import (
-    COARSE_BYTES,
     FINE_BASE,
-    FINE_BYTES,
     FINE_TOKENS,
     SMALL_TOKENS,
     TILES_AT_ONCE,
     WIDE_FINE_TOKENS,
     WIDE_TOKENS,
+    bytes_of_cell,
 )
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,
     KIND_BF16,
-    KIND_F16,
     KIND_F32,
     LANES,
     V16,
@@ -49,17 +60,19 @@ __all__ = [
     "KIND_INT4",
     "KIND_INT4_ASYM",
     "KIND_INT8",
+    "KIND_Q4K",
+    "KIND_Q5K",
+    "KIND_Q6K",
     "IntTiles",
     "Target",
     "Tile",
-    "emit_load_pair",
     "fields_of",
     "float_tile",
     "int_tile",
 ]
 
 FLOAT_TOKENS = (1, 2, 4, 8)
-INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM)
+INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM, *BLOCK_KINDS)
 _QUADS = GROUP // 4
 _LINE = 64
 # Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse.
@@ -73,8 +86,9 @@ _I32 = ir.IntType(32)
 class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
-    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym only)
-    weights_step, scales_step  bytes from one tile's to the next tile's
+    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym only); of block kinds
+                             see layout.py
+    weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
     runs                     tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1
     panel_step               0; or the runs are panels against one tile (or pair), this the bytes from one to the next
@@ -85,6 +99,7 @@ class Tile(NamedTuple):
     minima: int
     weights_step: int
     scales_step: int
+    minima_step: int
     groups: int
     runs: int
     panel_step: int
@@ -123,16 +138,6 @@ def _zeroed(b: Builder, count: int) -> list[Value]:
     for slot in slots:
         b.store(ir.Constant(V16, [0.0] * LANES), slot)
     return slots
-
-
-def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
-    """Quads 2 * pair and 2 * pair + 1 of a group as unsigned bytes, <16 x i32> each."""
-    if kind == KIND_INT8:
-        first = b.add(at, int_constant(2 * _LINE * pair))
-        return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
-    both = emit_load_bytes(b, b.add(at, int_constant(_LINE * pair)))
-    mask, four = ir.Constant(V16I, [0x0F0F0F0F] * LANES), ir.Constant(V16I, [4] * LANES)
-    return b.and_(both, mask), b.and_(b.lshr(both, four), mask)
 
 
 def _place(b: Builder, target: Target, tile: int, token: int) -> Value:
@@ -174,8 +179,12 @@ class IntTiles:
 
     def __init__(self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None) -> None:
         self.kind, self.tiles, self.tokens, self.fine, self.form = kind, tiles, tokens, fine, form
-        self.group_bytes = _QUADS * _LINE // (1 if kind == KIND_INT8 else 2)
+        self.group_bytes = group_bytes(kind)
         self.planes = 2 if fine else 1
+        # A part of a group has its own scales and its own sums.
+        self.parts = PARTS[kind]
+        self.quads = _QUADS // self.parts
+        self.cell = tokens * bytes_of_cell(fine, kind)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """All runs: between two of them there is no call, and memory is kept busy."""
@@ -183,9 +192,10 @@ class IntTiles:
         with cgutils.for_range(b, tile.runs, intp=I64) as loop:
             index = b.select(over_tokens, int_constant(0), b.mul(loop.index, int_constant(self.tiles)))
             tokens = b.select(over_tokens, b.mul(loop.index, int_constant(self.tokens)), int_constant(0))
-            scales = b.mul(index, tile.scales_step)
             weights = b.add(tile.weights, b.mul(index, tile.weights_step))
-            here = tile._replace(weights=weights, scales=b.add(tile.scales, scales), minima=b.add(tile.minima, scales))
+            scales = b.add(tile.scales, b.mul(index, tile.scales_step))
+            minima = b.add(tile.minima, b.mul(index, tile.minima_step))
+            here = tile._replace(weights=weights, scales=scales, minima=minima)
             behind = b.mul(index, target.tile_step)
             bias = b.select(b.icmp_signed("!=", target.bias, int_constant(0)), b.add(target.bias, behind), target.bias)
             out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
@@ -195,27 +205,25 @@ class IntTiles:
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         weights = [b.add(tile.weights, b.mul(tile.weights_step, int_constant(t))) for t in range(self.tiles)]
         scales = [b.add(tile.scales, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
-        minima = [b.add(tile.minima, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
+        minima = [b.add(tile.minima, b.mul(tile.minima_step, int_constant(t))) for t in range(self.tiles)]
         sums = [_zeroed(b, self.tokens) for _ in range(self.tiles)]
         for index in range(self.tiles):
             for token in range(self.tokens):
                 emit_prefetch(b, _place(b, target, index, token), write=True)
-        cell = self.tokens * (FINE_BYTES if self.fine else COARSE_BYTES)
         with cgutils.for_range(b, tile.groups, intp=I64) as loop:
-            here = _bytes(b, panel, loop.index, cell)
+            here = _bytes(b, panel, loop.index, self.cell)
             places = [_bytes(b, at, loop.index, self.group_bytes) for at in weights]
-            self._prefetch(b, tile, places, [_bytes(b, at, loop.index, 2 * LANES) for at in scales])
-            dots = self._dots(b, here, places)
-            halves = [emit_load_as_f32(b, KIND_F16, _bytes(b, at, loop.index, 2 * LANES)) for at in scales]
-            lows = []
-            if self.kind == KIND_INT4_ASYM:
-                lows = [emit_load_as_f32(b, KIND_F16, _bytes(b, at, loop.index, 2 * LANES)) for at in minima]
-            self._add_group(b, here, sums, dots, halves, lows)
+            self._prefetch(b, tile, places, [_bytes(b, at, loop.index, SCALE_BYTES) for at in scales])
+            for part in range(self.parts):
+                dots = self._dots(b, here, places, part)
+                index = b.add(b.mul(loop.index, int_constant(self.parts)), int_constant(part))
+                factors = [emit_scales(b, self.kind, *at, index) for at in zip(scales, minima, strict=True)]
+                self._add_group(b, here, sums, dots, factors)
         _emit_target(b, sums, target)
 
     def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
         """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
-        ahead, scales_ahead = int_constant(_AHEAD), int_constant(_AHEAD * 2 * LANES // self.group_bytes)
+        ahead, scales_ahead = int_constant(_AHEAD), int_constant(_AHEAD * SCALE_BYTES // self.group_bytes)
         if self.tiles > 1:
             ahead = b.mul(tile.weights_step, int_constant(self.tiles))
             scales_ahead = b.mul(tile.scales_step, int_constant(self.tiles))
@@ -228,22 +236,28 @@ class IntTiles:
     def _term(self, b: Builder, here: Value, token: int) -> Value:
         return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
 
-    def _dots(self, b: Builder, here: Value, places: Sequence[Value]) -> list[list[Value]]:
-        """The integer sums of a group, [tile][token]."""
+    def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
+        """Address of minus OFFSET times the sum of the codes."""
+        term = self._term(b, here, token)
+        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind in BLOCK_KINDS else term
+
+    def _dots(self, b: Builder, here: Value, groups: Sequence[Value], part: int) -> list[list[Value]]:
+        """The integer sums of a part of a group, [tile][token]."""
         dot, zero = GroupDot(b, self.kind, self.form), ir.Constant(V16I, [0] * LANES)
+        places = [b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups]
         seeds = [zero] * self.tokens
-        if self.kind != KIND_INT4_ASYM:
-            seeds = [_splat_i32_at(b, self._term(b, here, token)) for token in range(self.tokens)]
+        if OFFSET[self.kind]:
+            seeds = [_splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)]
         # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
         states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]
-        for pair in range(_QUADS // 2):
+        for pair in range(self.quads // 2):
             loaded = [emit_load_pair(b, self.kind, place, pair) for place in places]
             for half in range(2):
                 quads = [dot.prepare(two[half]) for two in loaded]
                 for plane in range(self.planes):
                     for token in range(self.tokens):
-                        offset = (plane * self.tokens + token) * GROUP + 4 * (2 * pair + half)
+                        offset = (plane * self.tokens + token) * GROUP + 4 * (part * self.quads + 2 * pair + half)
                         x = _splat_i32_at(b, b.add(here, int_constant(offset)))
                         for state, quad in zip(states, quads, strict=True):
                             state[plane][token] = dot.add(state[plane][token], quad, x)
@@ -269,16 +283,13 @@ class IntTiles:
         here: Value,
         sums: Sequence[Sequence[Value]],
         dots: Sequence[Sequence[Value]],
-        halves: Sequence[Value],
-        lows: Sequence[Value],
+        scales: Sequence[tuple[Value, Value | None]],
     ) -> None:
         for token in range(self.tokens):
             term = self._term(b, here, token)
             for tile, slots in enumerate(sums):
-                low = lows[tile] if lows else None
-                b.store(
-                    self._epilogue(b, dots[tile][token], term, (halves[tile], low), b.load(slots[token])), slots[token]
-                )
+                result = self._epilogue(b, dots[tile][token], term, scales[tile], b.load(slots[token]))
+                b.store(result, slots[token])
 
     def _epilogue(self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value) -> Value:
         """The float epilogue, the only one there is; `reference.linear.linear_int` says the same in NumPy.

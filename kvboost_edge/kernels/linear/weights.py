@@ -1,12 +1,12 @@
 """Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4, int4-asym in groups of 32.
 
-The layouts are specified in reference/weights.py. Scales and minima are float16. A stored weight is scale * code for
-the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym.
+The layouts are specified in layout.py and reference/weights.py. Scales and minima are float16. A stored weight is
+scale * code for the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym.
 
-Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py, KINDS and what
-follows it here, ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied with it),
-reference/weights.py and reference/linear.py (first of all), then models/packed/plan.py, stream.py and conversions.py,
-which decide what is packed so, and config.py for its name.
+Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py, layout.py,
+ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied with it), reference/weights.py
+and reference/linear.py (first of all), then models/packed/plan.py, stream.py and conversions.py, which decide what is
+packed so, and config.py for its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ import numpy.typing as npt
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.fit import FITS, fit_group
-from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
+from kvboost_edge.kernels.linear.tiles import (
+    GROUP,
+    INT_KINDS,
+    KIND_INT4,
+    KIND_INT4_ASYM,
+    KIND_INT8,
+    KIND_Q4K,
+    KIND_Q5K,
+    KIND_Q6K,
+)
 from kvboost_edge.kernels.vectors import (
     KIND_BF16,
     KIND_F32,
@@ -31,14 +41,28 @@ from kvboost_edge.kernels.vectors import (
     store_scalar,
 )
 
-__all__ = ["KINDS", "LARGEST", "QUANTIZED", "PackedRows", "pack_codes", "pack_rows", "packed_sizes"]
+__all__ = [
+    "BLOCK_FORMATS",
+    "KINDS",
+    "LARGEST",
+    "NUMBERS",
+    "QUANTIZED",
+    "PackedRows",
+    "pack_codes",
+    "pack_rows",
+    "packed_sizes",
+]
 
 KINDS: dict[str, int] = {
     "f32": KIND_F32, "bf16": KIND_BF16, "int8": KIND_INT8, "int4": KIND_INT4, "int4-asym": KIND_INT4_ASYM
 }  # fmt: skip
-"""Weight format -> number of its kind in the kernels."""
+"""Weight format that floats can be packed in -> number of its kind in the kernels."""
 
 QUANTIZED = ("int8", "int4", "int4-asym")
+BLOCK_FORMATS: dict[str, int] = {"q4k": KIND_Q4K, "q5k": KIND_Q5K, "q6k": KIND_Q6K}
+"""Formats of blocks that a file holds already, see blocks.py: floats are never packed in them."""
+NUMBERS: dict[str, int] = {**KINDS, **BLOCK_FORMATS}
+"""Every packed format -> number of its kind."""
 
 # The scale, or the minimum, must be a finite float16; bfloat16 rounds what lies above its largest number to infinity.
 LARGEST: dict[str, float] = {
@@ -73,14 +97,15 @@ def packed_sizes(rows: int, inputs: int, kind: int) -> tuple[int, int, int]:
     tiles, groups = -(-rows // LANES), -(-inputs // GROUP)
     if kind in (KIND_F32, KIND_BF16):
         return tiles * LANES * inputs * (4 if kind == KIND_F32 else 2), 0, 0
-    if kind not in FITS:
-        raise ConfigError(f"weight kind {kind} is not one of {sorted(KINDS.values())}")
-    scales = tiles * groups * LANES * 2
-    return tiles * groups * LANES * GROUP * FITS[kind].bits // 8, scales, scales if kind == KIND_INT4_ASYM else 0
+    if kind not in INT_KINDS:
+        raise ConfigError(f"weight kind {kind} is not one of {sorted(NUMBERS.values())}")
+    return tiles * groups * group_bytes(kind), tiles * groups * SCALE_BYTES, tiles * minima_bytes(kind, groups)
 
 
 def pack_rows(weights: Floats, kind: int) -> PackedRows:
-    """Pack float32 [rows, inputs] of finite weights no larger than `LARGEST`."""
+    """Pack float32 [rows, inputs] of finite weights no larger than `LARGEST`. ConfigError for a block format."""
+    if kind not in KINDS.values():
+        raise ConfigError(f"floats are not packed as weight kind {kind}, only as one of {sorted(KINDS.values())}")
     packed = _empty(weights.shape[0], weights.shape[1], kind)
     weights = np.ascontiguousarray(weights, dtype=np.float32)
     if kind in (KIND_F32, KIND_BF16):

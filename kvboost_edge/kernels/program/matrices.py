@@ -9,6 +9,7 @@ from numba.core import types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.ladders import float_rows, int_panel
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, minima_bytes_kernel
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
@@ -16,7 +17,7 @@ from kvboost_edge.kernels.linear.panel import (
     panel_tokens,
     takes_pair,
 )
-from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, KIND_INT8, Target, Tile
+from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import (
     attention_row,
@@ -89,30 +90,30 @@ def _int_tiles(
     """
     kind, fine = op[lt.F_KIND], op[lt.F_FINE_IN]
     groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
-    bytes_each = groups * (LANES * GROUP if kind == KIND_INT8 else LANES * GROUP // 2)
-    scales_each = groups * 2 * LANES
+    bytes_each, scales_each = groups * group_bytes_kernel(kind), groups * SCALE_BYTES
+    minima_each = minima_bytes_kernel(kind, groups)
     weights, scales = op[lt.F_WEIGHT] + tile * bytes_each, op[lt.F_SCALE] + tile * scales_each
-    minima = op[lt.F_MINIMA] + tile * scales_each
-    panel = job.buffers[op[lt.F_PANEL_IN]] + token * groups * cell_bytes(fine)
-    step = n * groups * cell_bytes(fine) if panels > 1 else 0
+    minima = op[lt.F_MINIMA] + tile * minima_each
+    panel = job.buffers[op[lt.F_PANEL_IN]] + token * groups * cell_bytes(fine, kind)
+    step = n * groups * cell_bytes(fine, kind) if panels > 1 else 0
     if not takes_pair(n, fine):
         runs = panels if panels > 1 else count
-        where = Tile(weights, scales, minima, bytes_each, scales_each, groups, runs, step)
+        where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
         int_panel(kind, n, fine, where, panel, target)
         return
     pairs = count // 2
     if pairs > 0:
         runs = panels if panels > 1 else pairs
-        where = Tile(weights, scales, minima, bytes_each, scales_each, groups, runs, step)
+        where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
         int_panel(kind, n, fine, where, panel, target)
     if count % 2 == 1:
         # The last tile of an odd number, as a pair with itself.
-        weights, scales, minima = weights + 2 * pairs * bytes_each, scales + 2 * pairs * scales_each, minima
-        minima += 2 * pairs * scales_each
+        weights, scales = weights + 2 * pairs * bytes_each, scales + 2 * pairs * scales_each
+        minima += 2 * pairs * minima_each
         behind = 2 * pairs * target.tile_step
         bias = target.bias + behind if target.bias != 0 else 0
         alone = Target(target.out + behind, target.out_step, 0, bias, target.add, target.factor)
-        int_panel(kind, n, fine, Tile(weights, scales, minima, 0, 0, groups, panels, step), panel, alone)
+        int_panel(kind, n, fine, Tile(weights, scales, minima, 0, 0, 0, groups, panels, step), panel, alone)
 
 
 @kernel
@@ -134,7 +135,7 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
         bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0
         token = 0
         while token < job.tokens:
-            out = job.buffers[op[lt.F_DST]] + token * step + 4 * LANES * tile
+            out = job.buffers[op[lt.F_DST]] + 4 * op[lt.F_DST_FIRST] + token * step + 4 * LANES * tile
             target = Target(out, step, 4 * LANES, bias, op[lt.F_ADD], factor)
             if is_int:
                 n = panel_tokens(job.tokens - token, job.tokens, fine, job.matrix)
@@ -146,7 +147,7 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 width = 4 if kind == KIND_F32 else 2
                 weights = op[lt.F_WEIGHT] + tile * inputs * LANES * width
                 x = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-                float_rows(kind, n, Tile(weights, 0, 0, 0, 0, inputs, 1, 0), x, 4 * op[lt.F_SRC_STEP], target)
+                float_rows(kind, n, Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0), x, 4 * op[lt.F_SRC_STEP], target)
             token += n
         tile += count
 
@@ -190,7 +191,7 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
                 for index in range(count):
                     rows = scratch + panel * n * row + 4 * GROUP * index
                     first = (token + panel * n) * groups + (group + index) * n
-                    cell = job.buffers[op[lt.F_PANEL]] + first * cell_bytes(0)
+                    cell = job.buffers[op[lt.F_PANEL]] + first * cell_bytes(0, op[lt.F_QUANT])
                     activate_group(rows, row, n, op[lt.F_ACT], cell, op[lt.F_QUANT])
             token += n * panels
         group += count

@@ -15,8 +15,8 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8, OFFSET
-from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8, KIND_Q4K, KIND_Q6K, OFFSET
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, HALVES_BYTES
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,
@@ -146,11 +146,12 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
 
 
 class _Panel(NamedTuple):
-    """Where the quantized numbers of one group of one token go, addresses."""
+    """Where the quantized numbers of one group of one token go, addresses; `halves`: only where block kinds read."""
 
     codes: Sequence[Value]
     term: Value
     scale: Value
+    halves: Sequence[Value]
 
 
 def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
@@ -184,7 +185,7 @@ def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequen
     # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they make of those.
     scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
     inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
-    totals = []
+    totals, firsts = [], []
     for index, (group, panel) in enumerate(zip(groups, panels, strict=True)):
         inverse = emit_shuffle(b, inverses, inverses, [4 * index] * LANES)
         # Adding _ROUNDER rounds to the nearest integer, ties to even, and leaves it in the low bits.
@@ -195,10 +196,34 @@ def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequen
         else:
             _emit_codes(b, codes, panel.codes[0])
         totals.append(b.add(codes[0], codes[1]))
-    total = _reduce_lanes(b, totals, b.add)
-    if len(panels[0].codes) == 1:
-        total = b.sub(total, ir.Constant(V16I, [GROUP * _ROUNDER_BITS % 2**32 - 2**32] * LANES))
+        firsts.append(codes[0])
+    rounders = len(panels[0].codes) == 1
+    total = _emit_total(b, totals, GROUP * rounders)
     _emit_terms(b, total, scales, panels, kind)
+    with b.if_then(_is_block_kind(b, kind)):
+        first = _emit_total(b, firsts, LANES * rounders)
+        _emit_halves(b, first, b.sub(total, first), panels)
+
+
+def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
+    """Sums of the lanes of each row, in lanes 4 * row, less so many times the bits of _ROUNDER."""
+    total = _reduce_lanes(b, rows, b.add)
+    bits = rounders * _ROUNDER_BITS % 2**32
+    return b.sub(total, ir.Constant(V16I, [bits - 2**32 * (bits >= 2**31)] * LANES)) if rounders else total
+
+
+def _is_block_kind(b: Builder, kind: Value) -> Value:
+    return b.icmp_signed(">=", kind, int_constant(KIND_Q4K))
+
+
+def _emit_halves(b: Builder, first: Value, second: Value, panels: Sequence[_Panel]) -> None:
+    """Store what the halves of a group are seeded with; first, second: sums of their codes."""
+    offset = ir.Constant(V16I, [-OFFSET[KIND_Q6K]] * LANES)
+    for sums, half in ((first, 0), (second, 1)):
+        seeds = b.mul(sums, offset)
+        for index, panel in enumerate(panels):
+            place = b.inttoptr(panel.halves[half], ir.PointerType())
+            b.store(b.extract_element(seeds, _I32(4 * index)), place, align=4)
 
 
 def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> list[Value]:
@@ -217,7 +242,7 @@ def _emit_terms(b: Builder, total: Value, scales: Value, panels: Sequence[_Panel
     offset = _I32(-OFFSET[KIND_INT4])
     offset = b.select(b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset)
     taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, V16), scales)), V16I)
-    minima = b.icmp_signed("==", kind, int_constant(KIND_INT4_ASYM))
+    minima = b.or_(b.icmp_signed("==", kind, int_constant(KIND_INT4_ASYM)), _is_block_kind(b, kind))
     terms = b.select(minima, taken, b.mul(total, emit_splat_int(b, offset)))
     for index, panel in enumerate(panels):
         lane = _I32(4 * index)
@@ -232,16 +257,20 @@ class _PanelRow(NamedTuple):
     size: Value
     place: Value
     planes: int
+    kind: Value
 
     def at(self, b: Builder, group: Value) -> _Panel:
         """Addresses for a group."""
-        bytes_each = FINE_BYTES if self.planes == 2 else COARSE_BYTES
-        here = b.add(self.cell, b.mul(group, b.mul(self.size, int_constant(bytes_each))))
+        plain = FINE_BYTES if self.planes == 2 else COARSE_BYTES
+        more = b.select(_is_block_kind(b, self.kind), int_constant(HALVES_BYTES), int_constant(0))
+        here = b.add(self.cell, b.mul(group, b.mul(self.size, b.add(int_constant(plain), more))))
         rows = [self.place, b.add(self.place, self.size)][: self.planes]
         codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]
         behind = b.add(b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4)))
-        term = b.add(here, behind)
-        return _Panel(codes, term, b.add(term, b.mul(self.size, int_constant(4))))
+        term, scale, *halves = (
+            b.add(b.add(here, behind), b.mul(self.size, int_constant(4 * index))) for index in range(4)
+        )
+        return _Panel(codes, term, scale, halves)
 
 
 def _emit_row_groups(b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value) -> None:
@@ -267,7 +296,7 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
         with b.if_else(b.icmp_signed("!=", fine, int_constant(0))) as (two, one):
             for branch, planes in ((two, 2), (one, 1)):
                 with branch:
-                    row = _PanelRow(cell, size, place, planes)
+                    row = _PanelRow(cell, size, place, planes, kind)
                     with cgutils.for_range_slice(b, int_constant(0), whole, int_constant(_AT_ONCE), I64) as (index, _):
                         _emit_row_groups(b, x, index, _AT_ONCE, row, kind)
                     with cgutils.for_range_slice(b, whole, groups, int_constant(1), I64) as (index, _):
@@ -311,7 +340,7 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
                 tokens = [b.add(token, int_constant(index)) for index in range(count)]
                 starts = [b.add(rows, b.mul(token, step)) for token in tokens]
                 groups = [[emit_load(b, V16, b.add(at, int_constant(o))) for o in (0, _VECTOR)] for at in starts]
-                panels = [_PanelRow(cell, size, token, 1).at(b, int_constant(0)) for token in tokens]
+                panels = [_PanelRow(cell, size, token, 1, kind).at(b, int_constant(0)) for token in tokens]
                 _emit_quantize(b, groups, panels, kind)
         return context.get_dummy_value()
 

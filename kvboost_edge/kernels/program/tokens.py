@@ -10,8 +10,24 @@ from numba.core import types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.dot import OFFSET
+from kvboost_edge.kernels.linear.layout import (
+    BLOCK_GROUPS,
+    SCALE_BYTES,
+    group_bytes_kernel,
+    high_shift_kernel,
+    minima_bytes_kernel,
+)
 from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
-from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
+from kvboost_edge.kernels.linear.tiles import (
+    GROUP,
+    INT_KINDS,
+    KIND_INT4,
+    KIND_INT4_ASYM,
+    KIND_INT8,
+    KIND_Q4K,
+    KIND_Q5K,
+    KIND_Q6K,
+)
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
 from kvboost_edge.kernels.program.norms import activate_vectors, fma_f32, norm_row, quantize_groups
@@ -21,7 +37,8 @@ from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, loa
 
 __all__ = ["run_tokens", "token_units"]
 
-_OFFSET_INT8, _OFFSET_INT4 = OFFSET[KIND_INT8], OFFSET[KIND_INT4]
+_OFFSET_INT8, _OFFSET_INT4, _OFFSET_Q6K = OFFSET[KIND_INT8], OFFSET[KIND_INT4], OFFSET[KIND_Q6K]
+_LINE = 4 * LANES
 _PIECE = 32  # groups of 32 in a piece of a row
 # Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112 tokens took two threads
 # 100 ms and one thread 75.
@@ -61,11 +78,47 @@ def token_units(job: ProgramJob, op: Any) -> Any:
 @kernel
 def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
     """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on."""
-    quad, byte = index // 4, index % 4
+    quad = index // 4
+    at = op[lt.F_WEIGHT] + group * group_bytes_kernel(kind) + lane * 4 + index % 4
     if kind == KIND_INT8:
-        return _load_byte(op[lt.F_WEIGHT] + group * (LANES * GROUP) + quad * (4 * LANES) + lane * 4 + byte)
-    both = _load_byte(op[lt.F_WEIGHT] + group * (LANES * GROUP // 2) + quad // 2 * (4 * LANES) + lane * 4 + byte)
-    return both >> 4 if quad % 2 == 1 else both & 15
+        return _load_byte(at + quad * _LINE)
+    if kind == KIND_Q6K:
+        at += quad // 4 * (3 * _LINE)
+        quad %= 4
+    both = _load_byte(at + quad // 2 * _LINE)
+    code = both >> 4 if quad % 2 == 1 else both & 15
+    if kind < KIND_Q5K:
+        return code
+    above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (4 + high_shift_kernel(kind, quad))
+    return code | (above & (3 if kind == KIND_Q6K else 1)) << 4
+
+
+@kernel
+def _factors(op: Any, kind: int, tile: int, group: int, half: int, lane: int) -> Any:
+    """(scale, minimum) of a group (of KIND_Q6K: of one of its halves) of row `lane` of a tile, float32."""
+    groups = (op[lt.F_COUNT] + GROUP - 1) // GROUP
+    scale_at = op[lt.F_SCALE] + (tile * groups + group) * SCALE_BYTES
+    minima_at = op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + 2 * lane
+    zero = np.float32(0.0)
+    if kind < KIND_Q4K:
+        minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
+        return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
+    block_at = minima_at + group // BLOCK_GROUPS * minima_bytes_kernel(kind, 1)
+    scale = _load_byte(scale_at + half * LANES + lane)
+    d = load_scalar(block_at, KIND_F16)
+    if kind == KIND_Q6K:
+        return np.float32(scale - 256 if scale > 127 else scale) * d, zero
+    minimum = np.float32(_load_byte(scale_at + LANES + lane)) * load_scalar(block_at + 2 * LANES, KIND_F16)
+    return np.float32(scale) * d, minimum
+
+
+@kernel
+def _code_offset(kind: int) -> Any:
+    if kind == KIND_INT8:
+        return _OFFSET_INT8
+    if kind == KIND_Q6K:
+        return _OFFSET_Q6K
+    return _OFFSET_INT4 if kind == KIND_INT4 else 0
 
 
 @kernel
@@ -76,15 +129,13 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
         store_f32(out + 4 * index, np.float32(0.0))
     if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP
-        offset = _OFFSET_INT8 if kind == KIND_INT8 else (_OFFSET_INT4 if kind == KIND_INT4 else 0)
-        for group in range(groups):
-            at = 2 * ((tile * groups + group) * LANES + lane)
-            scale = load_scalar(op[lt.F_SCALE] + at, KIND_F16)
-            minimum = load_scalar(op[lt.F_MINIMA] + at, KIND_F16) if kind == KIND_INT4_ASYM else np.float32(0.0)
-            for index in range(min(GROUP, count - group * GROUP)):
-                code = np.float32(_code(op, kind, tile * groups + group, lane, index) - offset)
-                value = fma_f32(code, scale, -minimum)
-                store_f32(out + 4 * (group * GROUP + index), value * factor)
+        offset = _code_offset(kind)
+        for index in range(count):
+            group, place = index // GROUP, index % GROUP
+            if place % LANES == 0:
+                scale, minimum = _factors(op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane)
+            code = np.float32(_code(op, kind, tile * groups + group, lane, place) - offset)
+            store_f32(out + 4 * index, fma_f32(code, scale, -minimum) * factor)
     else:
         size = 4 if kind == KIND_F32 else 2
         for index in range(count):
@@ -97,7 +148,7 @@ def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, gro
     """Groups [first, first + groups) of a token's row, starting at address `source`, into the operation's panel."""
     total, fine = (op[lt.F_COUNT] + GROUP - 1) // GROUP, op[lt.F_FINE]
     start, size = token_place(token, job.tokens, fine, job.matrix)
-    cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(fine)
+    cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(fine, op[lt.F_QUANT])
     quantize_groups(source, groups, cell, size, token - start, op[lt.F_QUANT], fine)
 
 

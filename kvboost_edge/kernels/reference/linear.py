@@ -3,7 +3,8 @@ kernels. Slow on purpose.
 
 Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs, quads of 4 inputs of
 16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j + 1 of the same 64 bytes; float formats:
-[tile][input][16]. Rows and groups are padded with weights that are 0 and scales that are 0.
+[tile][input][16]; block formats (q4k, q5k, q6k): see linear/layout.py. Rows and groups are padded with weights that are
+0 and scales that are 0.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ __all__ = [
     "pack_panel",
     "quantize_rows",
     "rotate",
+    "unpack_block_codes",
+    "unpack_block_scales",
     "unpack_codes",
     "unpack_floats",
     "unpack_scales",
@@ -31,6 +34,7 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 _LANES, _GROUP = 16, 32
 _FINE_BASE = 255
+_BLOCK_GROUPS = 8
 
 
 def quantize_rows(x: Floats, *, fine: bool = False) -> tuple[npt.NDArray[np.int16], Floats, npt.NDArray[np.int32]]:
@@ -60,7 +64,8 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    if kind == "int4-asym":
+    in_blocks = kind in ("q4k", "q5k", "q6k")
+    if in_blocks or kind == "int4-asym":
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
         terms = sums * np.int32(-128 if kind == "int8" else -8)
@@ -71,6 +76,9 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
             inputs = slice(group * _GROUP, (group + 1) * _GROUP)
             parts: list[npt.NDArray[Any]] = [plane[rows, inputs].astype(np.int8) for plane in planes]
             parts += [terms[rows, group].astype(np.int32), scales[rows, group]]
+            if in_blocks:
+                halves = codes[rows, inputs].reshape(-1, 2, _GROUP // 2).sum(axis=2, dtype=np.int32)
+                parts.append(np.int32(-32) * halves.T)
             cells += [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         start += size
     return np.concatenate(cells)
@@ -89,6 +97,37 @@ def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: in
     return ordered.astype(np.int8)
 
 
+def unpack_block_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str) -> npt.NDArray[np.int8]:
+    """Codes int8 [padded rows, padded inputs] of a packed matrix of a block format, those of q6k less 32."""
+    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    parts = 2 if kind == "q6k" else 1
+    quads, bits = 8 // parts, {"q4k": 0, "q5k": 1, "q6k": 2}[kind]
+    lines = packed.reshape(tiles, groups, parts, -1, _LANES, 4)
+    nibbles = lines[:, :, :, : quads // 2]
+    codes = np.stack([nibbles & 15, nibbles >> 4], axis=4).reshape(tiles, groups, parts, quads, _LANES, 4)
+    if bits:
+        shifts = (4 + bits * np.arange(quads, dtype=np.uint8)) % 8
+        above = lines[:, :, :, quads // 2 :] >> shifts[:, None, None] & ((1 << bits) - 1)
+        codes = codes | above << 4
+    ordered = codes.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * _LANES, groups * _GROUP)
+    return ordered.astype(np.int8) - np.int8(32 if kind == "q6k" else 0)
+
+
+def unpack_block_scales(
+    scales: npt.NDArray[np.uint8], blocks: npt.NDArray[np.float16], rows: int, inputs: int, kind: str
+) -> tuple[Floats, Floats | None]:
+    """Scales float32 [padded rows, groups], of q6k [padded rows, 2 * groups], and minima or None: exact products."""
+    tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
+    factors = scales.reshape(tiles, groups, 2, _LANES).transpose(2, 0, 3, 1).reshape(2, tiles * _LANES, groups)
+    numbers = 1 if kind == "q6k" else 2
+    halves = blocks.reshape(tiles, -1, numbers, _LANES).transpose(2, 0, 3, 1).reshape(numbers, tiles * _LANES, -1)
+    wide = halves.astype(np.float32).repeat(_BLOCK_GROUPS, axis=2)[:, :, :groups]
+    if kind == "q6k":
+        signed = factors.view(np.int8).astype(np.float32) * wide
+        return signed.transpose(1, 2, 0).reshape(tiles * _LANES, 2 * groups), None
+    return factors[0].astype(np.float32) * wide[0], factors[1].astype(np.float32) * wide[1]
+
+
 def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Floats:
     """float32 [padded rows, groups]."""
     tiles, groups = -(-rows // _LANES), -(-inputs // _GROUP)
@@ -104,11 +143,13 @@ def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
     return packed.reshape(tiles, inputs, _LANES).transpose(0, 2, 1).reshape(-1, inputs)[:rows]
 
 
-def group_sums(codes: npt.NDArray[np.signedinteger[Any]], weights: npt.NDArray[np.int8]) -> npt.NDArray[np.int64]:
-    """The exact integer sums, [tokens, rows, groups]."""
-    groups = codes.shape[1] // _GROUP
-    x = codes.reshape(len(codes), groups, _GROUP).astype(np.int64)
-    w = weights.reshape(len(weights), groups, _GROUP).astype(np.int64)
+def group_sums(
+    codes: npt.NDArray[np.signedinteger[Any]], weights: npt.NDArray[np.int8], size: int = _GROUP
+) -> npt.NDArray[np.int64]:
+    """The exact integer sums over groups of `size` inputs, [tokens, rows, groups]."""
+    groups = codes.shape[1] // size
+    x = codes.reshape(len(codes), groups, size).astype(np.int64)
+    w = weights.reshape(len(weights), groups, size).astype(np.int64)
     sums: npt.NDArray[np.int64] = np.einsum("tgi,rgi->trg", x, w)
     return sums
 
@@ -127,10 +168,13 @@ def linear_int(
 ) -> Floats:
     """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out).
 
-    int4-asym: `weights` are the codes 0..15 themselves and `minima` [rows, groups] what is taken off a scaled code; in
-    each group follows out = fma(-(sum of the token's codes * token scale), minimum, out), the product rounded once.
+    int4-asym, q4k, q5k: `weights` are the codes themselves and `minima` [rows, groups] what is taken off a scaled code;
+    in each group follows out = fma(-(sum of the token's codes * token scale), minimum, out), the product rounded once.
+    q6k: `weight_scales` are [rows, 2 * groups], and each half of a group is a step of its own.
     """
-    sums = group_sums(codes, weights).astype(np.float32)
+    parts = weight_scales.shape[1] // scales.shape[1]
+    sums = group_sums(codes, weights, _GROUP // parts).astype(np.float32)
+    scales = scales.repeat(parts, axis=1)
     token_sums = codes.reshape(len(codes), -1, _GROUP).sum(axis=2, dtype=np.int32).astype(np.float32)
     out = np.zeros(sums.shape[:2], dtype=np.float32)
     for group in range(sums.shape[2]):

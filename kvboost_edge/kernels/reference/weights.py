@@ -13,8 +13,14 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.linear.fit import FITS, Fit
 from kvboost_edge.kernels.linear.tiles import GROUP
-from kvboost_edge.kernels.linear.weights import KINDS, PackedRows
-from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_floats, unpack_scales
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, PackedRows
+from kvboost_edge.kernels.reference.linear import (
+    unpack_block_codes,
+    unpack_block_scales,
+    unpack_codes,
+    unpack_floats,
+    unpack_scales,
+)
 
 __all__ = ["fit_rows", "round_to_nearest", "unpack_rows"]
 
@@ -26,6 +32,13 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
     """float32 [rows, inputs]: the weights that a packed matrix of a format stands for."""
     if weights in ("f32", "bf16"):
         return unpack_floats(packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs)
+    if weights in BLOCK_FORMATS:
+        codes = unpack_block_codes(packed.codes, rows, inputs, weights).astype(np.float32)
+        scales, offsets = unpack_block_scales(packed.scales, packed.minima.view(np.float16), rows, inputs, weights)
+        values: Floats = codes * scales.repeat(codes.shape[1] // scales.shape[1], axis=1)
+        if offsets is not None:
+            values = values - offsets.repeat(GROUP, axis=1)
+        return values[:rows, :inputs]
     bits = FITS[KINDS[weights]].bits
     codes = unpack_codes(packed.codes, rows, inputs, bits).astype(np.float32)
     scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)

@@ -4,8 +4,8 @@ A row is a whole number of blocks. `data` is uint8 [rows, bytes of a row] everyw
 float operations are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
 
     Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
-    Q4_K -> int4-asym   scale and minimum of each group of 32 are products there, rounded to float16 here
-    Q5_1, Q5_K, Q6_K -> int8     quantized again: scale = max|w| / 127 of each group of 32
+    Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the file's blocks in another order
+    Q5_1 -> int8     quantized again: scale = max|w| / 127 of each group of 32
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q5_0": BlockFormat(32, 22, "int8", True, (0,)),
     "Q5_1": BlockFormat(32, 24, "int8", False, (0, 2)),
     "Q8_0": BlockFormat(32, 34, "int8", True, (0,)),
-    "Q4_K": BlockFormat(256, 144, "int4-asym", False, (0, 2)),
-    "Q5_K": BlockFormat(256, 176, "int8", False, (0, 2)),
-    "Q6_K": BlockFormat(256, 210, "int8", False, (208,)),
+    "Q4_K": BlockFormat(256, 144, "q4k", True, (0, 2)),
+    "Q5_K": BlockFormat(256, 176, "q5k", True, (0, 2)),
+    "Q6_K": BlockFormat(256, 210, "q6k", True, (208,)),
 }
 """The formats that are read, by name."""
 
@@ -75,8 +75,10 @@ def dequantize(name: str, data: Bytes) -> Floats:
 
 
 def quant_rows_of(name: str, data: Bytes) -> QuantRows:
-    """Codes and scales of rows of a quantized format; the kind is BLOCKS[name].kind."""
+    """Codes and scales of rows of a quantized format, or its blocks; the kind is BLOCKS[name].kind."""
     rows, blocks = len(data), _blocks(name, data)
+    if name in ("Q4_K", "Q5_K", "Q6_K"):
+        return QuantRows(str(BLOCKS[name].kind), data, scales_of(name, data).reshape(rows, -1))
     if name == "Q4_0":
         return _rows_of(rows, "int4", _nibbles(blocks[:, 2:]), _half(blocks, 0))
     if name == "Q4_1":
@@ -85,9 +87,6 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
         return _rows_of(rows, "int8", _fives(blocks, 2) + np.uint8(112), _half(blocks, 0))
     if name == "Q8_0":
         return _rows_of(rows, "int8", blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0))
-    if name == "Q4_K":
-        scales, minima = _k_scales(blocks)
-        return _rows_of(rows, "int4-asym", _k_nibbles(blocks[:, 16:]), _as_half(scales), _as_half(minima))
     return _requantized(dequantize(name, data))
 
 

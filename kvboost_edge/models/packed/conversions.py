@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, pack_rows
 from kvboost_edge.models.config.quant_config import GROUP
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly, is_quantized
 from kvboost_edge.models.weights.source import WeightSource
@@ -31,6 +31,8 @@ class ConversionError:
 
 def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionError:
     """The error of a matrix in the packed format `kind`, measured on its first rows (up to 4 MB of floats)."""
+    if kind in BLOCK_FORMATS:
+        return ConversionError(source.type_of(name), kind, 0.0)  # the file's own bits
     count, width = source.shape(name)
     rows = max(1, min(count, _SAMPLE_BYTES // (4 * width)))
     stored = source.rows(name, 0, rows)

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, packed_sizes
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, packed_sizes
+from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.weights.source import WeightSource
 
@@ -21,6 +22,7 @@ __all__ = [
     "pack_plan",
     "plan_bytes",
     "plan_label",
+    "run_name",
 ]
 
 # Weight format -> packed kind of the layers' matrices, and of the embedding and the head.
@@ -38,7 +40,8 @@ VECTOR = "vector"
 # From narrow to wide: int4 fits int4-asym and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
 _WIDENING = ("int4", "int4-asym", "int8")
 # (format of the tensor, format of the entry) where every stored weight keeps its value.
-_EXACT = {("int8", "int8"), ("int4", "int4"), ("int4-asym", "int4-asym"), ("int4", "int4-asym"), ("int4", "int8")}
+_EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS)}
+_EXACT |= {("int4", "int4-asym"), ("int4", "int8"), ("q4k", "q5k")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class PackEntry:
     """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    "f32", "bf16", "int8", "int4", "int4-asym", or "vector"
+    kind    "f32", "bf16", "int8", "int4", "int4-asym", "q4k", "q5k", "q6k", or "vector"
     offset  added to a vector's values
     """
 
@@ -65,7 +68,7 @@ class PackEntry:
         """Bytes of the codes (or floats), scales and minima; a vector is padded to a multiple of 32 with zeros."""
         if self.kind == VECTOR:
             return -(-self.rows // 32) * 32 * 4, 0, 0
-        return packed_sizes(self.rows, self.inputs, KINDS[self.kind])
+        return packed_sizes(self.rows, self.inputs, NUMBERS[self.kind])
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
@@ -79,7 +82,7 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 
     weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or STORED, for a
     `source` that is quantized: each matrix keeps the format of its tensors; one made of several takes the widest of
-    theirs.
+    theirs, but queries, keys and values in different block formats become several entries, see `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -87,7 +90,7 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
                 f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has none; "
                 f"give one of {WEIGHT_FORMATS}"
             )
-        return [_as_stored(entry, source) for entry in pack_plan(spec, "int8")]
+        return [run for entry in pack_plan(spec, "int8") for run in _as_stored(entry, source)]
     if weights not in _KINDS_OF:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
     inner, outer = _KINDS_OF[weights]
@@ -123,13 +126,44 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
     return "+".join(sorted({entry.kind for entry in plan if entry.kind != VECTOR}))
 
 
-def _as_stored(entry: PackEntry, source: WeightSource) -> PackEntry:
+def run_name(name: str, index: int) -> str:
+    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format each."""
+    return name if index == 0 else f"{name}+{index}"
+
+
+def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
     if entry.kind == VECTOR:
-        return entry
-    kinds = {source.kind(tensor) or "int8" for tensor, _ in entry.parts}
-    if not kinds <= set(_WIDENING):
-        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(kinds)}, known are {QUANTIZED}")
-    return dataclasses.replace(entry, kind=max(kinds, key=_WIDENING.index))
+        return [entry]
+    kinds = [source.kind(tensor) or "int8" for tensor, _ in entry.parts]
+    unknown = set(kinds) - {*_WIDENING, *BLOCK_FORMATS}
+    if unknown:
+        known = (*QUANTIZED, *BLOCK_FORMATS)
+        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {known}")
+    if entry.name.endswith(".qkv") and set(kinds) <= set(BLOCK_FORMATS):
+        runs = _runs(entry, kinds)
+        if all(run.rows % LANES == 0 for run in runs[:-1]):
+            return runs
+    return [dataclasses.replace(entry, kind=_widest(set(kinds)))]
+
+
+def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
+    """Neighbouring tensors of one format each; the matrices read the same inputs, which block formats take alike."""
+    runs: list[PackEntry] = []
+    for kind, part in zip(kinds, entry.parts, strict=True):
+        if runs and runs[-1].kind == kind:
+            runs[-1] = dataclasses.replace(runs[-1], parts=(*runs[-1].parts, part))
+        else:
+            name = run_name(entry.name, len(runs))
+            runs.append(dataclasses.replace(entry, name=name, kind=kind, parts=(part,)))
+    return runs
+
+
+def _widest(kinds: set[str]) -> str:
+    """The narrowest format that holds all of them; int8 does it with an error where nothing else is common."""
+    for wide in ("q4k", "q5k", "q6k"):
+        if all((kind, wide) in _EXACT for kind in kinds):
+            return wide
+    return "int8" if kinds & set(BLOCK_FORMATS) else max(kinds, key=_WIDENING.index)
 
 
 def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:

@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.kernels.linear.weights import KINDS, LARGEST, PackedRows, pack_codes, pack_rows
+from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, BLOCK_WEIGHTS, pack_blocks
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    LARGEST,
+    NUMBERS,
+    PackedRows,
+    pack_codes,
+    pack_rows,
+)
 from kvboost_edge.kernels.reference.linear import unpack_codes, unpack_scales
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly
@@ -106,7 +114,9 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
     entry = piece.entry
     if entry.kind == VECTOR:
         return _pack_vector(piece, source)
-    number = KINDS[entry.kind]
+    number = NUMBERS[entry.kind]
+    if entry.kind in BLOCK_FORMATS:
+        return pack_blocks(np.concatenate([_stored(source, *part, entry.kind).codes for part in piece.parts]), number)
     kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _, _ in piece.parts]
     if not any(kept):
         return pack_rows(read_rows(piece, source), number)
@@ -156,12 +166,21 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
     elif rows.kind == "int4" and kind == "int4-asym":
         with np.errstate(over="ignore"):  # infinity is found below
             rows = rows._replace(kind=kind, minima=rows.scales * np.float16(8.0))
+    elif rows.kind == "q4k" and kind == "q5k":
+        rows = rows._replace(kind=kind, codes=_with_fifth_bits(rows.codes))
     if not all(np.isfinite(halves).all() for halves in rows[2:] if halves is not None):
         raise ModelFormatError(
             f"tensor {tensor!r} in {source.file_of(tensor)} has scales that are not finite in rows {start} to "
             f"{stop - 1}; the checkpoint is damaged"
         )
     return rows
+
+
+def _with_fifth_bits(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Blocks of Q4_K as blocks of Q5_K, whose fifth bits, 32 bytes behind the scales, are 0."""
+    blocks = codes.reshape(-1, BLOCK_BYTES[NUMBERS["q4k"]])
+    none = np.zeros((len(blocks), BLOCK_WEIGHTS // 8), dtype=np.uint8)
+    return np.concatenate([blocks[:, :16], none, blocks[:, 16:]], axis=1).reshape(len(codes), -1)
 
 
 def _unpacked(packed: PackedRows, rows: int, inputs: int, kind: str) -> QuantRows:

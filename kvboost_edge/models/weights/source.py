@@ -23,8 +23,9 @@ class QuantRows(NamedTuple):
     """Rows of a tensor that is stored quantized, in groups of 32 inputs of one row; the last group may be short.
 
     kind    "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4-asym": scale * code - minimum
-    codes   uint8 [rows, inputs]: 0..255 for int8, else 0..15
-    scales  float16 [rows, groups];  minima: the same for "int4-asym", else None
+            "q4k", "q5k", "q6k": blocks of 256 inputs as GGUF files hold them, Q4_K, Q5_K and Q6_K
+    codes   uint8 [rows, inputs]: 0..255 for int8, else 0..15; of blocks their bytes [rows, bytes of a row]
+    scales  float16 [rows, groups];  minima: the same for "int4-asym", else None. Of blocks: all float16 numbers in them
     """
 
     kind: str
@@ -55,7 +56,7 @@ class WeightSource(Protocol):
         ...
 
     def kind(self, name: str) -> str | None:
-        """The packed format that holds the tensor as it is stored ("int8", "int4", "int4-asym"); None: it is float."""
+        """The packed format that holds the tensor as it is stored (as `QuantRows.kind`); None: it is float."""
         ...
 
     def type_of(self, name: str) -> str:

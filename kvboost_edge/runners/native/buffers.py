@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import aligned_empty
-from kvboost_edge.kernels.linear.panel import FINE_BYTES
+from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.rope import RopeTable
@@ -78,5 +78,5 @@ class Buffers:
             number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()
         }
         for number in (lt.B_PANEL, lt.B_INNER):
-            self._arrays[number] = aligned_empty((num_tokens * sizes.groups * FINE_BYTES,), np.int8)
+            self._arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
         self._capacity = num_tokens

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.linear.tiles import GROUP
-from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED
+from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import ACT_GELU_TANH, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
-from kvboost_edge.models.packed.plan import PackEntry
+from kvboost_edge.models.packed.plan import PackEntry, run_name
 
 __all__ = ["LayerProgram", "Sizes", "build_program"]
 
@@ -86,10 +86,10 @@ class _Builder:
         self.floats.append({lt.P_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}})
 
     def kind(self, name: str) -> int:
-        return KINDS[self.entries[name].kind]
+        return NUMBERS[self.entries[name].kind]
 
     def is_quantized(self, name: str) -> bool:
-        return self.entries[name].kind in QUANTIZED
+        return self.entries[name].kind not in ("f32", "bf16")
 
     def panel(self, reader: str, buffer: int = lt.B_PANEL) -> dict[int, int]:
         """Fields of an operation whose result the matrix `reader` reads: quantized for it, or not."""
@@ -125,27 +125,31 @@ class _Builder:
             self.add(lt.OP_QUANT, {**fields, **self.panel(reader)})
 
     def weights(self, name: str, unit: int, num_units: int, panel: int) -> dict[int, int]:
-        """Fields of an operation with the matrix `name`, cut into runs of `unit` of its num_units tiles (or groups)."""
+        """Fields of an operation with the matrix `name`, without a bias, cut into runs of `unit` of its num_units tiles
+        (or groups)."""
         return {
             lt.F_INPUTS: self.entries[name].inputs,
             lt.F_KIND: self.kind(name),
             lt.F_WEIGHT: self.packed.address(name),
             lt.F_SCALE: self.packed.address(f"{name}.scales"),
             lt.F_MINIMA: self.packed.address(f"{name}.minima"),
-            lt.F_BIAS: self.packed.address(f"{name}_bias"),
             lt.F_UNIT: max(1, min(unit, num_units // (_UNITS_PER_THREAD * self.num_threads))),
             lt.F_PANEL_IN: panel,
-            lt.F_FINE_IN: int(_is_fine(name)),
         }
 
     def linear(
         self, name: str, source: Rows, out: Rows, *, add: bool = False, factor: float = 1.0, panel: int = lt.B_PANEL
     ) -> None:
-        """The matrix `name`; it reads `source` where its weights are floats, and `panel` otherwise."""
-        rows = self.entries[name].rows
+        """The matrix `name`, or its runs; it reads `source` where its weights are floats, and `panel` otherwise."""
         fields = {lt.F_SRC: source[0], lt.F_SRC_STEP: source[1], lt.F_DST: out[0], lt.F_DST_STEP: out[1]}
-        weights = self.weights(name, _MAX_TILES, -(-rows // LANES), panel)
-        self.add(lt.OP_LINEAR, {**fields, **weights, lt.F_COUNT: rows, lt.F_ADD: int(add)}, factor=factor)
+        bias, first, index = self.packed.address(f"{name}_bias"), 0, 0
+        while (run := run_name(name, index)) in self.entries:
+            rows = self.entries[run].rows
+            weights = self.weights(run, _MAX_TILES, -(-rows // LANES), panel)
+            place = {lt.F_COUNT: rows, lt.F_DST_FIRST: first, lt.F_BIAS: bias + 4 * first if bias else 0}
+            rest = {lt.F_ADD: int(add), lt.F_FINE_IN: int(_is_fine(name))}
+            self.add(lt.OP_LINEAR, {**fields, **weights, **place, **rest}, factor=factor)
+            first, index = first + rows, index + 1
 
     def before_attention(self, index: int) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
@@ -194,7 +198,7 @@ class _Builder:
         fields = {lt.F_COUNT: inner, lt.F_ACT: _ACTIVATIONS[spec.activation], **self.panel(names[1], lt.B_INNER)}
         if inner % GROUP == 0 and all(self.is_quantized(name) for name in names):
             weights = self.weights(names[0], _MAX_TILES // 4, inner // GROUP, lt.B_PANEL)
-            self.add(lt.OP_GATED, {**weights, **fields})
+            self.add(lt.OP_GATED, {**weights, **fields, lt.F_BIAS: self.packed.address(f"{names[0]}_bias")})
         else:
             self.linear(names[0], source, (lt.B_WIDE, sizes.wide))
             steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: sizes.wide, lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}

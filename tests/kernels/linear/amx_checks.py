@@ -18,10 +18,12 @@ import numpy as np
 from llvmlite import binding
 
 import amx_emulator
+from block_weights import random_blocks
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.linear import amx_choice
+from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
-from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, pack_rows
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, QUANTIZED, pack_rows
 from kvboost_edge.runners.native import runner as native
 from linear_driver import Extra, panel_sizes, run_linear
 from paged_driver import PagedDriver
@@ -35,12 +37,17 @@ def matrices() -> dict[str, Any]:
     """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens that are not finite:
     the bits of AVX512-VNNI."""
     rng = np.random.default_rng(0)
-    for kind in QUANTIZED:
+    for kind in (*QUANTIZED, *BLOCK_FORMATS):
+        in_blocks = kind in BLOCK_FORMATS
         for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):
+            inputs = -(-inputs // 256) * 256 if in_blocks else inputs
             x = rng.standard_normal((tokens, inputs)).astype(np.float32)
             x[:, :32] = rng.choice([-1, 1], (tokens, 32))
             x[3, 5], x[9, 6], x[12, 1], x[20] = np.inf, -np.inf, np.nan, -0.0
-            packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
+            if in_blocks:
+                packed = pack_blocks(random_blocks(kind, rows, inputs // 256), BLOCK_FORMATS[kind])
+            else:
+                packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
             bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))
             for fine in (False, True):
                 sizes = panel_sizes(tokens, Extra(fine=fine, matrix=1))

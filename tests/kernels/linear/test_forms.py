@@ -10,9 +10,8 @@ import pytest
 from llvmlite import binding
 
 from kvboost_edge.kernels.integers import dot_form
-from kvboost_edge.kernels.linear.dot import KIND_INT8
-from kvboost_edge.kernels.linear.tiles import IntTiles
-from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED
+from kvboost_edge.kernels.linear.dot import KIND_INT8, KIND_Q5K, KIND_Q6K
+from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
 from tile_assembly import tile_assembly
 
 PROGRAM = """
@@ -21,10 +20,10 @@ import numba
 import numpy as np
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.integers import dot_form
-from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4_ASYM, KIND_INT8
+from kvboost_edge.kernels.linear.layout import group_bytes
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED
 
-KINDS = {"int8": KIND_INT8, "int4": KIND_INT4, "int4-asym": KIND_INT4_ASYM}
 GROUPS = 3
 rng = np.random.default_rng(0)
 stored = rng.integers(0, 256, (GROUPS, 512)).astype(np.uint8)
@@ -32,7 +31,10 @@ stored[1] = rng.choice([0, 255], 512)
 weights = np.array([0.01, 1, -3, 0.5] * 4 * GROUPS, np.float16)
 minima = np.array([2, 0.25, -1, 0.125] * 4 * GROUPS, np.float16)
 digest = hashlib.sha256()
-for kind, number in KINDS.items():
+factors = rng.integers(0, 256, (GROUPS, 32)).astype(np.uint8)
+factors[1] = 128
+for kind in (*QUANTIZED, *BLOCK_FORMATS):
+    number = NUMBERS[kind]
     for tokens, fine in ((1, False), (2, False), (2, True)):
         tile = int_tile[number, 1, tokens, fine]
 
@@ -44,16 +46,23 @@ for kind, number in KINDS.items():
         x[:, 32:64] = rng.choice([-1, 1], (tokens, 32))
         panel = reference.pack_panel(x, kind, [tokens], fine=fine)
         out = np.zeros((tokens, 16), np.float32)
-        addresses = [array.ctypes.data for array in (stored, weights, minima)]
-        where = Tile(*addresses, 0, 0, GROUPS, 1, 0)
+        in_blocks = kind in BLOCK_FORMATS
+        addresses = [array.ctypes.data for array in (stored, factors if in_blocks else weights, minima)]
+        where = Tile(*addresses, 0, 0, 0, GROUPS, 1, 0)
         run(where, panel.ctypes.data, Target(out.ctypes.data, 64, 0, 0, 0, np.float32(1)))
-        codes = reference.unpack_codes(stored.reshape(-1)[: GROUPS * (512 if kind == "int8" else 256)],
-                                       16, GROUPS * 32, 8 if kind == "int8" else 4)
-        scales, lows = (reference.unpack_scales(a, 16, GROUPS * 32) for a in (weights, minima))
+        packed = stored.reshape(-1)[: GROUPS * group_bytes(number)]
+        if in_blocks:
+            codes = reference.unpack_block_codes(packed, 16, GROUPS * 32, kind)
+            halves = minima[: 16 if kind == "q6k" else 32]
+            scales, lows = reference.unpack_block_scales(factors, halves, 16, GROUPS * 32, kind)
+        else:
+            codes = reference.unpack_codes(packed, 16, GROUPS * 32, 8 if kind == "int8" else 4)
+            scales, lows = (reference.unpack_scales(a, 16, GROUPS * 32) for a in (weights, minima))
+            codes, lows = (codes + 8, lows) if kind == "int4-asym" else (codes, None)
         quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
-        expected = reference.linear_int(quantized, token_scales, codes + 8 * (kind == "int4-asym"), scales,
-                                        lows if kind == "int4-asym" else None)
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+        expected = reference.linear_int(quantized, token_scales, codes, scales, lows)
+        largest = np.abs(expected).max() if in_blocks else 1
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5 * largest)
         digest.update(out.tobytes())
 print(dot_form(), digest.hexdigest())
 """
@@ -107,7 +116,7 @@ def _assembly(kind: int, form: str, cpu: str, *, fine: bool = False) -> str:
 
 
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", [KINDS[name] for name in QUANTIZED])
+@pytest.mark.parametrize("kind", INT_KINDS)
 def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
     """8 quads of 4 x 4 rows for each of 4 tokens (and planes): every one is an sdot."""
     assembly = _assembly(kind, "neon", "cortex-a76", fine=fine)
@@ -115,14 +124,15 @@ def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
 
 
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", [KINDS[name] for name in QUANTIZED])
+@pytest.mark.parametrize("kind", INT_KINDS)
 def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -> None:
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few instructions, so that compiling
-    them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes."""
+    them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes, of 5 and 6 bits
+    after 4 and 2 quads."""
     assembly, planes = _assembly(kind, "plain", "cortex-a72", fine=fine), 2 if fine else 1
     products = 8 * 8 * 4 * planes
     assert "sdot" not in assembly
     multiplied = sum(line.split()[0] in ("mul", "mla") for line in assembly.splitlines() if ".8h" in line)
     added = sum(line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line)
     assert multiplied == products
-    assert added == 4 * 4 * planes * (8 if kind == KIND_INT8 else 1)
+    assert added == 4 * 4 * planes * {KIND_INT8: 8, KIND_Q5K: 2, KIND_Q6K: 4}.get(kind, 1)

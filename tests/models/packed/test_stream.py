@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from block_weights import random_blocks
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.weights import KINDS, PackedRows
+from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.gguf.blocks import dequantize, scales_of
 from kvboost_edge.models.packed.plan import (
     VECTOR,
     WEIGHT_FORMATS,
@@ -27,6 +30,7 @@ from kvboost_edge.models.packed.stream import Piece, pack_stream, pieces_of
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 Floats = npt.NDArray[np.float32]
+TYPES = {"q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
 CONFIG = {
     "model_type": "llama", "vocab_size": 50, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -51,7 +55,12 @@ class Stored(WeightSource):
         return {*self.tensors, *self.quantized}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.quantized[name].codes if name in self.quantized else self.tensors[name]).shape
+        if name not in self.quantized:
+            return self.tensors[name].shape
+        kind, codes = self.quantized[name].kind, self.quantized[name].codes
+        if kind in BLOCK_FORMATS:
+            return len(codes), codes.shape[1] // BLOCK_BYTES[NUMBERS[kind]] * 256
+        return codes.shape
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
         found = _floats(self.quantized[name]) if name in self.quantized else self.tensors[name]
@@ -73,6 +82,8 @@ class Stored(WeightSource):
 
 
 def _floats(stored: QuantRows) -> Floats:
+    if stored.kind in BLOCK_FORMATS:
+        return dequantize(TYPES[stored.kind], stored.codes)
     offset = {"int8": 128, "int4": 8, "int4-asym": 0}[stored.kind]
     inputs = stored.codes.shape[1]
     back = (stored.codes.astype(np.float32) - offset) * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
@@ -142,6 +153,65 @@ def test_one_matrix_of_tensors_in_different_formats(split: tuple[int, int, int])
     assert 0 < np.linalg.norm(back[q + k :] - source.rows("v")) < 0.08 * np.linalg.norm(source.rows("v"))
 
 
+def _blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
+    codes = random_blocks(kind, rows, inputs // 256, seed)
+    return QuantRows(kind, codes, scales_of(TYPES[kind], codes).reshape(rows, -1))
+
+
+@pytest.mark.parametrize("rows", [48, 37])
+@pytest.mark.parametrize(("stored", "kind"), [("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k"), ("q4k", "q5k")])
+def test_blocks_keep_their_values_to_the_bit(
+    stored: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Stored({}, {"w": _blocks(stored, rows, 512)})
+    entry = PackEntry("m", kind, (("w", rows),), 512)
+    np.testing.assert_array_equal(_pack(entry, source), source.rows("w"))
+    monkeypatch.setattr("kvboost_edge.models.packed.stream._PIECE_BYTES", 4 * 512 * 16)
+    np.testing.assert_array_equal(_pack(entry, source, 3), source.rows("w"))
+
+
+@pytest.mark.parametrize("split", [(32, 16), (20, 13)])
+def test_blocks_of_four_bits_beside_those_of_five(split: tuple[int, int]) -> None:
+    gate, up = split
+    source = Stored({}, {"gate": _blocks("q4k", gate, 256, 1), "up": _blocks("q5k", up, 256, 2)})
+    back = _pack(PackEntry("m", "q5k", (("gate", gate), ("up", up)), 256), source)
+    np.testing.assert_array_equal(back, np.concatenate([source.rows("gate"), source.rows("up")]))
+
+
+def test_numbers_of_blocks_are_checked() -> None:
+    bad = _blocks("q6k", 32, 256)
+    bad.scales[20, 0] = np.inf
+    with pytest.raises(ModelFormatError, match=r"'w' in some.file has scales that are not finite in rows 0 to 31"):
+        list(pack_stream([PackEntry("m", "q6k", (("w", 32),), 256)], Stored({}, {"w": bad}), 1))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({"v_proj": "q6k"}, {"qkv": "q4k", "qkv+1": "q6k", "gate_up": "q4k"}),
+        ({"k_proj": "q5k", "up_proj": "q5k"}, {"qkv": "q4k", "qkv+1": "q5k", "qkv+2": "q4k", "gate_up": "q5k"}),
+        ({"up_proj": "q6k"}, {"qkv": "q4k", "gate_up": "int8"}),
+        ({"v_proj": "int8"}, {"qkv": "int8", "gate_up": "q4k"}),
+    ],
+)
+def test_matrices_of_several_block_formats(kinds: dict[str, str], expected: dict[str, str]) -> None:
+    spec = describe_model({**CONFIG, "hidden_size": 256, "intermediate_size": 256})
+    source = _checkpoint(spec, {**kinds, "_proj": "q4k", "lm_head": "q6k"})
+    plan = pack_plan(spec, "auto", source)
+    found = {entry.name.removeprefix("layer0."): entry.kind for entry in plan if entry.kind != VECTOR}
+    assert {name: kind for name, kind in found.items() if name.startswith(("qkv", "gate_up"))} == expected
+    assert found["head"] == "q6k"
+    rows = sum(entry.rows for entry in plan if entry.name.startswith("layer0.qkv"))
+    assert rows == spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads)
+
+
+def test_floats_are_never_packed_as_blocks() -> None:
+    with pytest.raises(ConfigError, match="weight kind 8"):
+        pack_rows(_float(16, 256), NUMBERS["q6k"])
+    with pytest.raises(ConfigError, match="100 bytes are not whole blocks"):
+        pack_blocks(np.zeros((16, 100), np.uint8), NUMBERS["q6k"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_and_threads_do_not_change_the_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Stored({"a": _float(75, 40, 1), "b": _float(60, 40, 2)})
@@ -200,7 +270,8 @@ def _checkpoint(spec: ModelSpec, kinds: dict[str, str]) -> Stored:
         for tensor, rows in entry.parts:
             kind = next((kind for part, kind in kinds.items() if part in tensor), None)
             if kind is not None:
-                source.quantized[tensor] = _quant(kind, rows, entry.inputs)
+                make = _blocks if kind in BLOCK_FORMATS else _quant
+                source.quantized[tensor] = make(kind, rows, entry.inputs)
             else:
                 source.tensors[tensor] = _float(rows, max(entry.inputs, 1)) if entry.inputs else _float(1, rows)[0]
     return source

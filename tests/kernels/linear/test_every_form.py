@@ -1,0 +1,171 @@
+"""Every form of the integer kernels, those of other processors too, gives the bits of the plain one.
+
+Each microkernel is compiled for this machine with functions in the place of the instructions that it lacks.
+test_forms.py and test_amx.py run the forms that are here as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from llvmlite import binding
+
+from kvboost_edge.kernels.linear import amx as linear_amx
+from kvboost_edge.kernels.linear.dot import OFFSET
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
+from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles, Target, Tile
+from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.reference import linear as reference
+from tile_assembly import tile_module
+
+GROUPS, TILES = 17, 2
+NAMES = {number: name for name, number in NUMBERS.items()}
+# Form -> the instruction's name in LLVM, lanes of its sums, and whether the first factor's bytes have a sign.
+INSTRUCTIONS = {
+    "vnni512": ("llvm.x86.avx512.vpdpbusd.512", 16, False),
+    "vnni256": ("llvm.x86.avx512.vpdpbusd.256", 8, False),
+    "neon": ("llvm.aarch64.neon.sdot.v4i32.v16i8", 4, True),
+}
+
+
+def _dot(name: str, lanes: int, signed: bool) -> str:
+    """A function that adds the products of four bytes each to 32-bit sums."""
+    many, sums, picks = f"<{4 * lanes} x i32>", f"<{lanes} x i32>", []
+    for place in range(4):
+        order = ", ".join(f"i32 {4 * lane + place}" for lane in range(lanes))
+        picks.append(f"%p{place} = shufflevector {many} %p, {many} %p, {sums} <{order}>")
+        picks.append(f"%s{place + 1} = add {sums} %s{place}, %p{place}")
+    return "\n".join([
+        f"define {sums} @{name}({sums} %s0, <{4 * lanes} x i8> %x, <{4 * lanes} x i8> %y) {{",
+        f"%a = {'sext' if signed else 'zext'} <{4 * lanes} x i8> %x to {many}",
+        f"%b = sext <{4 * lanes} x i8> %y to {many}",
+        f"%p = mul {many} %a, %b",
+        *picks,
+        f"ret {sums} %s4",
+        "}",
+    ])  # fmt: skip
+
+
+class _Registers:
+    """Intel's tile registers, as its manual describes what is done with them."""
+
+    def __init__(self) -> None:
+        self.tiles: dict[int, npt.NDArray[np.int8]] = {}
+        self.multiplied = 0
+        kinds = {
+            "ldtilecfg": (self._configure, [ctypes.c_void_p]),
+            "tilerelease": (self.tiles.clear, []),
+            "tilezero": (lambda tile: self.tiles[tile].fill(0), [ctypes.c_uint8]),
+            "tileloadd64": (self._load, [ctypes.c_uint8, ctypes.c_void_p, ctypes.c_int64]),
+            "tilestored64": (self._store, [ctypes.c_uint8, ctypes.c_void_p, ctypes.c_int64]),
+            "tdpbssd": (self._multiply, [ctypes.c_uint8] * 3),
+        }
+        self.functions: dict[str, Any] = {
+            name: ctypes.CFUNCTYPE(None, *types)(function) for name, (function, types) in kinds.items()
+        }
+
+    def _configure(self, address: int) -> None:
+        text = ctypes.string_at(address, 64)
+        for tile in range(8):
+            width = int.from_bytes(text[16 + 2 * tile : 18 + 2 * tile], "little")
+            self.tiles[tile] = np.zeros((text[48 + tile], width), np.int8)
+
+    def _rows(self, tile: int, address: int, step: int) -> Iterator[tuple[int, int]]:
+        for row in range(len(self.tiles[tile])):
+            yield row, address + row * step
+
+    def _load(self, tile: int, address: int, step: int) -> None:
+        for row, at in self._rows(tile, address, step):
+            self.tiles[tile][row] = np.frombuffer(ctypes.string_at(at, self.tiles[tile].shape[1]), np.int8)
+
+    def _store(self, tile: int, address: int, step: int) -> None:
+        for row, at in self._rows(tile, address, step):
+            ctypes.memmove(at, self.tiles[tile][row].tobytes(), self.tiles[tile].shape[1])
+
+    def _multiply(self, sums: int, rows: int, weights: int) -> None:
+        self.multiplied += 1
+        a, b = self.tiles[rows].astype(np.int32), self.tiles[weights].astype(np.int32)
+        assert a.shape[1] == 4 * len(b)
+        quads = b.reshape(len(b), -1, 4).transpose(0, 2, 1).reshape(4 * len(b), -1)
+        self.tiles[sums].view(np.int32)[:] += a @ quads
+
+
+def _compiled(text: str, functions: dict[str, Any]) -> tuple[Callable[..., None], Any]:
+    """The function "tile" of a module for this machine; the engine must outlive it."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    for name, function in functions.items():
+        binding.add_symbol(f"emulated_{name}", ctypes.cast(function, ctypes.c_void_p).value)
+    target = binding.Target.from_default_triple()
+    features = binding.get_host_cpu_features().flatten()
+    machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=1)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
+    engine.finalize_object()
+    arguments = [ctypes.c_int64] * (len(Tile._fields) + len(Target._fields)) + [ctypes.c_float]
+    return ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address("tile")), engine
+
+
+def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> npt.NDArray[np.float32]:
+    """Two tiles of random weights, with extremes among them, against a panel; float32 [tokens, 32]."""
+    text = tile_module(tiles, binding.get_default_triple())
+    for form_name, _, _ in INSTRUCTIONS.values():
+        if f'@"{form_name}"' in text:
+            lines = [line for line in text.splitlines() if not (line.startswith("declare") and form_name in line)]
+            text = "\n".join(lines).replace(f'@"{form_name}"', "@emulated_dot") + definitions
+    text = text.replace('@"llvm.x86.t', '@"emulated_t').replace('@"llvm.x86.ldt', '@"emulated_ldt')
+    run, engine = _compiled(text, functions)
+    kind, tokens = tiles.kind, tiles.tokens
+    rng = np.random.default_rng(kind)
+    sizes = [GROUPS * group_bytes(kind), GROUPS * SCALE_BYTES, max(minima_bytes(kind, GROUPS), 2)]
+    weights, scales, minima = (rng.integers(0, 256, (TILES, size), dtype=np.uint8) for size in sizes)
+    weights[0, : group_bytes(kind)] = rng.choice(np.array([0, 255], np.uint8), group_bytes(kind))
+    minima[:] = rng.standard_normal((TILES, sizes[2] // 2)).astype(np.float16).view(np.uint8)
+    if kind < NUMBERS["q4k"]:
+        scales[:] = rng.standard_normal((TILES, sizes[1] // 2)).astype(np.float16).view(np.uint8)
+    x = rng.standard_normal((tokens, GROUPS * 32)).astype(np.float32)
+    x[:, :32] = rng.choice([-1, 1], (tokens, 32))
+    panel = reference.pack_panel(x, NAMES[kind], [tokens], fine=tiles.fine)
+    out = np.full((tokens, TILES * 16), np.nan, np.float32)
+    where = Tile(
+        *(array.ctypes.data for array in (weights, scales, minima)),
+        *(array.strides[0] for array in (weights, scales, minima)),
+        GROUPS, TILES // tiles.tiles, 0,
+    )  # fmt: skip
+    run(*where, panel.ctypes.data, *Target(out.ctypes.data, out.strides[0], 64, 0, 0, 1.0))
+    del engine
+    assert np.isfinite(out).all()
+    return out
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", INT_KINDS)
+@pytest.mark.parametrize("form", INSTRUCTIONS)
+def test_forms_of_the_dot_product(form: str, kind: int, fine: bool) -> None:
+    name, lanes, signed = INSTRUCTIONS[form]
+    plain = _run(IntTiles(kind, 1, 2, fine, "plain"), {})
+    definitions = _dot("emulated_dot", lanes, signed)
+    for tiles, tokens in ((1, 2), (2, 2)):
+        one = IntTiles(kind, tiles, tokens, fine, form)
+        assert name in tile_module(one, "")
+        np.testing.assert_array_equal(_run(one, {}, definitions), plain)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("kind", INT_KINDS)
+def test_tile_registers(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
+    monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
+    registers = _Registers()
+    tiles = linear_amx.AmxTiles(kind, fine)
+    out = _run(tiles, registers.functions)
+    assert registers.multiplied == 4 * GROUPS * tiles.parts
+    np.testing.assert_array_equal(out, _run(IntTiles(kind, 1, tiles.tokens, fine, "plain"), {}))
+
+
+def test_only_signed_kinds_have_an_offset() -> None:
+    assert {NAMES[kind] for kind in INT_KINDS if OFFSET[kind]} == {"int8", "int4", "q6k"}
