@@ -344,63 +344,6 @@ def test_endings_by_text(tmp_path: Path) -> None:
     assert Checkpoint.open(path).generation().eos_token_ids == (5, 7, 39)
 
 
-@pytest.mark.parametrize(("kind", "where"), [("Q4_0", 7), ("Q8_0", 3), ("F32", 100), ("F16", 100)])
-def test_nan_is_found(kind: str, where: int, tmp_path: Path) -> None:
-    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
-    with GgufSource(read_gguf(path)) as source:
-        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
-    data = bytearray(path.read_bytes())
-    at = tensor.start + where * BLOCKS[kind].nbytes
-    data[at : at + BLOCKS[kind].nbytes] = b"\xff" * BLOCKS[kind].nbytes
-    path.write_bytes(data)
-    with pytest.raises(ModelFormatError, match=r"m.gguf: tensor 'blk.0.ffn_up.weight'.*NaN or infinity"):
-        Checkpoint.open(path).summary()
-
-
-# Where the numbers of a block are, by the definitions in ggml-common.h.
-NUMBERS = {
-    "F32": (0,), "F16": (0,), "BF16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-}  # fmt: skip
-# Little endian; of each kind of number two NaN, the second with the fewest bits set, and both infinities.
-NOT_FINITE = {
-    "F32": ("ffffffff", "0100807f", "0000807f", "000080ff"),
-    "BF16": ("ffff", "817f", "807f", "80ff"),
-    "half": ("ffff", "017c", "007c", "00fc"),
-}
-
-
-def test_every_kind_is_searched() -> None:
-    assert set(NUMBERS) == set(BLOCKS)
-
-
-@pytest.mark.parametrize("kind", NUMBERS)
-def test_one_number_that_is_not_finite_is_found(kind: str, tmp_path: Path) -> None:
-    """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
-    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
-    with GgufSource(read_gguf(path)) as source:
-        tensor = source._tensor("model.layers.0.mlp.up_proj.weight")
-    assert tensor.type == kind
-    nbytes, sound = BLOCKS[kind].nbytes, path.read_bytes()
-    last = (tensor.stop - tensor.start) // nbytes - 1
-    for block in (0, 300, last):
-        for at in NUMBERS[kind]:
-            for number in map(bytes.fromhex, NOT_FINITE.get(kind, NOT_FINITE["half"])):
-                place = tensor.start + block * nbytes + at
-                path.write_bytes(sound[:place] + number + sound[place + len(number) :])
-                with pytest.raises(ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "):
-                    Checkpoint.open(path).summary()
-    data = bytearray(sound)
-    if BLOCKS[kind].kind is not None:
-        first = data[tensor.start : tensor.start + nbytes]
-        for index in set(range(nbytes)) - {at + half for at in NUMBERS[kind] for half in (0, 1)}:
-            first[index] = 255
-        data[tensor.start : tensor.start + nbytes] = first
-    path.write_bytes(data)
-    Checkpoint.open(path).summary()
-
-
 def test_shapes_against_the_metadata(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
