@@ -15,7 +15,7 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
-__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "write_gguf"]
+__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "q4_k_m", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -79,6 +79,11 @@ def _random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray
     for at in halves:
         blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(np.uint8)
     return blocks.reshape(values.shape[0], -1)
+
+
+def q4_k_m(name: str) -> str:
+    """The mixture that llama.cpp calls Q4_K_M."""
+    return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
 
 
 def write_gguf(

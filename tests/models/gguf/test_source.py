@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file, save_file
 
-from gguf_models import gguf_tensors, write_gguf
+from gguf_models import gguf_tensors, q4_k_m, write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
@@ -22,7 +22,6 @@ from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.packed.plan import check_tensors, pack_plan, plan_bytes
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
@@ -134,15 +133,10 @@ def _round_to_half(model: Path) -> None:
     save_file(halves, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def _q4_k_m(name: str) -> str:
-    """The mixture that llama.cpp calls Q4_K_M."""
-    return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_M", "Q5_K"])
 def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = save_tiny_model("llama", tmp_path / "model", **WIDE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=_q4_k_m if kind == "Q4_K_M" else kind)
+    path = write_gguf(model, tmp_path / "m.gguf", kind=q4_k_m if kind == "Q4_K_M" else kind)
     logits = []
     for weights in ("auto", "f32"):
         with (
@@ -155,37 +149,6 @@ def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pyt
     assert np.linalg.norm(logits[0] - logits[1]) <= 5e-2 * np.linalg.norm(logits[1])
     assert ("Q5_1: 16 tensors become int8" in caplog.text) == (kind == "Q5_1")
     assert ("tensors become" in caplog.text) == (kind == "Q5_1")
-
-
-def test_block_formats_take_little_more_than_the_file(tmp_path: Path) -> None:
-    """Queries and keys of Q4_K and values of Q6_K are entries of their own; nothing becomes int8."""
-    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=_q4_k_m)
-    with GgufSource(read_gguf(path)) as source:
-        plan = pack_plan(describe_model(Checkpoint.open(path).config), "auto", source)
-        check_tensors(plan, source)
-    found = {entry.name: (entry.kind, len(entry.parts)) for entry in plan if entry.name.startswith("layer1.")}
-    assert found["layer1.qkv"] == ("q4k", 2)
-    assert found["layer1.qkv+1"] == ("q6k", 1)
-    assert {entry.kind for entry in plan} == {"q4k", "q6k", "vector"}
-    assert plan_bytes(plan) <= 1.03 * Checkpoint.open(path).summary().nbytes
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_runs_of_block_formats_are_the_same_in_any_pass(name: str, tmp_path: Path) -> None:
-    """Matrices in two formats, with a bias and without: prompts in pieces and at once; near the floats of the file."""
-    model = save_tiny_model(name, tmp_path / "model", **WIDE)
-    path = write_gguf(model, tmp_path / "m.gguf", kind=_q4_k_m)
-    prompt = np.random.default_rng(7).integers(0, 256, 45).tolist()
-    found = []
-    for weights, chunk, threads in (("auto", 45, 1), ("auto", 45, 2), ("auto", 7, 2), ("auto", 1, 1), ("f32", 45, 1)):
-        runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
-        driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=threads))
-        found.append(np.array(driver.prefill(driver.open(prompt), chunk)))
-        runner.close()
-    for other in found[1:4]:
-        np.testing.assert_array_equal(other[-1], found[0][-1])
-    assert np.linalg.norm(found[0] - found[4]) <= 3e-2 * np.linalg.norm(found[4])
 
 
 def test_torch_runner_is_refused(tmp_path: Path) -> None:
