@@ -217,8 +217,8 @@ FAULTS = (
     fault(
         "tenants share a root",
         "engine/intake.py",
-        'root = narrowed_root(root, "tenant", terms.tenant)',
-        "pass",
+        'narrowed_root(root, "tenant", terms.tenant) if terms.tenant else root',
+        "root",
         "tests/engine/test_terms.py",
     ),
     fault("deadlines are not kept", "engine/core.py", "        self._expire()\n", "", "tests/engine/test_terms.py"),
