@@ -46,6 +46,10 @@ _MESSAGES = {
 }
 
 
+# A line feed alone, or a line that begins with white space: it would belong to the one before.
+_AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
+
+
 class _StrictBuffer(ReceiveBuffer):
     """h11's buffer takes heads and trailers with bare line feeds, and folded headers; this one does not."""
 
@@ -55,15 +59,13 @@ class _StrictBuffer(ReceiveBuffer):
             self._extract(2)
             return []
         end = self._data.find(b"\r\n\r\n", searched)
-        head = self._data if end < 0 else self._data[: end + 2]
-        # A line feed alone, or a line that begins with white space: it would belong to the one before.
-        if re.search(rb"(?<!\r)\n|\n[ \t]", head[max(0, searched - 1) :] if end < 0 else head):
+        # By position, not in a slice: what stands before a line feed that is looked at first still counts.
+        if _AMBIGUOUS.search(self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2):
             raise h11.RemoteProtocolError("a bare line feed, or a folded header")
         if end < 0:
             self._multiple_lines_search = len(self._data)
             return None
-        self._extract(end + 4)
-        return head[:-2].split(b"\r\n")
+        return self._extract(end + 4)[:-4].split(b"\r\n")
 
 
 class _StrictConnection(h11.Connection):

@@ -9,8 +9,10 @@ import logging
 import re
 from collections.abc import Iterator
 
+import h11
 import pytest
 
+from kvboost_edge.server.http import protocol
 from live_servers import raw_answer, serving, wait_until
 
 HOST = b"Host: localhost\r\n"
@@ -234,6 +236,34 @@ def test_another_version_of_http_is_505(live_server, version):
     answer = ask(live_server, b"GET /version HTTP/" + version + b"\r\n" + HOST + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 505 ")
     assert b'"http_version"' in answer
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_head_in_pieces_is_the_head(size):
+    """Wherever the network cuts it; a live test sees only the cuts that happen."""
+    head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nA: b\r\nLonger-Name: c d e\r\n\r\n"
+    buffer, lines = protocol._StrictBuffer(), None
+    for at in range(0, len(head), size):
+        assert lines is None
+        buffer += head[at : at + size]
+        lines = buffer.maybe_extract_lines()
+    assert lines == head[:-4].split(b"\r\n")
+    assert not buffer
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n", b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n"])
+def test_an_ambiguous_head_is_refused_in_any_pieces(head, size):
+    buffer = protocol._StrictBuffer()
+
+    def read():
+        nonlocal buffer
+        for at in range(0, len(head), size):
+            buffer += head[at : at + size]
+            buffer.maybe_extract_lines()
+
+    with pytest.raises(h11.RemoteProtocolError):
+        read()
 
 
 def test_a_head_in_single_bytes_is_read(live_server):
