@@ -146,8 +146,11 @@ class KVCacheManager:
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
         """Indices [first, stop) of the blocks that hold tokens num_computed_tokens .. num_tokens - 1."""
-        stop = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens > 0 else 0
-        return table.index_of(table.num_computed_tokens, self.block_size), stop
+        size = self.block_size
+        if len(table.parts) == 1:  # nearly always, and every step of a sequence comes by
+            return table.num_computed_tokens // size, -(-num_tokens // size)
+        stop = table.index_of(num_tokens - 1, size) + 1 if num_tokens > 0 else 0
+        return table.index_of(table.num_computed_tokens, size), stop
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
@@ -204,6 +207,8 @@ class KVCacheManager:
         size, ids, num_slots = self.block_size, table.block_ids, table.num_slots(self.block_size)
         if not 0 <= start <= stop <= num_slots:
             raise CacheCorruption(f"tokens {start} .. {stop} are outside the {num_slots} slots of the table")
+        if len(table.parts) == 1:
+            return [ids[position // size] * size + position % size for position in range(start, stop)]
         found: list[int] = []
         while start < stop:
             part = table.part_of(start)
@@ -239,7 +244,8 @@ class KVCacheManager:
         table._publishes = table._publishes and publish
         if table._publishes:
             num_full = table.num_full_blocks(num_computed, self.block_size)
-            self.progress += self._publisher.publish(table, token_ids, num_full)
+            if num_full > table._num_chained or table._withdrawn:
+                self.progress += self._publisher.publish(table, token_ids, num_full)
         table.num_computed_tokens = num_computed
 
     def fork(self, table: BlockTable) -> BlockTable:
