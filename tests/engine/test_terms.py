@@ -244,7 +244,8 @@ def test_counts_of_a_busy_engine() -> None:
     with fake_engine(max_num_seqs=2) as engine:
         go = threading.Event()
         hold_passes(engine, go)
-        handles = [engine.submit([i] * 20, max_new_tokens=4) for i in range(5)]
+        with engine._core.lock:  # the first pass begins when all of them are there
+            handles = [engine.submit([i] * 20, max_new_tokens=4) for i in range(5)]
         while engine.num_running() < 2:
             assert engine.is_alive()
         assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (2, 3, 60)
