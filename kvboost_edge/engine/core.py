@@ -154,8 +154,9 @@ class EngineCore:
     def _submit(self, sequence: Sequence) -> None:
         with self._gate:
             self.check_open()
+            message = _Submit(sequence)  # first: Ctrl-C must find no place between the next two
             self._live[sequence.index] = sequence
-            self._inbox.put(_Submit(sequence))
+            self._inbox.put(message)
 
     def cancel(self, index: int) -> None:
         """Ask for the end of a request; unknown or finished ones are ignored."""
