@@ -10,7 +10,9 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["KV_BIT_PAIRS", "EngineConfig", "GenerationMode", "kv_bits_from_text"]
+__all__ = ["KV_BIT_PAIRS", "MAX_WEIGHT", "EngineConfig", "GenerationMode", "kv_bits_from_text"]
+
+MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 
 
 class GenerationMode(enum.StrEnum):

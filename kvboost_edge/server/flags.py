@@ -24,11 +24,13 @@ _EXAMPLES = """Examples
 
 {prog}
 {prog} --model ./my-model --port 8080
-KVBOOST_API_KEYS=key-one,key-two {prog} --host 0.0.0.0 --allowed-host llm.example.org
+KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
 
 Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
 KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise. With more than one key /metrics,
-/v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all tenants."""
+/v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all tenants.
+Keys share the machine evenly; one with a weight behind it, as in 'key-two weight=4', counts
+as so many others. That goes for every place where keys are given."""
 
 
 class _Flag(NamedTuple):
@@ -153,7 +155,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1, help="only 1: one process batches all requests")
     safety = parser.add_argument_group("who may come in")
     safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")
-    safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line")
+    safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line, or KEY weight=4")
     safety.add_argument("--admin-api-key", action="append", default=[], metavar="KEY", help="may see and reset all")
     safety.add_argument("--admin-api-key-file", type=Path, metavar="FILE", help="one key a line")
     safety.add_argument("--insecure", action="store_true", help="listen beyond loopback without a key")
