@@ -164,10 +164,10 @@ def bad_bodies() -> dict[str, bytes]:
         "500,000 biases": f'{{"prompt":"a","logit_bias":{{{numbers}}}}}'.encode(),
         "100,000 unknown fields": f'{{"prompt":"a",{many}}}'.encode(),
         "a million numbers": f'{{"prompt":[{",".join(["12345"] * 1_000_000)}],"x":1}}'.encode(),
-        "as many numbers as are read": f'{{"prompt":[{",".join(["12345"] * 262_000)}],"x":1}}'.encode(),
+        "as many numbers as are read": f'{{"prompt":[{",".join(["12345"] * 327_000)}],"x":1}}'.encode(),
         "as many strings as are read": f'{{"prompt":"a",{many[: many.index("unknown_65000") - 2]}}}'.encode(),
         "200,000 lists": f'{{"prompt":[{",".join(["[]"] * 200_000)}]}}'.encode(),
-        "as many lists as are read": f'{{"prompt":[{",".join(["[]"] * 131_000)}]}}'.encode(),
+        "as many lists as are read": f'{{"prompt":[{",".join(["[]"] * 262_000)}]}}'.encode(),
         "a depth of 100,000": b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         "a depth of 100,000 objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     }

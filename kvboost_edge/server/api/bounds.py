@@ -59,8 +59,8 @@ COUNTS: dict[str, Bound] = {
     "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
     "tokens": Bound(0, 2**18),  # to turn back into text
     "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one
-    "json_values": Bound(0, 2**18),  # in a body; reading as many takes some 25 ms, in which nothing else runs
-    "json_containers": Bound(0, 2**17),  # lists and objects among them, which cost more
+    "json_values": Bound(0, 5 * 2**16),  # in a body; reading as many takes some 30 ms, in which nothing else runs
+    "json_containers": Bound(0, 2**18),  # lists and objects among them, which cost more
     "json_strings": Bound(0, 2**16),  # strings among them and names of fields, which cost more still
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
