@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from peers.k_blocks import BLOCK, more_bits, random_q4_k, random_q6_k
 
-__all__ = ["QUANTS", "SHAPES", "Shape", "write_gguf"]
+__all__ = ["QUANTS", "SHAPES", "Shape", "add_tokenizer", "tensors_of", "write_gguf"]
 
 _Type = gguf.GGMLQuantizationType
 QUANTS = {
@@ -76,9 +76,9 @@ def write_gguf(path: Path, shape: Shape, quant: str) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_file_type(QUANTS[quant])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_tokenizer(writer, shape.vocab)
+    add_tokenizer(writer, shape.vocab)
     rng = np.random.default_rng(0)
-    for name, dims in _tensors(shape):
+    for name, dims in tensors_of(shape):
         if len(dims) == 1:
             values = np.ones(dims, np.float32) if "norm" in name else 0.1 * rng.standard_normal(dims, np.float32)
             writer.add_tensor(name, values)
@@ -116,7 +116,7 @@ def _matrix(rng: np.random.Generator, dims: tuple[int, int], kind: _Type) -> npt
 _RANDOM_BLOCKS = {_Type.Q4_K: random_q4_k, _Type.Q6_K: random_q6_k}
 
 
-def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensors_of(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     q_rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "token_embd.weight", (shape.vocab, shape.hidden)
     yield "output_norm.weight", (shape.hidden,)
@@ -136,7 +136,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{at}ffn_down.weight", (shape.hidden, shape.wide)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
     """Byte-level BPE of 256 bytes and one merge, padded to the vocabulary with tokens no text contains."""
     shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in shown]
