@@ -30,6 +30,7 @@ from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class EngineCore:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that ended are left in it
+        self._slack = Slack()
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
         # Held for moments only, so that submitting never waits for the bookkeeping.
         self._gate = threading.Lock()
@@ -217,6 +219,7 @@ class EngineCore:
             return
         with self.lock:
             self._watch.idle()
+        self._slack.give_back()
         message = self._inbox.get()
         with self.lock:
             self._handle(message)

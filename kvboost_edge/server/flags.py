@@ -124,7 +124,11 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
     names = [name.strip() for text in given["model_name"] for name in text.split(",")] or [_served_name(model)]
     settings |= {"model_name": names[0], "model_aliases": tuple(names[1:])}
-    engine = {name: given[name] for name in (*(f.name for f in _ENGINE_FLAGS), *_LATER) if given[name] is not None}
+    engine = {
+        name: given[name]
+        for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", *_LATER)
+        if given[name] is not None
+    }
     if "backend" in engine:
         engine["backend"] = _BACKENDS.get(engine["backend"], engine["backend"])
     chosen = ServerSettings(
@@ -177,6 +181,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     engine = parser.add_argument_group("the engine")
     for flag in _ENGINE_FLAGS:
         _add(engine, flag, flag.text)
+    engine.add_argument(
+        "--no-pack-cache",
+        dest="pack_cache",
+        action="store_false",
+        default=None,
+        help="keep nothing in the cache directory: weights are converted into memory at every start",
+    )
     for name in _LATER:
         engine.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     return parser

@@ -29,6 +29,7 @@ from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp, cache_directory, recall, remember
+from kvboost_edge.host.memory import Region
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.conversions import log_conversions
@@ -74,6 +75,11 @@ class PackedWeights:
         self._base = self._data.ctypes.data
         self._sections = sections
         self.nbytes = len(mapped)
+
+    @property
+    def region(self) -> Region:
+        """Where all of it lies."""
+        return Region(self._base, self.nbytes)
 
     def address(self, name: str) -> int:
         """Address of a section, a multiple of 64; 0 if there is none."""
