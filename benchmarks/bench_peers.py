@@ -4,7 +4,8 @@ A random model of Qwen2's or Qwen3's shape is written once as GGUF. Each engine 
 round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
 brackets). One clock around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a
 second, keys and values not counted, and a plain read of the same bytes by as many threads in the same process right
-after; the share is taken in each round. Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+after; the share is taken in each round. Engines that are not installed are skipped by name; `make bench-peers` installs
+them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
     python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
