@@ -63,7 +63,7 @@ class NativeRunner:
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
-        self.kinds = kinds_of(plan)
+        self.kinds = _kinds_of(plan)
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
@@ -103,7 +103,7 @@ class NativeRunner:
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source)
-            program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
+            program, *entries = pass_entries(_kinds_of(plan), quantized=kv_bits != (16, 16))
             compile_ahead([program, *packing_entries(plan, source), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
@@ -227,7 +227,7 @@ class NativeRunner:
         self._packed.close()
 
 
-def kinds_of(plan: list[PackEntry]) -> set[int]:
+def _kinds_of(plan: list[PackEntry]) -> set[int]:
     """Kinds of the matrices, as the kernels number them."""
     return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
 
