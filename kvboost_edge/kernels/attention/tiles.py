@@ -37,6 +37,7 @@ from kvboost_edge.kernels.vectors import (
     emit_max,
     emit_prefetch,
     emit_reduce_rows,
+    emit_scratch,
     emit_shuffle,
     emit_splat,
     emit_store,
@@ -96,10 +97,8 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
     query, table, head_dim, scores = arguments
     at_once = min(strips, _AT_ONCE)
     with emit_loop(b, _int(strips // at_once)) as part:
-        here, out = (
-            b.add(table, b.mul(part, _int(8 * at_once))),
-            b.add(scores, b.mul(part, _int(at_once * _VECTOR_BYTES))),
-        )
+        first = b.mul(part, _int(at_once))
+        here, out = b.add(table, b.mul(first, _int(8))), b.add(scores, b.mul(first, _int(_VECTOR_BYTES)))
         _emit_strips(b, (query, here, head_dim, out), at_once, kind)
 
 
@@ -115,8 +114,7 @@ def _emit_strips(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
         vectors = [emit_load_as_f32(b, kind, place) for place in places]
         at = b.add(query, b.mul(loop.index, _int(4)))
         for row in range(ROWS):
-            scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
-            splat = emit_splat(b, scalar)
+            splat = emit_splat(b, emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row)))))
             for strip in range(strips):
                 _accumulate(b, sums[row * strips + strip], splat, vectors[strip])
     for row in range(ROWS):
@@ -274,8 +272,7 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
     spread = [lane // ROWS for lane in range(LANES)]
 
     def load_quad(address: Value) -> Value:
-        four = emit_load(b, quad, address)
-        return emit_shuffle(b, four, four, spread)
+        return emit_shuffle(b, four := emit_load(b, quad, address), four, spread)
 
     def store_quad(vector: Value, address: Value) -> None:
         emit_store(b, emit_shuffle(b, vector, vector, range(0, LANES, ROWS)), address)
@@ -286,21 +283,33 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
     def largest(x: Value, y: Value) -> Value:
         return emit_max(b, x, y)
 
-    places = [[b.add(scores, _int((row * STRIPS + g) * _VECTOR_BYTES)) for g in range(STRIPS)] for row in range(ROWS)]
-    rows = [[emit_load(b, V16, place) for place in row] for row in places]
+    def row_places(row: Value) -> list[Value]:
+        at = b.add(scores, b.mul(row, _int(TILE * 4)))
+        return [b.add(at, _int(strip * _VECTOR_BYTES)) for strip in range(STRIPS)]
+
+    def reduced(combine: Any) -> Value:
+        rows = [emit_load(b, V16, b.add(folded, _int(row * _VECTOR_BYTES))) for row in range(ROWS)]
+        return emit_reduce_rows(b, rows, combine)
+
+    # Rows one after the other: all at once would be more code than the rest of a tile, and more than registers hold.
+    folded, bases = emit_scratch(b, ROWS * _VECTOR_BYTES), emit_scratch(b, _VECTOR_BYTES)
+    with emit_loop(b, _int(ROWS)) as row:
+        top = fold([emit_load(b, V16, place) for place in row_places(row)], largest)
+        emit_store(b, top, b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
     old = load_quad(maxima)
-    new = largest(emit_reduce_rows(b, [fold(row, largest) for row in rows], largest), old)
+    new = largest(reduced(largest), old)
     lowest, zero = ir.Constant(V16, [float("-inf")] * LANES), ir.Constant(V16, [0.0] * LANES)
     base = b.select(b.fcmp_ordered("==", new, lowest), zero, new)
-    sums = []
-    for index, row in enumerate(rows):
-        own_base = emit_shuffle(b, base, base, [index * ROWS] * LANES)
-        weights = [emit_exp(b, b.fsub(vector, own_base)) for vector in row]
-        for weight, place in zip(weights, places[index], strict=True):
+    emit_store(b, base, bases)
+    with emit_loop(b, _int(ROWS)) as row:
+        own_base = emit_splat(b, emit_load(b, F32, b.add(bases, b.mul(row, _int(4 * ROWS)))))
+        places = row_places(row)
+        weights = [emit_exp(b, b.fsub(emit_load(b, V16, place), own_base)) for place in places]
+        for weight, place in zip(weights, places, strict=True):
             emit_store(b, weight, place)
-        sums.append(fold(weights, b.fadd))
+        emit_store(b, fold(weights, b.fadd), b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
     factor = emit_exp(b, b.fsub(old, base))
-    store_quad(emit_fma(b, load_quad(totals), factor, emit_reduce_rows(b, sums, b.fadd)), totals)
+    store_quad(emit_fma(b, load_quad(totals), factor, reduced(b.fadd)), totals)
     store_quad(new, maxima)
     store_quad(factor, rescale)
 
