@@ -30,7 +30,7 @@ __all__ = ["UnpackedTiles"]
 
 _LINE = 64
 _QUADS = GROUP // 4
-# What a pass holds stays in the first cache: 24 KB with the sums of 4 tokens a panel.
+# What a pass holds stays in the first cache: 18 KB with the sums of 4 tokens a panel.
 _GROUPS, _PANELS = 16, 32
 
 Value = Any
