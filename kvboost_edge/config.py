@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,6 @@ _LATER: dict[str, dict[str, str]] = {
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 # Options whose feature does not exist yet: told apart from a misspelling.
 _LATER_OPTIONS: Mapping[str, str] = {
-    "disk_cache_dir": "the disk tier",
     **dict.fromkeys(
         (
             "chunk_size",
@@ -71,6 +71,8 @@ class EngineConfig:
     (a scale and a minimum per group of 32) is had only by asking, or from files that are quantized so.
     `seed`: None draws a random seed for each request that names none; a number makes those seeds, and with them sampled
     answers, the same in every run in which a tenant sends the same requests in the same order.
+    `disk_cache_dir` keeps blocks of keys and values below that directory, so that they survive a restart; None or
+    "off": nowhere. `max_disk_bytes` (floats such as 8e9 allowed) bounds it; None: min(16 GiB, 20% of what is free).
     """
 
     runner: str = "auto"
@@ -93,6 +95,8 @@ class EngineConfig:
     tenant: str = ""
     seed: int | None = None
     debug_checks: bool = False
+    disk_cache_dir: str | os.PathLike[str] | None = None
+    max_disk_bytes: int | None = None
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -116,6 +120,7 @@ class EngineConfig:
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {choices}")
         self._check_sizes()
+        self._check_disk()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
         for name in ("strict", "local_files_only", "debug_checks"):
@@ -130,11 +135,13 @@ class EngineConfig:
             raise ConfigError(f"token must be a string or None, not {type(self.token).__name__}")
 
     def _check_sizes(self) -> None:
-        if isinstance(self.max_cache_bytes, float):
-            if not math.isfinite(self.max_cache_bytes):
-                raise ConfigError(f"max_cache_bytes={self.max_cache_bytes!r} must be a finite number of bytes")
-            object.__setattr__(self, "max_cache_bytes", int(self.max_cache_bytes))
-        for name in ("max_cache_bytes", "num_blocks", "max_chunks", "num_threads", "max_num_seqs"):
+        for name in ("max_cache_bytes", "max_disk_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, float):
+                if not math.isfinite(value):
+                    raise ConfigError(f"{name}={value!r} must be a finite number of bytes")
+                object.__setattr__(self, name, int(value))
+        for name in ("max_cache_bytes", "max_disk_bytes", "num_blocks", "max_chunks", "num_threads", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=1)
@@ -150,6 +157,17 @@ class EngineConfig:
         if self.block_size % 16 or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16, at most 256")
         self._check_kv_bits()
+
+    def _check_disk(self) -> None:
+        value = self.disk_cache_dir
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise ConfigError(f"disk_cache_dir={value!r} must be a path, 'off' or None")
+        if value is not None and not os.fspath(value):
+            raise ConfigError("disk_cache_dir='' names no directory; give a path, 'off' or None")
+        if value == "off":
+            object.__setattr__(self, "disk_cache_dir", None)
+        if self.disk_cache_dir is None and self.max_disk_bytes is not None:
+            raise ConfigError(f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off")
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits

@@ -27,6 +27,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
@@ -34,6 +35,7 @@ from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.text.tokenizer import Tokenizer
+    from kvboost_edge.tiers.mover import Piece
 
 __all__ = ["EngineCore"]
 
@@ -46,16 +48,21 @@ class _Cancel(NamedTuple):
     request_index: int
 
 
+class _Arrived(NamedTuple):
+    piece: Piece
+
+
 class _Close(NamedTuple):
     pass
 
 
-_Message = _Submit | _Cancel | _Close
+_Message = _Submit | _Cancel | _Arrived | _Close
 
 _FORKED = (
     "this process was forked from the one that runs the engine, and the engine's thread did not come along; make an "
     "engine in this process, or start processes by 'spawn' instead of 'fork'"
 )
+_WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
 
 
@@ -94,7 +101,16 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._is_copy = False
         self.answers = AnswerStore()
+        self.tiering = Untiered()
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
+
+    def use_tiers(self, tiering: Untiered) -> None:
+        """Keep blocks outside the pool too; before `start`."""
+        self.tiering = tiering
+
+    def arrived(self, piece: Piece) -> None:
+        """Blocks of a load are there; called from the mover's thread."""
+        self._inbox.put(_Arrived(piece))
 
     # The callers' side.
 
@@ -207,26 +223,34 @@ class EngineCore:
                 else:
                     sequence.handle._finish(None, reason)
             self._live.clear()
+        self.tiering.close(save=self._failure is None)
         self._runner.close()
         self._backend.close()
 
     def _idle(self) -> None:
-        """Sleep until a message comes."""
+        """Sleep until a message comes, or a deadline; copy blocks to the tiers before."""
         if self._closing:
             return
         with self.lock:
-            self._watch.idle()
-        message = self._inbox.get()
-        with self.lock:
-            self._handle(message)
+            if not self.scheduler.has_work:
+                self._watch.idle()
+            seconds = _WHILE_SAVING if self.tiering.save_more() else None
+        if self._deadlines:
+            ahead = max(0.0, self._deadlines[0][0] - time.monotonic())
+            seconds = ahead if seconds is None else min(seconds, ahead)
+        with contextlib.suppress(queue.Empty):
+            message = self._inbox.get(timeout=seconds)
+            with self.lock:
+                self._handle(message)
 
     def step(self) -> bool:
         """Run one step; False if there was nothing to do."""
         with self.lock:
             plan = self._plan()
-            if plan is None:
+            if plan is None or (not plan.work and not plan.copies and self.scheduler.only_waits):
                 return False
             batch = build_batch(plan.work, self.scheduler.manager) if plan.work else None
+        began = time.perf_counter()
         try:
             if plan.copies:
                 self._backend.copy_blocks(plan.copies)
@@ -239,6 +263,7 @@ class EngineCore:
         with self.lock:
             self._take(plan.work, logits)
             self._watch.after()
+            self.tiering.save_some(time.perf_counter() - began)
         return True
 
     def _plan(self) -> StepPlan | None:
@@ -253,6 +278,7 @@ class EngineCore:
         for sequence, error in plan.failed:
             self._end(sequence, error=error)
         plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
+        self.tiering.save_evicted()
         # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
         sources = frozenset(copy.src for copy in plan.copies)
         self._release_blocks(sources)
@@ -285,6 +311,8 @@ class EngineCore:
         elif isinstance(message, _Cancel):
             if message.request_index in self._live:
                 self._end(self._live[message.request_index], reason="cancelled")
+        elif isinstance(message, _Arrived):
+            self.tiering.fill(message.piece)
         else:
             self._closing = True
 

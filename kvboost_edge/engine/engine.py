@@ -19,15 +19,18 @@ from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
+from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.prompts import Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.stats import BlockDetail
+from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.engine.verify import verify_engine
 from kvboost_edge.errors import RequestError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.tiers.mover import Mover
 
 __all__ = ["CPUPagedEngine"]
 
@@ -67,12 +70,17 @@ class CPUPagedEngine:
     def _start(self, parts: EngineParts, config: EngineConfig) -> None:
         self._config = config
         self._parts = parts
+        mover = Mover(parts.tiers, parts.backend.spec.bytes_per_block) if parts.tiers else None
+        loads = Loads(parts.manager, NoShelf() if mover is None else MoverShelf(mover))
         self._scheduler = Scheduler(
-            parts.manager, max_num_seqs=parts.max_num_seqs, max_batch_tokens=config.max_batch_tokens
+            parts.manager, max_num_seqs=parts.max_num_seqs, max_batch_tokens=config.max_batch_tokens, loads=loads
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
         )
+        if mover is not None:
+            self._core.use_tiers(Tiering(parts.manager, parts.backend, loads, mover))
+            mover.start(self._core.arrived)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
         self._finalizer = weakref.finalize(self, self._core.request_close)

@@ -25,12 +25,14 @@ class PrefixEntry(NamedTuple):
     tokens         the block's own tokens, little-endian u32; for the first block of a chain the root precedes them
     parent_serial  identity of the block before it (ROOT_SERIAL for the first)
     serial         identity of this prefix: counted up, never reused
+    parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing here compares it
     """
 
     prefix_hash: bytes
     tokens: bytes
     parent_serial: int
     serial: int
+    parent_hash: bytes = b""
 
 
 class TableEntry(NamedTuple):

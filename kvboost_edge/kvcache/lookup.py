@@ -33,6 +33,11 @@ class Lookup:
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's encoded tokens."""
+        return self._block_size * TOKEN_BYTES
+
     def match(self, data: bytes, root: bytes) -> PrefixMatch:
         """The longest published prefix that may be shared."""
         found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn)

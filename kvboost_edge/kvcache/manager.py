@@ -12,6 +12,7 @@ from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
 from kvboost_edge.kvcache.claims import Claims
+from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
@@ -34,6 +35,7 @@ class KVCacheManager:
     evictions      published blocks handed out again, their prefix forgotten
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
     miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
+    content        what blocks hold, for whoever keeps copies of them elsewhere
     progress       counts tables freed and blocks published: while it stands, a table that found no room finds none
     """
 
@@ -49,6 +51,7 @@ class KVCacheManager:
         "_publisher",
         "_released",
         "block_size",
+        "content",
         "cow_copies",
         "evictions",
         "hit_tokens",
@@ -74,7 +77,8 @@ class KVCacheManager:
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._claims = Claims()
-        self._publisher = Publisher(self._index, self._claims, hash_fn, block_size)
+        self.content = Content(self._index, self._lookup)
+        self._publisher = Publisher(self._index, self._claims, self.content, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
@@ -223,9 +227,16 @@ class KVCacheManager:
         taken = self._pool.take(count, owner)
         for block_id in taken:
             if self._index.entry(block_id) is not None:
-                self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
+                entry = self._index.withdraw(block_id)
+                self._lookup.forget(entry.prefix_hash)
                 self.evictions += 1
+                self.content.note_evicted(block_id, entry)
         return taken
+
+    def mark_filled(self, block_ids: Iterable[int]) -> None:
+        """These new blocks hold content already: they are not among those `drain_new_blocks` gives."""
+        for block_id in block_ids:
+            self._fresh.pop(block_id, None)
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
         """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block this made full.

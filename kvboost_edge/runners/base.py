@@ -42,6 +42,7 @@ class RunnerInfo:
     weight_bytes: int
     kv_spec: KVSpec
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
+    numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 
 
 class ModelTraits(NamedTuple):
