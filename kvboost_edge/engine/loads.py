@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.kvcache.content import ContentKey
@@ -91,6 +91,9 @@ class Loads:
 
     def __len__(self) -> int:
         return len(self._by_ticket)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._by_ticket.values())
 
     def get(self, ticket: int) -> Load | None:
         """The load of a ticket, None where it was ended."""

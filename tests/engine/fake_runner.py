@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.hand_mover import HandMover
 from kvboost_edge.backends.base import AttentionParams, Backend, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
@@ -24,14 +25,17 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.tiers.base import Tier
 
 VOCAB_SIZE = 260
 EOS_ID = 259
@@ -68,7 +72,7 @@ class FakeBackend:
     device = "cpu"
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")
+        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")  # 8 bytes a token: its id and its position
         self.num_blocks = num_blocks
         self.tokens = np.full((num_blocks, block_size), POISON, np.int64)
         self.positions = np.full((num_blocks, block_size), POISON, np.int64)
@@ -95,6 +99,14 @@ class FakeBackend:
 
     def attention(self, layer: int, queries: Any, batch: Any, params: AttentionParams) -> tuple[Any, Any]:
         raise AssertionError("the fake runner reads the pool itself")
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        both = np.stack([self.tokens[list(block_ids)], self.positions[list(block_ids)]], axis=1).astype("<i4")
+        return both.reshape(len(block_ids), -1).view(np.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        both = data.view("<i4").reshape(len(block_ids), 2, -1)
+        self.tokens[list(block_ids)], self.positions[list(block_ids)] = both[:, 0], both[:, 1]
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         self.tokens[list(block_ids)] = POISON
@@ -197,15 +209,28 @@ class Bench:
     """An engine core without its thread: requests go in, `step` is called by hand, invariants are checked each time."""
 
     def __init__(
-        self, num_blocks: int = 64, *, max_num_seqs: int = 16, max_batch_tokens: int = 64, debug_checks: bool = True
+        self,
+        num_blocks: int = 64,
+        *,
+        max_num_seqs: int = 16,
+        max_batch_tokens: int = 64,
+        debug_checks: bool = True,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.parts = fake_parts(num_blocks)
         self.manager = self.parts.manager
         self.runner = self.parts.runner
-        self.scheduler = Scheduler(self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+        self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block)
+        loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
+        )
         self.core = EngineCore(
             self.parts.runner, self.parts.backend, self.scheduler, self.parts.tokenizer, debug_checks=debug_checks
         )
+        if tiers:
+            self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
+            self.mover.deliver_to(self.core.arrived)
         self.num_requests = 0
 
     def submit(
@@ -269,16 +294,20 @@ class Bench:
         return worked
 
     def check(self) -> None:
-        running = self.scheduler.running
-        self.manager.check_invariants([s.table for s in running if s.table is not None])
+        running, loads = self.scheduler.running, self.scheduler.loads
+        tables = [s.table for s in running if s.table is not None] + [load.table for load in loads]
+        self.manager.check_invariants(tables)
+        assert all(load.sequence.load is load for load in loads)
         assert all(s.table is None for s in self.scheduler.waiting)
         assert [s.rank for s in running] == sorted(s.rank for s in running)
 
     def run(self, limit: int = 10_000) -> int:
-        """Step until nothing is left; returns the number of steps."""
+        """Step until nothing is left, and all is on its tier; returns the number of steps."""
         for count in range(limit):
-            if not self.step():
-                return count
+            if not self.step() and not self.mover.pump():
+                self.core.tiering.save_more()
+                if not self.mover.pump():
+                    return count
         raise AssertionError(f"not done after {limit} steps")
 
 
