@@ -249,12 +249,12 @@ class CPUPagedEngine:
     def cache_stats(self) -> dict[str, float]:
         """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
         with self._core.reading():
-            return stats.cache_stats(self._parts)
+            return stats.cache_stats(self._parts, self._core.tiering)
 
     def paged_stats(self) -> dict[str, Any]:
         """State of pool, memory and engine; keys in `stats.paged_stats`."""
         with self._core.reading():
-            return stats.paged_stats(self._parts, self._scheduler, self._config)
+            return stats.paged_stats(self._parts, self._scheduler, self._config, self._core.tiering)
 
     def block_map(self) -> list[int]:
         """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk.survey import default_directory
 from kvboost_edge.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
 
 __all__ = ["DEMO_MODEL", "ServeOptions", "parse_flags"]
@@ -99,6 +100,8 @@ _ENGINE_FLAGS = (
     _Flag("max_batch_tokens", int, "tokens computed in one step"),
     _Flag("num_threads", int, "threads that compute"),
     _Flag("revision", str, "revision of a hub model"),
+    _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
+    _Flag("max_disk_bytes", _bytes, "most it may take, such as 8e9; default: 16 GiB, or a fifth of what is free"),
 )
 # Flags whose feature is not there yet; the engine refuses them by name.
 _LATER = (
@@ -107,7 +110,6 @@ _LATER = (
     "recompute_strategy",
     "sink_tokens",
     "overlap_k",
-    "disk_cache_dir",
 )
 
 
@@ -135,6 +137,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         allowed_hosts=tuple(given["allowed_host"]),
         cors_origins=tuple(given["cors_origin"]),
     )
+    engine.setdefault("disk_cache_dir", str(default_directory()))
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
     return ServeOptions(model, engine, chosen, tuple(_warm_text(text) for text in given["warm"]))
