@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import os
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ OTHER_SPACE = bytes(range(32, 64))
 PAYLOAD_BYTES = 4000  # no multiple of 64
 TOKENS = 16
 RECORD_BYTES = 256 + 4032
-CAP = 1 << 20
+CAP = 2 << 20
 
 
 def chain(length: int, seed: int = 0, parent: bytes = bytes(32)) -> list[BlockAddress]:
@@ -32,6 +35,7 @@ def chain(length: int, seed: int = 0, parent: bytes = bytes(32)) -> list[BlockAd
     return blocks
 
 
+@functools.lru_cache(4096)
 def payload(block: BlockAddress, nbytes: int = PAYLOAD_BYTES) -> bytes:
     """The only bytes this block may ever be served with."""
     return random.Random(block.prefix_hash).randbytes(nbytes)
@@ -39,7 +43,7 @@ def payload(block: BlockAddress, nbytes: int = PAYLOAD_BYTES) -> bytes:
 
 @contextlib.contextmanager
 def opened(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
-    """A tier with a cap of 1 MiB, so segments of 64 KiB, that seals at once."""
+    """A tier with a cap of 2 MiB, so segments of 64 KiB, that seals at once."""
     tier = DiskTier.open(directory, space, **{"max_bytes": CAP, "sealer": InlineSealer(), **options})
     try:
         yield tier
@@ -63,6 +67,11 @@ def read(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_B
 def present(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> set[bytes]:
     """Hashes of the blocks that are served, each asked for alone."""
     return {block.prefix_hash for block in blocks if read(tier, [block], nbytes)}
+
+
+def scratch() -> Path:
+    """A directory to be removed by its user, in memory where there is such a place."""
+    return Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 
 
 def space_dir(directory: Path, space: bytes = SPACE) -> Path:

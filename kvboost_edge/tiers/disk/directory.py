@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import stat
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from kvboost_edge.tiers.disk.sidecar import read_file
 
 __all__ = ["SpaceDirectory", "describe", "lock_directory", "open_directory"]
 
+_LOG = logging.getLogger(__name__)
 _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
@@ -99,10 +101,13 @@ def describe(path: Path, files: Files) -> dict[str, Any]:
 
 
 def _describe(path: Path, description: Mapping[str, Any] | None, files: Files) -> None:
-    used = max(describe(other, files)["used"] for other in path.parent.iterdir() if is_space(other.name))
-    before = describe(path, files) if description is None else description
-    text = json.dumps({**before, "used": used + 1}, indent=1, ensure_ascii=False)
-    write_whole(files, path / DESCRIPTION, text.encode())
+    try:
+        used = max(describe(other, files)["used"] for other in path.parent.iterdir() if is_space(other.name))
+        before = describe(path, files) if description is None else description
+        text = json.dumps({**before, "used": used + 1}, indent=1, ensure_ascii=False)
+        write_whole(files, path / DESCRIPTION, text.encode(), durable=False)
+    except OSError as error:
+        _LOG.warning("%s cannot be written: %s", path / DESCRIPTION, error)
 
 
 def _make(path: Path, files: Files) -> None:

@@ -8,6 +8,7 @@ prompts that come once does not push out what is used.
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -73,10 +74,7 @@ class Index:
     def add(self, entry: Entry) -> None:
         """A block that was just written; one of the same hash is replaced and keeps its standing."""
         with self._lock:
-            before = self._remove(entry.prefix_hash)
-            if before is not None:
-                entry.proven = before.proven
-            self._insert(entry)
+            self._replace(entry)
 
     def move(self, entry: Entry, segment: int, offset: int) -> None:
         """The block's record lies elsewhere now; its place in the order of use stays."""
@@ -95,7 +93,9 @@ class Index:
     def drop_segment(self, segment: int) -> int:
         """Forget all blocks of a segment; how many there were."""
         with self._lock:
-            gone = [prefix_hash for prefix_hash, entry in self._entries.items() if entry.segment == segment]
+            gone: list[bytes] = []
+            if self.live[segment]:
+                gone = [prefix_hash for prefix_hash, entry in self._entries.items() if entry.segment == segment]
             for prefix_hash in gone:
                 self._remove(prefix_hash)
             del self.live[segment]
@@ -131,30 +131,32 @@ class Index:
         hash counts. `uses`, oldest first, is what counted when the manifest was written; of what is before `frontier`
         nothing else does, and what is behind it is younger."""
         places: dict[tuple[int, int], Entry] = {}
-        young: list[bytes] = []
+        young: list[Entry] = []
+        for number, records in segments:
+            for record in records:
+                place, entry = (number, record.offset), Entry(number, record)
+                if place > frontier:
+                    young.append(entry)
+                else:
+                    places[place] = entry
         with self._lock:
-            for number, records in segments:
-                for record in records:
-                    entry = Entry(number, record)
-                    if (number, record.offset) > frontier:
-                        self._remove(entry.prefix_hash)
-                        self._insert(entry)
-                        young.append(entry.prefix_hash)
-                    else:
-                        places[number, record.offset] = entry
             for segment, offset, proven in uses:
                 found = places.get((segment, offset))
-                if found is not None and found.prefix_hash not in self._entries:
+                if found is not None:
                     found.proven = proven
-                    self._insert(found)
-            for prefix_hash in reversed(self._most_recent_first(young)):
+                    self._replace(found)
+            for entry in young:
+                self._replace(entry)
+            for prefix_hash in reversed(self._most_recent_first(entry.prefix_hash for entry in young)):
                 self._renew(self._entries[prefix_hash], False)
 
     def snapshot(self) -> tuple[list[Use], tuple[int, int]]:
         """What `load` wants of the manifest."""
-        with self._lock:
-            entries = sorted(self._entries.values(), key=lambda entry: entry.last_use)
-            return [Use(entry.segment, entry.offset, entry.proven) for entry in entries], self._frontier
+        with self._lock:  # what changes from here on is behind the frontier, or is no longer there
+            orders = [list(order.values()) for order in self._orders]
+            frontier = self._frontier
+        entries = heapq.merge(*orders, key=lambda entry: entry.last_use)
+        return [Use(entry.segment, entry.offset, entry.proven) for entry in entries], frontier
 
     def _most_recent_first(self, prefix_hashes: Iterable[bytes]) -> list[bytes]:
         """These and all their ancestors, each before its descendants; the last of the given ones before the others."""
@@ -178,6 +180,12 @@ class Index:
         self._orders[entry.proven].move_to_end(entry.prefix_hash)
         self._uses += 1
         entry.last_use = self._uses
+
+    def _replace(self, entry: Entry) -> None:
+        before = self._remove(entry.prefix_hash)
+        if before is not None:
+            entry.proven |= before.proven
+        self._insert(entry)
 
     def _insert(self, entry: Entry) -> None:
         self._uses += 1

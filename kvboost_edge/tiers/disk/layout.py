@@ -53,15 +53,16 @@ def segment_ids(sizes: dict[str, int]) -> list[int]:
     return sorted(int(found[1], 16) for found in map(_SEGMENT.fullmatch, sizes) if found)
 
 
-def write_whole(files: Files, path: Path, data: bytes) -> None:
-    """Put a file in its place, complete and on the device, or not at all. Raises OSError."""
+def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Put a file in its place, complete (`durable`: and on the device), or not at all. Raises OSError."""
     new = path.with_name(path.name + _NEW)
     handle = files.open(new, WRITE)
     try:
         files.truncate(handle, 0)
         if transferred(files.write, handle, [memoryview(data)], 0) != len(data):
             raise OSError(f"{new} cannot be written whole")
-        files.sync(handle)
+        if durable:
+            files.sync(handle)
     finally:
         files.close(handle)
     files.replace(new, path)

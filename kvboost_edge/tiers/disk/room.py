@@ -5,6 +5,7 @@ Segments of spaces that nobody owns, those used longest ago first, go before any
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,31 +71,36 @@ class Room:
 
     def allowed(self, own_bytes: int) -> int:
         """The bytes this space may take in all, where it takes `own_bytes` now. Looks at the disk; raises OSError."""
-        self._others = []
-        for path in space_directories(self._root):
-            if path != self._directory:
-                self._others += self._segments(path)
-        return self._allowed(own_bytes)
-
-    def take_from_others(self) -> bool:
-        """Delete the least recently used segment of a space that nobody owns; whether there was one. Raises OSError."""
-        for other in sorted(self._others):
-            handle = lock_directory(other.directory, self._files)
-            if handle is None:
-                continue
-            try:
-                self._files.unlink(segment_path(other.directory, other.number))
-                self._files.unlink(sidecar_path(other.directory, other.number))
-            finally:
-                self._files.close(handle)
-            self._others.remove(other)
-            return True
-        return False
-
-    def _allowed(self, own_bytes: int) -> int:
+        others = [path for path in space_directories(self._root) if path != self._directory]
+        self._others = [segment for path in others for segment in self._segments(path)]
         free, total = self._files.space(self._root)
         theirs = sum(other.nbytes for other in self._others)
         return min(self.max_bytes - theirs, own_bytes + free - free_floor(total))
+
+    def take_from_others(self) -> bool:
+        """Delete the least recently used segment of a space that nobody owns; whether there was one."""
+        for other in sorted(self._others):
+            with contextlib.suppress(OSError):
+                handle = lock_directory(other.directory, self._files)
+                if handle is None:
+                    continue
+                try:
+                    self._files.unlink(segment_path(other.directory, other.number))
+                    self._files.unlink(sidecar_path(other.directory, other.number))
+                finally:
+                    self._files.close(handle)
+                return True
+        return False
+
+    def why_none(self) -> str:
+        """One line on why there is no room."""
+        free, total = self._files.space(self._root)
+        if free < 2 * free_floor(total):
+            return (
+                f"{free / 1e6:,.0f} MB are free beside {self._root}, {free_floor(total) / 1e6:,.0f} MB of them stay so"
+            )
+        theirs = sum(other.nbytes for other in self._others)
+        return f"other models that are open take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
 
     def _segments(self, path: Path) -> list[_Other]:
         used = describe(path, self._files)["used"]

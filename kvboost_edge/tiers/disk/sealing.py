@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 __all__ = ["InlineSealer", "Sealer"]
 
+_LOG = logging.getLogger(__name__)
 Job = Callable[[], None]
 
 
@@ -40,7 +42,10 @@ class Sealer:
                     self._thread = None
                     return
                 job = self._jobs.popleft()
-            job()
+            try:
+                job()
+            except Exception:
+                _LOG.exception("a segment of the disk tier cannot be sealed")
 
 
 class InlineSealer(Sealer):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvboost_edge.tiers.disk.files import READ, WRITE, Files, transferred
 from kvboost_edge.tiers.disk.layout import segment_ids, segment_path, sidecar_path, write_whole
-from kvboost_edge.tiers.disk.sidecar import Record, decode_sidecar, encode_sidecar, read_file, scan
+from kvboost_edge.tiers.disk.sidecar import Record, Scan, decode_sidecar, encode_sidecar, read_file
 
 __all__ = ["Segment", "Segments"]
 
@@ -60,28 +60,31 @@ class Segments:
         """The segments that nothing is written to any more, oldest first."""
         return [segment for segment in self._all.values() if segment.settled]
 
-    def load(self) -> Iterator[tuple[int, list[Record]]]:
-        """All segments' numbers and records. One without a valid sidecar is scanned; the owner then cuts off what
-        is behind its last record and seals it."""
+    def load(self, last: int) -> Iterator[tuple[int, list[Record]]]:
+        """All segments' numbers and records; new ones are numbered behind them and behind `last`. One without a valid
+        sidecar is scanned; the owner then cuts off what is behind its last record and seals it. Raises OSError."""
         sizes = self._files.sizes(self._directory)
+        self._last = last
         for number in segment_ids(sizes):
+            self._last = max(self._last, number)
             size = sizes[segment_path(self._directory, number).name]
-            self._last = number
-            segment = self._all[number] = Segment(number, size)
-            segment.settled = True
+            segment = self._all[number] = Segment(number, size, settled=True)
             records = self._sidecar(number, size)
             if records is None:
-                records = segment.records = self._scanned(number, size)
-                if self._owned:
-                    self._settle(segment)
-            segment.end = records[-1].end if records else 0
+                found = self._scanned(number, size)
+                records = [] if found is None else found.records
+                if self._owned and found is not None and not found.unread:
+                    self._settle(segment, records)
             yield number, records
 
     def records(self, number: int) -> list[Record]:
         """The records of a settled segment, from its sidecar, else from their headers."""
         size = self._all[number].nbytes
-        found = self._sidecar(number, size)
-        return self._scanned(number, size) if found is None else found
+        known = self._sidecar(number, size)
+        if known is not None:
+            return known
+        found = self._scanned(number, size)
+        return [] if found is None else found.records
 
     def begin(self, nbytes: int) -> Segment:
         """A new active segment with room for so many bytes. Raises OSError."""
@@ -186,20 +189,20 @@ class Segments:
         data = read_file(self._files, sidecar_path(self._directory, number))
         return None if data is None else decode_sidecar(data, self._space, number, size)
 
-    def _scanned(self, number: int, size: int) -> list[Record]:
+    def _scanned(self, number: int, size: int) -> Scan | None:
         try:
             handle = self._files.open(segment_path(self._directory, number), READ)
         except OSError:
-            return []
+            return None
         try:
-            return scan(self._files, handle, size, self._space)
+            return Scan(self._files, handle, size, self._space)
         finally:
             self._files.close(handle)
 
-    def _settle(self, segment: Segment) -> None:
+    def _settle(self, segment: Segment, records: list[Record]) -> None:
         """What a process that did not come to its end left: sealed, or removed if nothing in it counts."""
-        if segment.records:
-            segment.end = segment.records[-1].end
+        if records:
+            segment.records, segment.end = records, records[-1].end
             self.seal(segment)
         else:
             self.remove(segment.number)

@@ -14,7 +14,7 @@ import xxhash
 from kvboost_edge.tiers.disk.files import READ, Files, transferred
 from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 
-__all__ = ["Record", "decode_sidecar", "encode_sidecar", "padded", "read_file", "scan"]
+__all__ = ["Record", "Scan", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
 
 _MAGIC = b"KVBIDX\x00\x01"
 _FIXED = struct.Struct("<8s32sIIQ")  # magic, space, segment, records, bytes up to the end of the last one
@@ -68,24 +68,70 @@ def decode_sidecar(data: bytes, space: bytes, segment: int, segment_bytes: int) 
     ]
 
 
-def scan(files: Files, handle: int, size: int, space: bytes) -> list[Record]:
+class Scan:
     """The records whose headers hold, in a segment of `size` bytes, whatever became of the rest.
 
     Behind a record stands the next one; where none does, it is looked for at every multiple of 64, so damage costs
     what it hit. The last record may have been on its way when the process ended: its payload is checked as well.
+    `unread`: whether the device refused some of it, which then counts as zeros.
     """
-    found: list[Record] = []
-    offset = 0
-    while offset < size:
-        record = _record_at(files, handle, offset, size, space)
-        if record is None:
-            offset = _next_magic(files, handle, offset + ALIGNMENT, size)
-        else:
-            found.append(record)
-            offset = record.end
-    if found and not _payload_holds(files, handle, found[-1]):
-        found.pop()
-    return found
+
+    def __init__(self, files: Files, handle: int, size: int, space: bytes) -> None:
+        self.records: list[Record] = []
+        self.unread = False
+        self._files = files
+        self._handle = handle
+        self._size = size
+        self._space = space
+        offset = 0
+        while offset < size:
+            record = self._record_at(offset)
+            if record is None:
+                offset = self._next_magic(offset + ALIGNMENT)
+            else:
+                self.records.append(record)
+                offset = record.end
+        if self.records and not self._payload_holds(self.records[-1]):
+            self.records.pop()
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(min(nbytes, self._size - offset))
+        try:
+            return bytes(data[: transferred(self._files.read, self._handle, [memoryview(data)], offset)])
+        except OSError:
+            self.unread = True
+            return bytes(len(data))
+
+    def _record_at(self, offset: int) -> Record | None:
+        data = self._read(offset, _HEADER_BYTES)
+        if len(data) == _HEADER_BYTES and data.startswith(MAGIC):
+            length = int.from_bytes(data[8:12], "little")
+            if _HEADER_BYTES < length <= self._size - offset:
+                data = self._read(offset, length)
+        header = decode_header(data)
+        if header is None or header.space != self._space:
+            return None
+        if offset + header.header_bytes + header.payload_bytes > self._size:
+            return None
+        address = header.address
+        return Record(offset, header.header_bytes, header.payload_bytes, address.prefix_hash, address.parent_hash)
+
+    def _next_magic(self, offset: int) -> int:
+        """The next multiple of 64 from `offset` on where a record may begin; the size if there is none."""
+        while offset < self._size:
+            data = self._read(offset, _SEARCH_BYTES)
+            at = data.find(MAGIC)
+            while at >= 0:
+                if at % ALIGNMENT == 0:
+                    return offset + at
+                at = data.find(MAGIC, at + 1)
+            offset += _SEARCH_BYTES
+        return self._size
+
+    def _payload_holds(self, record: Record) -> bool:
+        data = self._read(record.offset, record.header_bytes + record.payload_bytes)
+        header = decode_header(data)
+        return header is not None and is_intact(header, memoryview(data)[header.header_bytes :])
 
 
 def read_file(files: Files, path: Path) -> bytes | None:
@@ -101,47 +147,3 @@ def read_file(files: Files, path: Path) -> bytes | None:
         return None
     finally:
         files.close(handle)
-
-
-def _read(files: Files, handle: int, offset: int, nbytes: int) -> bytes:
-    """Bytes of a segment; what the device cannot read counts as zeros, so that what is behind it is still found."""
-    data = bytearray(nbytes)
-    try:
-        return bytes(data[: transferred(files.read, handle, [memoryview(data)], offset)])
-    except OSError:
-        return bytes(nbytes)
-
-
-def _record_at(files: Files, handle: int, offset: int, size: int, space: bytes) -> Record | None:
-    data = _read(files, handle, offset, min(_HEADER_BYTES, size - offset))
-    if len(data) == _HEADER_BYTES and data.startswith(MAGIC):
-        length = int.from_bytes(data[8:12], "little")
-        if _HEADER_BYTES < length <= size - offset:
-            data = _read(files, handle, offset, length)
-    header = decode_header(data)
-    if header is None or header.space != space:
-        return None
-    address = header.address
-    record = Record(offset, header.header_bytes, header.payload_bytes, address.prefix_hash, address.parent_hash)
-    return record if record.end <= padded(size) and offset + sum(record[1:3]) <= size else None
-
-
-def _next_magic(files: Files, handle: int, offset: int, size: int) -> int:
-    """The next multiple of 64 from `offset` on where a record may begin; `size` if there is none."""
-    while offset < size:
-        data = _read(files, handle, offset, min(_SEARCH_BYTES, size - offset))
-        if not data:
-            return size
-        at = data.find(MAGIC)
-        while at >= 0:
-            if at % ALIGNMENT == 0:
-                return offset + at
-            at = data.find(MAGIC, at + 1)
-        offset += len(data) if len(data) % ALIGNMENT == 0 else padded(len(data))
-    return size
-
-
-def _payload_holds(files: Files, handle: int, record: Record) -> bool:
-    data = _read(files, handle, record.offset, record.header_bytes + record.payload_bytes)
-    header = decode_header(data)
-    return header is not None and is_intact(header, memoryview(data)[header.header_bytes :])

@@ -31,8 +31,8 @@ _LOG = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _RETRY_S = 30.0
 """After a failed write nothing is written for so long."""
-_SEGMENTS_AT_LEAST = 16
-"""A small cap means small segments: of so many, one may be on its way out and one be begun."""
+_SEGMENTS_AT_LEAST = 32
+"""A small cap means small segments: a few of them are always on their way out, see cleaning.py."""
 
 
 class Store:
@@ -61,8 +61,8 @@ class Store:
         self._retry_at = 0.0
         self._unsaved_bytes = 0
         self.closed = False
-        manifest = read_file(files, directory.path / ORDER) or b""
-        self.index.load(self._segments.load(), *decode_manifest(manifest, space))
+        uses, frontier = decode_manifest(read_file(files, directory.path / ORDER) or b"", space)
+        self.index.load(self._segments.load(frontier[0]), uses, frontier)
 
     @property
     def state(self) -> str:
@@ -157,10 +157,12 @@ class Store:
         if self.closed or not self.directory.owned or (self._problem and self._clock() < self._retry_at):
             return False
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
+        if nbytes > self.room.max_bytes // 4:
+            self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}", 0.0)
+            return False
         try:
             if not self._has_room(nbytes):
-                self._pause(f"no room for a block of {nbytes} bytes: max_disk_bytes={self.room.max_bytes}, "
-                            f"or the file system of {self.directory.path} is nearly full")  # fmt: skip
+                self._pause(self.room.why_none())
                 return False
             header = memoryview(encode_header(self._space, address, payload))
             record = self._segments.append(header, payload, address.prefix_hash, address.parent_hash)
@@ -185,11 +187,11 @@ class Store:
             return True
         self._retire()
         size = max(nbytes, min(SEGMENT_BYTES, padded(self.room.max_bytes // _SEGMENTS_AT_LEAST)))
-        if size > self.room.max_bytes // 2 or not self.cleaner.make_room(size):
+        if not self.cleaner.make_room(size):
             return False
-        active = self._segments.begin(size)
-        self.cleaner.keep_room(size)
-        return active.nbytes - active.end >= nbytes or self._has_room(nbytes)
+        self._segments.begin(size)
+        self.cleaner.keep_room(size, copies=min(size // 2, size - nbytes))
+        return True
 
     def _retire(self) -> None:
         segment = self._segments.retire()
@@ -211,8 +213,8 @@ class Store:
         except OSError as error:
             _LOG.warning("the disk tier's order of use cannot be saved: %s", error)
 
-    def _pause(self, problem: str) -> None:
+    def _pause(self, problem: str, seconds: float = _RETRY_S) -> None:
         if not self._problem:
             _LOG.warning("the disk tier stores nothing for now: %s", problem)
         self._problem = problem
-        self._retry_at = self._clock() + _RETRY_S
+        self._retry_at = self._clock() + seconds
