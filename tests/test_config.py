@@ -12,7 +12,7 @@ from kvboost_edge.errors import ConfigError
 
 TEXT_OPTIONS = ("runner", "backend", "dtype", "device", "revision", "token", "tenant")
 LATER = (
-    "disk_cache_dir", "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens",
+    "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens",
     "recompute_strategy", "recompute_overlap", "recompute_ratio",
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.host.file_memo import cache_directory
 
 __all__ = ["app", "run"]
 
@@ -113,6 +114,8 @@ def chat(
     options = engine_options(option, kv_cache_bits)
     remote_options(url, options, api_key)
     if url is None:
+        # A conversation that is taken up again finds its keys and values; "off" keeps none.
+        options.setdefault("disk_cache_dir", str(cache_directory() / "blocks"))
         run_chat(model or DEMO_MODEL, options, settings, system)
     else:
         run_remote_chat(url, api_key, model or "", settings, system)

@@ -45,6 +45,9 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
             f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
             f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
         )
+        for name, tier in stats["tiers"].items():
+            where = tier["state"] or f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
+            notes.print(f"[dim]tier {name}: {where}, below {engine.config.disk_cache_dir}[/dim]")
         yield engine
 
 

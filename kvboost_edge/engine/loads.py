@@ -88,6 +88,7 @@ class Loads:
         self._manager, self._shelf = manager, shelf
         self._tickets = itertools.count()
         self._by_ticket: dict[int, Load] = {}
+        self._by_sequence: dict[int, Load] = {}
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -98,6 +99,10 @@ class Loads:
     def get(self, ticket: int) -> Load | None:
         """The load of a ticket, None where it was ended."""
         return self._by_ticket.get(ticket)
+
+    def of(self, sequence: Request) -> Load | None:
+        """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
+        return self._by_sequence.get(sequence.index)
 
     @property
     def num_arriving(self) -> int:
@@ -119,7 +124,7 @@ class Loads:
             manager.free(table)
             return None
         load = Load(next(self._tickets), sequence, table, token_ids)
-        self._by_ticket[load.ticket] = load
+        self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
         self._shelf.fetch(load.ticket, keys)
         return load
 
@@ -129,18 +134,19 @@ class Loads:
             self._shelf.touch(self._manager.content.chain(table))
 
     def finish(self, load: Load) -> None:
-        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where it is under way."""
+        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where it is under way; a
+        second call does nothing."""
         if self._by_ticket.pop(load.ticket, None) is None:
             return
         if not load.is_done:
             load.end()
             self._shelf.cancel(load.ticket)
-        load.sequence.load = None
+        del self._by_sequence[load.sequence.index]
         self._manager.free(load.table)
 
-    def make_room(self, but: Load | None = None) -> bool:
-        """End all loads but one: somebody who comes first needs their blocks. False if there was none."""
-        ended = [load for load in self._by_ticket.values() if load is not but]
+    def make_room(self) -> bool:
+        """End all loads: somebody who comes first needs their blocks. False if there was none."""
+        ended = list(self._by_ticket.values())
         for load in ended:
             load.sequence.has_loaded = False  # it may try again
             self.finish(load)

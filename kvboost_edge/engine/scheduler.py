@@ -96,8 +96,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is, and give its blocks back."""
-        if sequence.load is not None:
-            self.loads.finish(sequence.load)
+        self._end_load(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
@@ -134,7 +133,7 @@ class Scheduler:
                 if self._is_loading(sequence):
                     continue
                 admitted = self._try_admit(sequence, plan)
-                if not admitted and self.loads.make_room(but=sequence.load):
+                if not admitted and self.loads.make_room():
                     admitted = self._try_admit(sequence, plan)
             except CacheCorruption:
                 raise
@@ -156,7 +155,9 @@ class Scheduler:
     def _has_place(self, sequence: Sequence) -> bool:
         """Whether it is worth trying to let a sequence in. Where another tenant has more than its share, one of its
         sequences makes room."""
-        others = len(self.loads) - (sequence.load is not None)  # whose prefixes are coming: they have a place too
+        others = len(self.loads) - (
+            self.loads.of(sequence) is not None
+        )  # whose prefixes are coming: they have a place too
         full = len(self.running) + others >= self._max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
             return True
@@ -181,10 +182,16 @@ class Scheduler:
 
     def _is_loading(self, sequence: Sequence) -> bool:
         """Whether a part of its prefix is on its way from a tier; asked for now if it was not before."""
-        if sequence.load is None and sequence.uses_cache and not sequence.has_loaded:
-            sequence.load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
-            sequence.has_loaded = sequence.load is not None
-        return sequence.load is not None and not sequence.load.is_done
+        load = self.loads.of(sequence)
+        if load is None and sequence.uses_cache and not sequence.has_loaded:
+            load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
+            sequence.has_loaded = load is not None
+        return load is not None and not load.is_done
+
+    def _end_load(self, sequence: Sequence) -> None:
+        load = self.loads.of(sequence)
+        if load is not None:
+            self.loads.finish(load)
 
     def _spare_blocks_of(self, sequence: Sequence) -> int:
         """Free blocks beyond one for each running sequence, which it takes sooner or later: without that rest, letting
@@ -198,8 +205,7 @@ class Scheduler:
         """Open a table and reserve blocks for all tokens there are; False and no change if they are not free. What was
         loaded for it is in the cache by now, and nobody comes between."""
         sequence.look_up()
-        if sequence.load is not None:
-            self.loads.finish(sequence.load)
+        self._end_load(sequence)
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(

@@ -20,7 +20,6 @@ from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.loads import Load
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -51,7 +50,6 @@ class Sequence:
     last_turn       when the scheduler last gave it something, counted over all sequences (fairness)
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
-    load            its prefix on its way from a tier, or arrived and not taken yet
     has_loaded      tiers were asked since it last lost its blocks
     """
 
@@ -68,7 +66,6 @@ class Sequence:
         self.num_charged_tokens = 0
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
-        self.load: Load | None = None
         self.has_loaded = False
         self.looked_up_at: float | None = None
         self.admitted_at: float | None = None

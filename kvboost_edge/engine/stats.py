@@ -69,9 +69,7 @@ def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
     }
 
 
-def paged_stats(
-    parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered
-) -> dict[str, Any]:
+def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
     not used; tokens_held counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run
     together. isa is what the processor has, kernel_path and attention_path which forms of the project's own kernels run

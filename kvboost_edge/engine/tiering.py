@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.loads import Load, Loads
-from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
+from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
 from kvboost_edge.tiers.mover import Mover, Piece
 
 __all__ = ["MoverShelf", "Tiering", "Untiered", "open_tiers"]
@@ -33,7 +33,8 @@ _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
 def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architecture: str) -> tuple[Tier, ...]:
-    """The tiers that a config asks for, the nearest first. ConfigError for a directory that cannot be used."""
+    """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
+    statistics, and the engine does without."""
     if config.disk_cache_dir is None:
         return ()
     from kvboost_edge.tiers.disk.tier import DiskTier
@@ -41,7 +42,14 @@ def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architect
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
     description = {"model": fingerprint[:16], "architecture": architecture, "kv_format": kv_format}
-    return (DiskTier.open(config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description),)
+    try:
+        disk: Tier = DiskTier.open(
+            config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description
+        )
+    except ConfigError as error:
+        _LOG.warning("no blocks are kept on disk: %s", error)
+        disk = ClosedTier("disk", str(error))
+    return (disk,)
 
 
 class MoverShelf:

@@ -57,6 +57,9 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             stats = engine.paged_stats()
             shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
             log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
+            for name, tier in stats["tiers"].items():
+                facts = {key: tier[key] for key in ("blocks", "bytes", "max_bytes", "writable", "state")}
+                log_facts(logging.INFO, "tier", tier=name, directory=engine.config.disk_cache_dir, **facts)
             if not ended.is_set():
                 run_server(engine, options.settings, listener)
 

@@ -261,7 +261,6 @@ class _EngineCollector(Collector):
         yield _counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
         yield _counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
 
-
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield _gauge("kvboost:staging_bytes", "Blocks on their way to and from tiers.", stats["staging_bytes"])
         yield _counter("kvboost:lost_blocks", "Blocks evicted before a tier could take them.", stats["lost_blocks"])

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["BlockAddress", "Tier", "TierStats"]
+__all__ = ["BlockAddress", "ClosedTier", "Tier", "TierStats"]
 
 
 class BlockAddress(NamedTuple):
@@ -94,3 +94,31 @@ class Tier(Protocol):
     def close(self) -> None:
         """Write out what is pending, release files and connections. A second call does nothing."""
         ...
+
+
+class ClosedTier:
+    """A tier that was wanted and cannot be had: holds nothing, stores nothing, and says why."""
+
+    def __init__(self, name: str, state: str) -> None:
+        self.name, self._state = name, state
+
+    def holds(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
+        return 0
+
+    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
+        return 0
+
+    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+    def stat(self) -> TierStats:
+        return TierStats(writable=False, state=self._state)
+
+    def close(self) -> None:
+        pass

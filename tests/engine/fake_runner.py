@@ -297,7 +297,7 @@ class Bench:
         running, loads = self.scheduler.running, self.scheduler.loads
         tables = [s.table for s in running if s.table is not None] + [load.table for load in loads]
         self.manager.check_invariants(tables)
-        assert all(load.sequence.load is load for load in loads)
+        assert all(loads.of(load.sequence) is load for load in loads)
         assert all(s.table is None for s in self.scheduler.waiting)
         assert [s.rank for s in running] == sorted(s.rank for s in running)
 

@@ -9,7 +9,6 @@ from engine.fake_runner import Bench, expected_tokens
 from engine.hand_mover import DictTier
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.errors import ConfigError
 
 PROMPT = list(range(70))  # four full blocks and six tokens
 
@@ -213,8 +212,27 @@ def test_other_bits_find_nothing(tmp_path):
     assert found == [0, 0, 224]
 
 
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
+def test_without_its_directory_the_engine_serves_on_and_says_so(tmp_path, caplog):
     path = tmp_path / "file"
     path.write_text("")
-    with pytest.raises(ConfigError, match="disk_cache_dir"):
-        CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=path)
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=path) as engine:
+        assert engine.generate([5, 6], max_new_tokens=2).generated_tokens == 2
+        tier = engine.paged_stats()["tiers"]["disk"]
+    assert not tier["writable"]
+    assert "disk_cache_dir" in tier["state"]
+    assert [record.levelname for record in caplog.records if "disk" in record.message] == ["WARNING"]
+
+
+def test_the_figures_name_the_tier(tmp_path):
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path) as engine:
+        engine.warm(TOKENS[:64])
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path) as engine:
+        engine.warm(TOKENS[:80])
+        stats, cache = engine.paged_stats(), engine.cache_stats()
+    assert stats["tiers"]["disk"]["read_blocks"] == cache["disk_hits"] == 4
+    assert cache["disk_chunks"] >= 4
+    assert cache["disk_budget_mb"] > 1
+    assert stats["lost_blocks"] == 0
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16) as engine:
+        assert engine.paged_stats()["tiers"] == {}
+        assert engine.cache_stats()["disk_chunks"] == 0

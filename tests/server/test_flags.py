@@ -11,6 +11,7 @@ import pytest
 
 from kvboost_edge.cli.app import run
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import DEMO_MODEL, parse_flags
 from kvboost_edge.server.settings import ServerSettings
@@ -33,7 +34,8 @@ def test_defaults():
     options = parse()
     assert options.model == DEMO_MODEL
     assert options.settings == ServerSettings(model_name=DEMO_MODEL)
-    assert options.engine == {}, "the engine chooses by its pool how many run together"
+    assert set(options.engine) == {"disk_cache_dir"}, "the engine chooses by its pool how many run together"
+    assert Path(options.engine["disk_cache_dir"]) == cache_directory() / "blocks"
     settings = options.settings
     assert (settings.host, settings.port, settings.max_batch_size, settings.max_queue_size) == (
         "127.0.0.1",
@@ -162,7 +164,6 @@ def test_warm_texts(tmp_path):
         (["--kv-cache-bits", "5"], "kv_cache_bits"),
         (["--backend", "nonsense"], "backend"),
         (["--chunk-size", "128"], "chunk_size"),
-        (["--disk-cache-dir", "x"], "disk_cache_dir"),
         (["--recompute-strategy", "none"], "recompute_strategy"),
     ],
 )
