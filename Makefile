@@ -17,7 +17,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool \
-	bench-prefix-reuse bench-linear bench-startup bench-bundled bench-peers real-model quality clean test-arm64
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers real-model quality clean test-arm64
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -79,7 +79,7 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 mutants: setup  ## plant about 30 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
-bench: bench-kernels bench-block-pool bench-prefix-reuse bench-linear bench-startup bench-bundled  ## all benchmarks without peers, several minutes
+bench: bench-kernels bench-block-pool bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
 	$(BIN)/python benchmarks/bench_kernels.py
@@ -96,6 +96,9 @@ bench-linear: setup  ## decode against a plain read of the weights, integer rate
 
 bench-startup: setup  ## from starting the process to the first byte, and memory beside weights and pool
 	$(BIN)/python benchmarks/bench_startup.py
+
+bench-packing: setup  ## processor time, bytes and memory of the first load, by format of the file
+	$(BIN)/python benchmarks/bench_packing.py
 
 bench-bundled: setup  ## the bundled model on this machine, in a minute
 	$(BIN)/python benchmarks/bench_peers.py --bundled

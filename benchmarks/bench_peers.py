@@ -1,13 +1,15 @@
 """This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in alternating rounds.
 
-A random model of Qwen2's shape is written once as GGUF. Each engine lives in a process of its own; in each round all of
-them answer the same request in turn, and the figures are medians over the rounds (least to most in brackets). One clock
-around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a second, keys and values not
-counted, and a plain read of the same bytes by as many threads in the same process right after; the share is taken in
-each round. Engines that are not installed are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+A random model of Qwen2's or Qwen3's shape is written once as GGUF. Each engine lives in a process of its own; in each
+round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
+brackets). One clock around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a
+second, keys and values not counted, and a plain read of the same bytes by as many threads in the same process right
+after; the share is taken in each round. Engines that are not installed are skipped by name; `make bench-peers` installs
+them into `.venv-peers`.
 
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
     python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
+    python benchmarks/bench_peers.py --shape 4b --quant Q4_K_M --rounds 2 --depths 0 2048
     python benchmarks/bench_peers.py --only kvboost_edge     # without peers
     python benchmarks/bench_peers.py --bundled               # the bundled model on this machine, in a minute
 """
@@ -28,8 +30,8 @@ import numpy as np
 
 import harness
 from peers.charts import draw_charts
-from peers.float64_qwen2 import last_logits
-from peers.random_model import SHAPES, Shape, write_gguf
+from peers.float64_qwen import last_logits
+from peers.random_model import QUANTS, SHAPES, Shape, write_gguf
 
 _HERE = Path(__file__).parent
 _PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
@@ -158,6 +160,16 @@ class Bench:
                     self.note("plain_read_gb_s", worker.label, found["gb_s"])
                     self.note(f"decode_{depth}_share_of_read", worker.label, step / found["gb_s"])
 
+    def slope(self, depths: list[int]) -> None:
+        """What 1,000 tokens of context add to the time of a token, ms: between the least and the greatest depth."""
+        first, last = min(depths), max(depths)
+        if first == last:
+            return
+        for worker in self.workers:
+            speeds = [self.figures[f"decode_{depth}_tok_s"][worker.label] for depth in (first, last)]
+            for fast, slow in zip(*speeds, strict=True):
+                self.note("slope_ms_per_1k", worker.label, (1e3 / slow - 1e3 / fast) / (last - first) * 1e3)
+
     def share(self, count: int) -> None:
         """Aggregate decode of sequences that share a held prefix and have a few tokens of their own."""
         prefix = self.tokens(_PREFIX)
@@ -227,7 +239,7 @@ def parser_for_models(description: str | None) -> argparse.ArgumentParser:
     parser = harness.parser(description or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--quant", choices=("Q4_0", "Q8_0"), default="Q4_0")
+    parser.add_argument("--quant", choices=QUANTS, default="Q4_0")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", type=Path, default=_HERE / "models", help="where the GGUF files are kept")
     return parser
@@ -276,6 +288,7 @@ def main() -> None:
     for depth in options.depths:
         # The bundled model's weights lie in caches: no read of memory to compare with.
         bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=depth == 0 and not options.bundled)
+    bench.slope(options.depths)
     if not options.bundled:
         bench.share(32)
     bench.memory()

@@ -11,7 +11,9 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["KV_BIT_PAIRS", "EngineConfig", "GenerationMode", "kv_bits_from_text"]
+__all__ = ["KV_BIT_PAIRS", "MAX_WEIGHT", "EngineConfig", "GenerationMode", "kv_bits_from_text"]
+
+MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 
 
 class GenerationMode(enum.StrEnum):
@@ -69,6 +71,9 @@ class EngineConfig:
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
     checkpoint and makes int8 of a float one if weights and pool take at most half of the memory, else int4; "int4-asym"
     (a scale and a minimum per group of 32) is had only by asking, or from files that are quantized so.
+    `pack_cache`: packed weights, and what else is found out about a model's files, are kept in the cache directory and
+    mapped at later starts; False keeps and reads nothing there: the weights are converted at every start, into memory
+    of this process alone (native runner).
     `seed`: None draws a random seed for each request that names none; a number makes those seeds, and with them sampled
     answers, the same in every run in which a tenant sends the same requests in the same order.
     `disk_cache_dir` keeps blocks of keys and values below that directory, so that they survive a restart; None or
@@ -92,6 +97,7 @@ class EngineConfig:
     revision: str | None = None
     token: str | None = dataclasses.field(default=None, repr=False)
     local_files_only: bool = False
+    pack_cache: bool = True
     tenant: str = ""
     seed: int | None = None
     debug_checks: bool = False
@@ -123,7 +129,7 @@ class EngineConfig:
         self._check_disk()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
-        for name in ("strict", "local_files_only", "debug_checks"):
+        for name in ("strict", "local_files_only", "pack_cache", "debug_checks"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.tenant, str):

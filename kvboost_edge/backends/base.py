@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.host.memory import Region
 from kvboost_edge.kernels.attention.parts import Parts
 from kvboost_edge.kernels.coded.layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
@@ -118,6 +119,7 @@ class BackendInfo(NamedTuple):
     attention_path   form of the project's own attention kernels that runs; "none" where others do
     threading_layer  whose threads compute attention; "none" where it has none but the caller's
     num_threads      how many; None where the backend has no say in it
+    pool_regions     where the pool lies in this process's memory as of now; empty: not known
     """
 
     name: str
@@ -125,6 +127,7 @@ class BackendInfo(NamedTuple):
     attention_path: str = "none"
     threading_layer: str = "none"
     num_threads: int | None = None
+    pool_regions: tuple[Region, ...] = ()
 
 
 class Backend(Protocol):

@@ -92,7 +92,7 @@ class CPUBackend(NumpyBlocks):
     def describe(self) -> BackendInfo:
         """The compiled kernels and the threads of their own that run them."""
         path = attention_path(is_quantized=self.spec.is_quantized)
-        return BackendInfo(self.name, self.device, path, THREADING_LAYER, self.num_threads)
+        return BackendInfo(self.name, self.device, path, THREADING_LAYER, self.num_threads, self._regions())
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
         """Check the layout; ConfigError says what is wrong."""

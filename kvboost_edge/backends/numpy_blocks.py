@@ -13,6 +13,7 @@ from kvboost_edge.backends.block_bytes import as_rows, check_block_ids, check_co
 from kvboost_edge.backends.layout import check_block
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.host.memory import Region
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, to_storage
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS
@@ -72,6 +73,11 @@ class NumpyBlocks:
         if self._quant is not None:
             return self._quant.num_bytes
         return sum(array.nbytes for pool in self._pools for array in pool)
+
+    def _regions(self) -> tuple[Region, ...]:
+        """Where the arrays of `pool_bytes` lie."""
+        arrays = [array for pool in self._pools for array in pool] if self._quant is None else self._quant.arrays
+        return tuple(Region(array.ctypes.data, array.nbytes) for array in arrays)
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN in all layers."""

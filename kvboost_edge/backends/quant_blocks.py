@@ -123,9 +123,14 @@ class QuantBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and open buffers; the temporary ones of a pass are workspace."""
-        kept = sum(array[: arena.num_kept].nbytes for arena in self._arenas.values() for array in arena.pool)
-        return kept + sum(pool.nbytes for pool in self._pools)
+        """Bytes of `arrays`."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Codes and open buffers; the temporary ones of a pass are workspace."""
+        kept = [array[: arena.num_kept] for arena in self._arenas.values() for array in arena.pool]
+        return [*self._pools, *kept]
 
     def prepare(self, layout: BatchLayout) -> QuantPass:
         """Open and close the blocks of a pass; the layout was checked."""

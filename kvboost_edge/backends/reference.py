@@ -35,7 +35,7 @@ class ReferenceBackend(NumpyBlocks):
 
     def describe(self) -> BackendInfo:
         """A backend without kernels and threads of its own."""
-        return BackendInfo(self.name, self.device)
+        return BackendInfo(self.name, self.device, pool_regions=self._regions())
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
         """Check the layout; ConfigError says what is wrong."""

@@ -58,6 +58,13 @@ KVBitsOption = Annotated[
         help="Bits of cached keys and values: 16 (as computed), 8, 4, or a pair such as 8,4.",
     ),
 ]
+PackCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--pack-cache/--no-pack-cache",
+        help="Keep packed weights in the cache directory, or convert them into memory at every start.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -74,6 +81,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     sampling: SamplingOptions = None,
     kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,7 +90,14 @@ def generate(
     from kvboost_edge.cli.options import engine_options, sampling_options
 
     settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}
-    run_generate(prompt, model, engine_options(option, kv_cache_bits), settings, chat=chat, as_json=as_json)
+    run_generate(
+        prompt,
+        model,
+        engine_options(option, kv_cache_bits, pack_cache=pack_cache),
+        settings,
+        chat=chat,
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -104,6 +119,7 @@ def chat(
     max_new_tokens: MaxNewTokens = 512,
     sampling: SamplingOptions = None,
     kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
 ) -> None:
     """Talk with a model, here or on a server; under each answer stands what the cache saved."""
@@ -111,7 +127,7 @@ def chat(
     from kvboost_edge.cli.options import engine_options, remote_options, sampling_options
 
     settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}
-    options = engine_options(option, kv_cache_bits)
+    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     remote_options(url, options, api_key)
     if url is None:
         # A conversation that is taken up again finds its keys and values; "off" keeps none.
@@ -122,12 +138,12 @@ def chat(
 
 
 @app.command(epilog="[b]Examples[/b]\n\nkvboost-edge demo\n\nkvboost-edge demo -o backend=reference")
-def demo(kv_cache_bits: KVBitsOption = None, option: EngineOptions = None) -> None:
+def demo(kv_cache_bits: KVBitsOption = None, pack_cache: PackCacheOption = True, option: EngineOptions = None) -> None:
     """Ask the bundled model several questions about one shared document and show what is reused. No network."""
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.options import engine_options
 
-    run_demo(DEMO_MODEL, engine_options(option, kv_cache_bits))
+    run_demo(DEMO_MODEL, engine_options(option, kv_cache_bits, pack_cache=pack_cache))
 
 
 @app.command(
@@ -209,6 +225,7 @@ def evaluate(
         int | None, typer.Option("--window", help="Tokens a prediction may look back on; 512 or the context.")
     ] = None,
     kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -216,7 +233,7 @@ def evaluate(
     from kvboost_edge.cli.evaluate import run_eval
     from kvboost_edge.cli.options import engine_options
 
-    options = engine_options(option, kv_cache_bits)
+    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     run_eval(file, model, options, against or (), window=window, as_json=as_json)
 
 

@@ -28,7 +28,7 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     with Console(stderr=True, quiet=as_json).status("looking at what is here …"):
         rows = model_rows(word, config)
     if as_json:
-        print(json.dumps(rows, ensure_ascii=False))
+        print(json.dumps(rows))  # ASCII: a name may hold bytes that are no UTF-8
         return
     if not rows:
         console.print("No model is here yet. Try [bold]kvboost-edge demo[/bold], or -m owner/name-GGUF:Q4_K_M.")
@@ -41,9 +41,14 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     for row in rows:
         runs = row["runs"] if row["runs"] != _REFUSED else f"{_REFUSED}: {row['reason']}"
         size = f"{row['bytes'] / 1e6:,.0f} MB" if row["bytes"] else ""
-        cells = [escape(text) for text in (row["name"], row["store"], row["format"], size, runs)]
+        cells = [escape(_printable(text)) for text in (row["name"], row["store"], row["format"], size, runs)]
         table.add_row(*cells, style="dim" if row["runs"] == _REFUSED else "")
     console.print(table)
+
+
+def _printable(text: str) -> str:
+    """What a file is called may move a terminal's cursor, or be no text at all."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def model_rows(word: str, config: EngineConfig) -> list[dict[str, Any]]:
@@ -71,5 +76,7 @@ def _row(model: StoredModel, config: EngineConfig) -> dict[str, Any]:
             check_vocabulary_kind(checkpoint.gguf_settings(), name=model.path.name)
     except (KVBoostError, OSError) as error:
         return {**row, "reason": str(error)}
+    except Exception as error:  # whatever else a damaged file brings about: the others are listed all the same
+        return {**row, "reason": f"cannot be read: {type(error).__name__}: {error}"}
     runs = taken["runner"] if taken["runner"] != "none" else _REFUSED
     return {**row, "runs": runs, "reason": taken["runner_reason"]}

@@ -27,14 +27,18 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def engine_options(pairs: Iterable[str] | None, kv_cache_bits: str | None = None) -> dict[str, Any]:
+def engine_options(
+    pairs: Iterable[str] | None, kv_cache_bits: str | None = None, *, pack_cache: bool = True
+) -> dict[str, Any]:
     """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a malformed pair.
 
-    kv_cache_bits: the option of that name, such as "8" or "8,4"; given both ways is an error too.
+    kv_cache_bits, pack_cache: the options of those names, such as "8" or "8,4"; given both ways is an error too.
     """
     options: dict[str, Any] = {}
     if kv_cache_bits is not None:
         pairs = [*(pairs or ()), f"kv_cache_bits={kv_cache_bits}"]
+    if not pack_cache:
+        pairs = [*(pairs or ()), "pack_cache=false"]
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:

@@ -59,7 +59,7 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
         task = bar.add_task(f"loading {model}", total=None)
 
         def packed(done: int, total: int) -> None:
-            bar.update(task, description=f"packing the weights of {model}, once", completed=done, total=total)
+            bar.update(task, description=f"packing the weights of {model}", completed=done, total=total)
 
         yield packed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from kvboost_edge.engine.selection import Selection, select_path
 from kvboost_edge.engine.tiering import open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.host.memory import available_bytes
+from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.host.memory import Region, available_bytes
 from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -40,7 +41,7 @@ __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only")
+_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache")
 _DEFAULTS = EngineConfig()
 
 
@@ -69,7 +70,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
-    checkpoint = Checkpoint.open(model_path)
+    checkpoint = Checkpoint.open(model_path, cache_dir=None if config.pack_cache else NO_CACHE)
     check_model_compatibility(checkpoint.config, strict=config.strict)
     summary = checkpoint.summary()
     selected = select_path(checkpoint, config)
@@ -84,7 +85,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of a model: from the tokenizer's files, else from the metadata of a GGUF file, built once and kept
-    in the cache directory."""
+    in the checkpoint's cache directory."""
     if not checkpoint.is_gguf:
         return Tokenizer.from_dir(checkpoint.path)
     name = checkpoint.path.name
@@ -92,7 +93,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     def build() -> Tokenizer:
         return gguf_tokenizer(checkpoint.gguf_metadata() or {}, name=name)
 
-    return kept_tokenizer(checkpoint.fingerprint(), build, name=name)
+    return kept_tokenizer(checkpoint.fingerprint(), build, name=name, cache_dir=checkpoint.cache_dir)
 
 
 def _load_runner(
@@ -183,11 +184,17 @@ def _assemble(
         eos_token_ids=eos_token_ids,
         # The rope settings are part of the model's config and so of its fingerprint.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
-        ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes),
+        ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend)),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
         tiers=tiers,
     )
+
+
+def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
+    """Where weights and pool lie; empty unless it is known of both."""
+    weights, pool = runner.info.weight_region, backend.describe().pool_regions
+    return (weights, *pool) if weights.nbytes and pool else ()
 
 
 def _loaded_bytes(checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str) -> int:

@@ -31,6 +31,7 @@ from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class EngineCore:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that ended are left in it
+        self._slack = Slack()
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
         # Held for moments only, so that submitting never waits for the bookkeeping.
         self._gate = threading.Lock()
@@ -170,8 +172,9 @@ class EngineCore:
     def _submit(self, sequence: Sequence) -> None:
         with self._gate:
             self.check_open()
+            message = _Submit(sequence)  # first: Ctrl-C must find no place between the next two
             self._live[sequence.index] = sequence
-            self._inbox.put(_Submit(sequence))
+            self._inbox.put(message)
 
     def cancel(self, index: int) -> None:
         """Ask for the end of a request; unknown or finished ones are ignored."""
@@ -235,6 +238,7 @@ class EngineCore:
             if not self.scheduler.has_work:
                 self._watch.idle()
             seconds = _WHILE_SAVING if self.tiering.save_more() else None
+        self._slack.give_back()
         if self._deadlines:
             ahead = max(0.0, self._deadlines[0][0] - time.monotonic())
             seconds = ahead if seconds is None else min(seconds, ahead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -139,7 +140,7 @@ class CPUPagedEngine:
         """
         if sampling is None:
             options["max_new_tokens"] = max_new_tokens
-        return _wait([self.submit(prompt, mode=mode, sampling=sampling, **options)])[0]
+        return self._run([self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})])[0]
 
     def generate_batch(
         self,
@@ -153,8 +154,7 @@ class CPUPagedEngine:
 
         All prompts are checked before the first is queued. If a request fails its error is raised when all are done.
         """
-        requests = self._read_all(prompts, sampling, {"mode": mode, **options})
-        return _wait(self._submit_all(requests))
+        return self._run(self._read_all(prompts, sampling, {"mode": mode, **options}))
 
     def generate_many(
         self,
@@ -170,9 +170,8 @@ class CPUPagedEngine:
         groups = group_by_prefix(requests, [r.prompt_ids for r in requests], self._config.block_size)
         order = [index for indices in groups.values() for index in indices]
         ordered = [self._intake.renumbered(requests[index]) for index in order]
-        handles = self._submit_all(ordered)
-        by_index = dict(zip(order, handles, strict=True))
-        return _wait([by_index[index] for index in range(len(requests))])
+        by_index = dict(zip(order, self._run(ordered), strict=True))
+        return [by_index[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Pieces of the output text as they become certain; takes what `submit` takes.
@@ -212,7 +211,7 @@ class CPUPagedEngine:
             )
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
-        _wait([self._submit(request)])
+        self._run([request])
         return self.warm_result(request.prompt_ids, tenant=tenant, cache_salt=cache_salt)
 
     def warm_result(
@@ -321,22 +320,24 @@ class CPUPagedEngine:
         return handle
 
     def _stream(self, request: Request) -> Iterator[str]:
-        handle = self._submit(request)
-        try:
-            yield from handle
-        finally:
-            handle.cancel()
+        with self._cancelling([request]):
+            yield from self._submit(request)
 
-    def _submit_all(self, requests: Sequence[Request]) -> list[RequestHandle]:
-        handles: list[RequestHandle] = []
+    def _run(self, requests: Sequence[Request]) -> list[GenerationResult]:
+        """Queue all, or none, and wait for the results."""
+        with self._cancelling(requests):
+            return _wait([self._submit(request) for request in requests])
+
+    @contextlib.contextmanager
+    def _cancelling(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Whatever is raised inside cancels these requests. Ctrl-C may come at any moment, between queueing a request
+        and holding its handle too, so they are named by their numbers; one that is not there does not mind."""
         try:
-            for request in requests:
-                handles.append(self._submit(request))
+            yield
         except BaseException:
-            for handle in handles:
-                handle.cancel()
+            for request in requests:
+                self._core.cancel(request.index)
             raise
-        return handles
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
         """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels the request."""
@@ -355,25 +356,21 @@ class CPUPagedEngine:
         request = self._intake.make(token_ids, Terms(mode=mode), SamplingParams(), logits_start=first)
         if not 0 <= first < request.num_prompt_tokens:
             raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
-        handle, rows = self._core.submit_logits(request)
-        _wait([handle])
+        with self._cancelling([request]):
+            handle, rows = self._core.submit_logits(request)
+            _wait([handle])
         return np.concatenate(rows)
 
 
 def _wait(handles: Sequence[RequestHandle]) -> list[GenerationResult]:
-    """All results in order. A request's error is raised when all are done; an interruption cancels them all."""
+    """All results in order. A request's error is raised when all are done."""
     results: list[GenerationResult] = []
     failure: Exception | None = None
-    try:
-        for handle in handles:
-            try:
-                results.append(handle.result())
-            except Exception as error:
-                failure = failure or error
-    except BaseException:
-        for handle in handles:
-            handle.cancel()
-        raise
+    for handle in handles:
+        try:
+            results.append(handle.result())
+        except Exception as error:
+            failure = failure or error
     if failure is not None:
         raise failure
     return results

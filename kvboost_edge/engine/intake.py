@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.config import MAX_WEIGHT, EngineConfig, GenerationMode
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
@@ -22,7 +22,6 @@ __all__ = ["Intake", "Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
-_MAX_WEIGHT = 1000.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,8 @@ class Terms:
             raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
         object.__setattr__(self, "priority", priority)
         weight = as_float("weight", self.weight)
-        if not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
-            raise RequestError(f"weight={self.weight!r} must be in [{1 / _MAX_WEIGHT:g}, {_MAX_WEIGHT:g}]")
+        if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
+            raise RequestError(f"weight={self.weight!r} must be in [{1 / MAX_WEIGHT:g}, {MAX_WEIGHT:g}]")
         object.__setattr__(self, "weight", weight)
         if self.deadline is not None:
             deadline = as_float("deadline", self.deadline)

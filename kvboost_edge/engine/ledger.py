@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
 
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.host.memory import process_peak, process_rss
+from kvboost_edge.host.memory import Region, process_peak, process_rss, resident_bytes
 
 __all__ = [
     "MemoryLedger",
@@ -22,15 +24,23 @@ _POOL_SHARE = 4  # without a given size the pool takes at most a quarter of the 
 _CONTEXTS = 16  # and at most so many whole contexts, where the number of sequences is not given either
 _TOKENS_PER_SEQUENCE = 512
 _MOST_SEQUENCES = 64
+_COUNTED_S = 1.0  # seconds for which a count of pages stands
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Bytes by owner. `other_bytes` is what the process holds beside weights and pool; weights that are mapped and not
-    yet read, or a pool page never written, are not resident, so it is at least 0 and may be less than it seems."""
+    """Bytes by owner. weight_bytes and pool_bytes are reserved; `other_bytes` is what is resident beside both: the
+    interpreter and its packages (numba and its compiler foremost), compiled kernels, the tokenizer, activations.
 
-    weight_bytes: int
-    pool_bytes: int
+    Weights that were mapped and not yet read, and pages of the pool never written, are not resident: they are counted
+    page by page where the system tells (Linux), at most once a second. Elsewhere, and for weights and pools of torch,
+    both are taken as resident, so that `other_bytes` is too small until they are.
+    """
+
+    def __init__(self, weight_bytes: int, pool_bytes: int, regions: Callable[[], Sequence[Region]] = tuple) -> None:
+        """regions: where weights and pool lie in this process's memory as of now; empty: not known."""
+        self.weight_bytes, self.pool_bytes = weight_bytes, pool_bytes
+        self._regions = regions
+        self._counted, self._counted_at = 0, -math.inf
 
     def snapshot(self) -> dict[str, int]:
         """weight_bytes, pool_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of now."""
@@ -38,10 +48,19 @@ class MemoryLedger:
         return {
             "weight_bytes": self.weight_bytes,
             "pool_bytes": self.pool_bytes,
-            "other_bytes": max(0, rss - self.weight_bytes - self.pool_bytes),
+            "other_bytes": max(0, rss - self._resident()),
             "process_rss_bytes": rss,
             "process_peak_bytes": process_peak(),
         }
+
+    def _resident(self) -> int:
+        now = time.monotonic()
+        if now >= self._counted_at + _COUNTED_S:
+            regions = self._regions()
+            found = resident_bytes(regions) if regions else None
+            self._counted = self.weight_bytes + self.pool_bytes if found is None else found
+            self._counted_at = now
+        return self._counted
 
 
 def check_weights_fit(weight_bytes: int, available: int) -> None:

@@ -17,7 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["FileStamp", "cache_directory", "recall", "remember"]
+__all__ = ["NO_CACHE", "FileStamp", "cache_directory", "recall", "remember"]
+
+NO_CACHE = Path(os.devnull)
+"""As a cache directory: nothing is kept and nothing is found."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:
 
 def remember(stamp: FileStamp, facts: dict[str, Any], cache_dir: Path | None = None) -> None:
     """Add facts about a file; written atomically, readable by this user alone."""
+    if cache_dir == NO_CACHE:
+        return
     directory = _directory(cache_dir)
     entry = {"stamp": dataclasses.asdict(stamp), "facts": {**recall(stamp, cache_dir), **facts}}
     with contextlib.suppress(OSError):  # a read-only or full disk costs time at the next start, nothing else

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import psutil
 
 from kvboost_edge.host.cgroup import memory_limit
 
-__all__ = ["available_bytes", "process_peak", "process_rss", "total_bytes"]
+__all__ = [
+    "Region",
+    "Slack",
+    "available_bytes",
+    "give_back",
+    "process_peak",
+    "process_rss",
+    "resident_bytes",
+    "total_bytes",
+]
+
+_WORTH = 8 << 20  # that a process grew by since the last time, for giving back to be tried again
+_MADV_DONTNEED = 4  # Linux
+_COMPILER = "libllvmlite"
+_ENTRY = 8  # bytes of /proc/self/pagemap for each page; the highest bit: it is in memory
+_ENTRIES_BYTES = 1 << 18
+
+
+class Region(NamedTuple):
+    """A run of this process's memory."""
+
+    address: int
+    nbytes: int
 
 
 def available_bytes() -> int:
@@ -45,3 +73,69 @@ def process_peak() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def resident_bytes(regions: Iterable[Region]) -> int | None:
+    """How much of the regions is resident in this process, in whole pages: mapped files are read bit by bit, and pages
+    of an array that nobody has written take no memory. None where the system does not tell (all but Linux).
+
+    About 9 ms for each gigabyte that is resident.
+    """
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            return sum(_resident(file.fileno(), region) for region in regions if region.nbytes)
+    except OSError:
+        return None
+
+
+def _resident(pages: int, region: Region) -> int:
+    first, last = region.address // mmap.PAGESIZE, -(-(region.address + region.nbytes) // mmap.PAGESIZE)
+    at, end, found = _ENTRY * first, _ENTRY * last, 0
+    while at < end:
+        entries = os.pread(pages, min(end - at, _ENTRIES_BYTES), at)
+        if not entries:
+            raise OSError("the region lies outside the process's memory")
+        found += int(np.count_nonzero(np.frombuffer(entries, dtype=np.int64) < 0))
+        at += len(entries)
+    return min(found * mmap.PAGESIZE, region.nbytes)
+
+
+class Slack:
+    """What a process has left over when it comes to rest: given back if it grew since the last time."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def give_back(self) -> None:
+        """Costs 20 us where there is nothing worth it, else some milliseconds."""
+        if process_rss() > self._last + _WORTH:
+            give_back()
+            self._last = process_rss()
+
+
+def give_back() -> None:
+    """Return to the system what loading and compiling have left: free pages of the heap, which glibc keeps, and the
+    code of the compiler, some 70 MB of pages of a file that come back by themselves where they are wanted again. Does
+    nothing but on Linux."""
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # musl has none and keeps less
+        library.malloc_trim(ctypes.c_size_t(0))
+    if hasattr(library, "madvise"):
+        for region in _unwritten_code(_COMPILER):
+            library.madvise(ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), _MADV_DONTNEED)
+
+
+def _unwritten_code(name: str) -> list[Region]:
+    """Mappings of a library that nothing can write and of which no page differs from the file."""
+    found, region = [], None
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, rest = line.partition(" ")
+        if "-" in key and not key.endswith(":"):
+            start, end = (int(number, 16) for number in key.split("-"))
+            fixed = "w" not in rest.split(" ", 1)[0] and name in line
+            region = Region(start, end - start) if fixed else None
+        elif region is not None and key == "Anonymous:" and rest.split()[0] == "0":
+            found.append(region)
+    return found

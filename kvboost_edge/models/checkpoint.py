@@ -41,18 +41,22 @@ class Checkpoint(abc.ABC):
 
     is_gguf: bool
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
         self.path = path
+        self.cache_dir = cache_dir
         self._stamps: tuple[FileStamp, ...] = ()  # of the files, before they were read
         self._fingerprint = ""
 
     @staticmethod
-    def open(model: Checkpoint | Path | str) -> Checkpoint:
-        """The checkpoint at a path that `locate_model` returned; one that is open already is returned as it is."""
+    def open(model: Checkpoint | Path | str, *, cache_dir: Path | None = None) -> Checkpoint:
+        """The checkpoint at a path that `locate_model` returned; one that is open already is returned as it is.
+
+        cache_dir: where what is found out is remembered, and packed weights are kept; `NO_CACHE`: nowhere.
+        """
         if isinstance(model, Checkpoint):
             return model
         path = Path(model)
-        return _GgufFile(path) if path.is_file() else _Directory(path)
+        return _GgufFile(path, cache_dir) if path.is_file() else _Directory(path, cache_dir)
 
     @property
     @abc.abstractmethod
@@ -103,10 +107,11 @@ class Checkpoint(abc.ABC):
             return plan_bytes(pack_plan(spec, STORED, source))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
-        """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered."""
+        """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered; None: the
+        checkpoint's own."""
         if not self._fingerprint:
             self._stamps = self._stamps or self._current_stamps()
-            found = self._read_fingerprint(cache_dir)
+            found = self._read_fingerprint(self.cache_dir if cache_dir is None else cache_dir)
             for path in self.changed_files():
                 raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
             self._fingerprint = found
@@ -159,7 +164,7 @@ class _Directory(Checkpoint):
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)
 
     def summary(self) -> WeightSummary:
-        return check_weights(self.path, self.config)
+        return check_weights(self.path, self.config, cache_dir=self.cache_dir)
 
     def open_source(self) -> WeightSource:
         if self.config.get("quantization_config"):
@@ -179,8 +184,8 @@ class _GgufFile(Checkpoint):
 
     is_gguf = True
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
+        super().__init__(path, cache_dir)
         self._header = read_gguf_model(path)
         self._stamps = tuple(part.stamp for part in self._header.parts)
 
@@ -221,7 +226,7 @@ class _GgufFile(Checkpoint):
         return generation_defaults(self.config, {}, tokenizer_eos=tokenizer_eos, path=self.path)
 
     def summary(self) -> WeightSummary:
-        return check_gguf(self._header, self.config)
+        return check_gguf(self._header, self.config, cache_dir=self.cache_dir)
 
     def open_source(self) -> WeightSource:
         return GgufSource(self._header)

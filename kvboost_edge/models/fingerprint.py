@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.weights.safetensors_check import weight_files
 
@@ -32,9 +33,7 @@ _SMALL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-# A file is hashed in parts of this size, so that one large file also uses every core.
 _PART_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
 
 
 def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) -> str:
@@ -95,36 +94,14 @@ def _file_digest(path: Path, cache_dir: Path | None) -> str:
         known = recall(stamp, cache_dir).get("digest")
         if isinstance(known, str):
             return known
-        parts = [(path, start, min(_PART_BYTES, stamp.size - start)) for start in range(0, stamp.size, _PART_BYTES)]
-        with ThreadPoolExecutor(default_num_threads()) as pool:
-            found = _combine(pool.map(_part_digest, parts))
+        with open(path, "rb", buffering=0) as file:
+            found = digest_in_parts(file, stamp.size, part_bytes=_PART_BYTES, num_threads=default_num_threads())
         if FileStamp.of(path) != stamp:
             raise ModelFormatError(f"{path} changed while it was read; load it when it is complete")
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     remember(stamp, {"digest": found}, cache_dir)
     return found
-
-
-def _part_digest(part: tuple[Path, int, int]) -> bytes:
-    path, start, length = part
-    digest = hashlib.sha256()
-    # Reading into one buffer, not mapping: mapped pages would count as this process's memory.
-    buffer = bytearray(min(_READ_BYTES, length))
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while length:
-            count = file.readinto(view[: min(len(view), length)])
-            if not count:
-                raise OSError(f"the file ends {length} bytes early")
-            digest.update(view[:count])
-            length -= count
-    return digest.digest()
-
-
-def _combine(parts: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _tensor_digest(tensor: Any) -> bytes:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
+from kvboost_edge.host.memory import Region
 
 __all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo"]
 
@@ -41,6 +42,7 @@ class RunnerInfo:
     max_context: int  # longest sequence in tokens
     weight_bytes: int
     kv_spec: KVSpec
+    weight_region: Region = Region(0, 0)  # noqa: RUF009 - where they lie in this process's memory; empty: not known
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
     numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 

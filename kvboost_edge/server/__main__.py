@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "serve"]
 
+_PROGRESS_S = 2.0
 _EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn")
 
 
@@ -52,7 +53,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         started = time.perf_counter()
         log_facts(logging.INFO, "loading", model=options.model)
         on_first_compilation(lambda: log_facts(logging.INFO, "compiling kernels, once"))
-        with CPUPagedEngine.from_pretrained(options.model, **options.engine) as engine:
+        with CPUPagedEngine.from_pretrained(options.model, progress=_log_packing(), **options.engine) as engine:
             _prepare(engine, options)
             stats = engine.paged_stats()
             shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
@@ -62,6 +63,19 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
                 log_facts(logging.INFO, "tier", tier=name, directory=engine.config.disk_cache_dir, **facts)
             if not ended.is_set():
                 run_server(engine, options.settings, listener)
+
+
+def _log_packing() -> Callable[[int, int], None]:
+    """A progress bar of lines: one every few seconds while the weights are packed."""
+    due = time.monotonic() + _PROGRESS_S
+
+    def log(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _PROGRESS_S
+            log_facts(logging.INFO, "packing weights", percent=100 * done // total, megabytes=total // 1_000_000)
+
+    return log
 
 
 @contextlib.contextmanager

@@ -25,11 +25,13 @@ _EXAMPLES = """Examples
 
 {prog}
 {prog} --model ./my-model --port 8080
-KVBOOST_API_KEYS=key-one,key-two {prog} --host 0.0.0.0 --allowed-host llm.example.org
+KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
 
 Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
 KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise. With more than one key /metrics,
-/v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all tenants."""
+/v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all tenants.
+Keys share the machine evenly; one with a weight behind it, as in 'key-two weight=4', counts
+as so many others. That goes for every place where keys are given."""
 
 
 class _Flag(NamedTuple):
@@ -124,7 +126,11 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
     names = [name.strip() for text in given["model_name"] for name in text.split(",")] or [_served_name(model)]
     settings |= {"model_name": names[0], "model_aliases": tuple(names[1:])}
-    engine = {name: given[name] for name in (*(f.name for f in _ENGINE_FLAGS), *_LATER) if given[name] is not None}
+    engine = {
+        name: given[name]
+        for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", *_LATER)
+        if given[name] is not None
+    }
     if "backend" in engine:
         engine["backend"] = _BACKENDS.get(engine["backend"], engine["backend"])
     chosen = ServerSettings(
@@ -156,7 +162,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1, help="only 1: one process batches all requests")
     safety = parser.add_argument_group("who may come in")
     safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")
-    safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line")
+    safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line, or KEY weight=4")
     safety.add_argument("--admin-api-key", action="append", default=[], metavar="KEY", help="may see and reset all")
     safety.add_argument("--admin-api-key-file", type=Path, metavar="FILE", help="one key a line")
     safety.add_argument("--insecure", action="store_true", help="listen beyond loopback without a key")
@@ -178,6 +184,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     engine = parser.add_argument_group("the engine")
     for flag in _ENGINE_FLAGS:
         _add(engine, flag, flag.text)
+    engine.add_argument(
+        "--no-pack-cache",
+        dest="pack_cache",
+        action="store_false",
+        default=None,
+        help="keep nothing in the cache directory: weights are converted into memory at every start",
+    )
     for name in _LATER:
         engine.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     return parser

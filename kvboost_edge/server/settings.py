@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kvboost_edge.config import MAX_WEIGHT
 from kvboost_edge.errors import ConfigError
 
 __all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerSettings", "collect_api_keys", "is_loopback", "tenant_of_key"]
@@ -18,7 +19,7 @@ __all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerSettings", "collect_api_keys", "i
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("json", "text")
 
-_KEY_PATTERN = re.compile(r"[\x21-\x7e]+")
+_KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
 _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
 # name -> (lowest, highest); the highest only keeps arithmetic and timers sane.
@@ -36,7 +37,8 @@ class ServerSettings:
     """How the server listens, whom it lets in and what it bears. Times are seconds unless the name says otherwise.
 
     model_name, model_aliases    names of the model: answers tell the first, requests may use each
-    api_keys            accepted bearer keys; empty: no key is asked for. Each key is a tenant of its own
+    api_keys            accepted bearer keys; empty: no key is asked for. Each key is a tenant of its own; with
+                        "KEY weight=4" it gets four times what a tenant without a weight gets while both want more
     admin_api_keys      keys that may do more as soon as there is a second key: see and reset what all tenants share
     insecure            allow a bind beyond loopback without a key
     allowed_hosts       Host headers accepted beside loopback names, the bind address and the address of the
@@ -97,11 +99,7 @@ class ServerSettings:
         for name in self.model_names:
             if not name or not name.isprintable():
                 raise ConfigError("model_name must be printable text with at least one character")
-        for key in self.all_keys:
-            # The key stays out of the message.
-            if not isinstance(key, str) or not _KEY_PATTERN.fullmatch(key):
-                raise ConfigError("an API key must be printable ASCII without spaces, at least one character")
-        if len(set(self.all_keys)) != len(self.all_keys):
+        if len(self.tenant_weights) != len(self.all_keys):
             raise ConfigError("an API key is given twice; give each key once, an admin key as such only")
         for host in self.allowed_hosts:
             if not _HOST_PATTERN.fullmatch(host):
@@ -124,13 +122,41 @@ class ServerSettings:
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Every accepted key."""
+        """Every accepted key, with its weight where one is given."""
         return (*self.api_keys, *self.admin_api_keys)
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        """Of each key's tenant, its share beside the others'."""
+        return {tenant_of_key(key): _weight_of_key(key) for key in self.all_keys}
 
 
 def tenant_of_key(key: str) -> str:
-    """The tenant that an API key stands for: the SHA-256 of the key, in hex."""
-    return hashlib.sha256(key.encode("ascii")).hexdigest()
+    """The tenant that an API key, given with a weight or without, stands for: the SHA-256 of the key, in hex."""
+    return hashlib.sha256(_parts_of_key(key)["key"].encode("ascii")).hexdigest()
+
+
+def _weight_of_key(key: str) -> float:
+    text = _parts_of_key(key)["weight"]
+    if text is None:
+        return 1.0
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ConfigError(f"weight={text} of an API key must be a number in {1 / MAX_WEIGHT:g}..{MAX_WEIGHT:g}")
+    return weight
+
+
+def _parts_of_key(key: str) -> re.Match[str]:
+    found = _KEY_PATTERN.fullmatch(key) if isinstance(key, str) else None
+    if found is None:  # the key stays out of the message
+        raise ConfigError(
+            "an API key must be printable ASCII without spaces, at least one character; behind it may stand a space "
+            "and weight=NUMBER, its share beside other keys"
+        )
+    return found
 
 
 def is_loopback(host: str) -> bool:
@@ -150,8 +176,8 @@ def collect_api_keys(
     variable: str = "KVBOOST_API_KEY",
 ) -> tuple[str, ...]:
     """Keys of the command line, of a file (one a line, '#' begins a comment) and of two environment variables,
-    `variable` (one key) and `variable` + "S" (commas between them), each once. Raises ConfigError for a file that
-    cannot be read or is empty."""
+    `variable` (one key) and `variable` + "S" (commas between them), each once. A weight may stand behind each, as in
+    `ServerSettings`. Raises ConfigError for a file that cannot be read or is empty."""
     environment = os.environ if environment is None else environment
     keys = list(given)
     if file is not None:

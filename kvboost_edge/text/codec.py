@@ -96,10 +96,13 @@ class FastCodec:
         try:
             if len(text) > _LONG_TEXT:
                 # The batch form alone lets other threads run meanwhile, and a server has an event loop to keep alive.
-                return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+                encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            else:
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text is not valid Unicode: {error}") from error
+        ids: list[int] = encoding.ids  # a list of its own; of millions, a copy would hold up other threads
+        return ids
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
         # As one text with a special token between them, whose ids are left out again: alone, a text would be read as a

@@ -1,9 +1,11 @@
 """Tokenizers kept beside the packed weights: building one of a large vocabulary from a GGUF file takes seconds.
 
-    8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON: key, specials, template | tokenizer.json
+    8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON | merges, i32 [n, 2]: ids of left and right
 
-A file is written under another name and renamed when complete, and checked whole each time it is read. One that is
-damaged, of another version, model or user is built again.
+The JSON holds key, special tokens, template, the vocabulary, and tokenizer.json without vocabulary and merges: the
+library takes four times a tokenizer's memory to read it whole, and keeps a part of that. A file is written under
+another name and renamed when complete, and checked whole each time it is read. One that is damaged, of another version,
+model or user is built again.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
+from tokenizers import AddedToken
 
-from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.host.file_memo import NO_CACHE, cache_directory
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -28,13 +33,16 @@ __all__ = ["kept_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBTOK\0\0"
-_VERSION = 1  # of the form and of how tokenizers are built: with either changed, older files are built again
+_VERSION = 2  # of the form and of how tokenizers are built: with either changed, older files are built again
 _HEAD = len(_MAGIC) + 4 + 32
 
 
 def kept_tokenizer(key: str, build: Callable[[], Tokenizer], *, name: str, cache_dir: Path | None = None) -> Tokenizer:
     """The tokenizer of the model with the fingerprint `key`: as it was kept, else what `build` gives, which is kept
-    where the cache directory can be written. `build` must give a FastCodec; `name` is used in messages."""
+    where the cache directory can be written (`NO_CACHE`: not at all). `build` must give a FastCodec over BPE; `name` is
+    used in messages."""
+    if cache_dir == NO_CACHE:
+        return build()
     path = (cache_dir if cache_dir is not None else cache_directory()) / "packed" / f"{key[:40]}.kvtok"
     found = _read(path, key, name)
     if found is None:
@@ -62,20 +70,47 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
     fields: dict[str, Any] = json.loads(data[_HEAD + 4 : start])
     if fields["key"] != key or fields["library"] != tokenizers.__version__:
         return None
-    backend = tokenizers.Tokenizer.from_buffer(data[start:])
+    merges = np.frombuffer(data, dtype="<i4", offset=start).reshape(-1, 2)
+    backend = _joined(fields["tokenizer"], fields["vocabulary"], merges)
     return Tokenizer(FastCodec(backend), name=name, special_tokens=fields["special"], chat_template=fields["template"])
+
+
+def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.int32]]:
+    """A tokenizer's JSON without its vocabulary and merges, and both."""
+    state = json.loads(text)
+    vocabulary, merges = state["model"].pop("vocab"), state["model"].pop("merges")
+    ids = [(vocabulary[left], vocabulary[right]) for left, right in merges]
+    return state, vocabulary, np.array(ids, dtype="<i4").reshape(-1, 2)
+
+
+def _joined(state: dict[str, Any], vocabulary: dict[str, int], merges: npt.NDArray[np.int32]) -> tokenizers.Tokenizer:
+    """What `_parted` took apart."""
+    tokens = {number: token for token, number in vocabulary.items()}
+    left, right = merges[:, 0].tolist(), merges[:, 1].tolist()
+    pairs = [(tokens[first], tokens[second]) for first, second in zip(left, right, strict=True)]
+    settings = {name: value for name, value in state["model"].items() if name != "type" and value is not None}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, **settings)
+    added = state["added_tokens"]
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    backend = tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "model": empty}))
+    backend.model = model
+    backend.add_tokens([AddedToken(**{name: value for name, value in one.items() if name != "id"}) for one in added])
+    return backend
 
 
 def _keep(path: Path, key: str, tokenizer: Tokenizer) -> None:
     assert isinstance(tokenizer.codec, FastCodec)
+    state, vocabulary, merges = _parted(tokenizer.codec.to_json())
     fields = {
+        "tokenizer": state,
+        "vocabulary": vocabulary,
         "key": key,
         "library": tokenizers.__version__,
         "special": tokenizer.special_tokens,
         "template": tokenizer.chat_template,
     }
     text = json.dumps(fields).encode()
-    rest = len(text).to_bytes(4, "little") + text + tokenizer.codec.to_json().encode()
+    rest = len(text).to_bytes(4, "little") + text + merges.tobytes()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open_unfinished(path.parent)

@@ -147,6 +147,9 @@ def test_what_backends_say_of_themselves() -> None:
     for name, spec in (("cpu", SPEC), ("reference", SPEC), ("torch", SPEC), ("coded", coded)):
         backend = make_backend(choose_backend("cpu" if spec is coded else name), spec, 3, num_threads=1)
         said[name] = backend.describe()
+        held = sum(region.nbytes for region in said[name].pool_regions)
+        assert held == (0 if name == "torch" else backend.pool_bytes)
+        said[name] = said[name]._replace(pool_regions=())
         assert (backend.kernel_access is not None) == (backend.name == "cpu")
         backend.close()
     assert said["cpu"] == BackendInfo("cpu", "cpu", "float", "kernel-team", 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from gguf_models import write_gguf
+from kvboost_edge.cli import models
 from kvboost_edge.cli.app import run
 from kvboost_edge.models.checkpoint import Checkpoint
 
@@ -78,6 +81,69 @@ def test_what_runs_and_what_does_not(
         (reason,) = (reason for other, reason in reasons.items() if other.startswith(name))
         assert words in reason
         assert reason
+
+
+def test_odd_files_are_rows_like_others(
+    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what nobody thought
+    of."""
+    write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
+    (folder / "round.gguf").symlink_to(folder / "round.gguf")
+    (folder / "wide").mkdir()
+    shutil.copytree(tiny_model_dir, folder / "wide", dirs_exist_ok=True)
+    config = json.loads((folder / "wide/config.json").read_text())
+    (folder / "wide/config.json").write_text(json.dumps({**config, "head_dim": 1 << 31}))
+    odd = ["\x1b[2Jclear.gguf", "two\nlines.gguf"]
+    if sys.platform == "linux":
+        odd.append("bytes\udcff.gguf")
+    for name in odd:
+        shutil.copy(folder / "good.gguf", folder / name)
+    rows = _rows(capsys)
+    assert {name for name, row in rows.items() if row["runs"] == "native"} == {"good.gguf", *odd}
+    assert "missing" in rows["round.gguf"]["reason"]
+    assert f"head_dim={1 << 31}" in rows["wide"]["reason"]
+
+    def surprise(checkpoint: Checkpoint, _: object) -> dict[str, Any]:
+        if checkpoint.path.name == "good.gguf":
+            raise KeyError("surprise")
+        return {"runner": "native", "runner_reason": ""}
+
+    monkeypatch.setattr(models, "installed_route", surprise)
+    assert _rows(capsys)["good.gguf"]["reason"] == "cannot be read: KeyError: 'surprise'"
+    assert run(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[2J" not in out
+    assert "surprise" in out
+    assert len(out.encode()) > 100
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_files_are_refused_by_the_readers(
+    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by surprise."""
+    rng = random.Random(seed)
+    write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
+    data = (folder / "good.gguf").read_bytes()
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    names = [*config, "rope_scaling", "quantization_config", "layer_types", "head_dim", "text_config"]
+    values = (None, -1, 0, 2**31, 10**400, 1e308, float("nan"), "x", [], [[]], {}, {"rope_type": "yarn"}, True)
+    for number in range(40):
+        damaged = bytearray(data[: rng.choice((len(data), rng.randrange(len(data))))])
+        for _ in range(rng.choice((1, 1, 4))):
+            damaged[rng.randrange(min(len(damaged), 60_000))] ^= 1 << rng.randrange(8)
+        (folder / f"{number}.gguf").write_bytes(damaged)
+        (folder / str(number)).mkdir()
+        for path in tiny_model_dir.iterdir():
+            (folder / str(number) / path.name).hardlink_to(path)
+        (folder / str(number) / "config.json").unlink()
+        wrong = {name: rng.choice(values) for name in rng.sample(names, 2)}
+        (folder / str(number) / "config.json").write_text(json.dumps({**config, **wrong}))
+    rows = _rows(capsys)
+    assert len(rows) == 81
+    assert rows["good.gguf"]["runs"] == "native"
+    assert not [row for row in rows.values() if row["reason"].startswith("cannot be read: ")]
 
 
 def test_the_table_and_the_word(folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

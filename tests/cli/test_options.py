@@ -47,6 +47,12 @@ def test_malformed_pairs_are_refused(pair):
         sampling_options([pair])
 
 
+def test_the_pack_cache_is_switched_off_either_way():
+    assert engine_options(None, pack_cache=False) == engine_options(["pack_cache=false"]) == {"pack_cache": False}
+    with pytest.raises(ConfigError, match="'pack_cache' is given twice"):
+        engine_options(["pack_cache=true"], pack_cache=False)
+
+
 def test_nothing_given_is_no_option():
     assert engine_options(None) == {}
     assert sampling_options(None) == {}

@@ -318,3 +318,21 @@ def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
         assert go.wait(30)
 
     runner_of(engine).on_forward = hold
+
+
+CANARY = list(range(100, 140))
+
+
+def assert_clean(engine: CPUPagedEngine) -> None:
+    """Every block is back and a canary prompt gives its known output."""
+    stats = engine.paged_stats()
+    assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
+    with engine._core.reading():
+        engine._parts.manager.check_invariants([])
+    assert not engine._core._live
+    assert list(engine.generate(CANARY, max_new_tokens=9).output_token_ids) == expected_tokens(CANARY, 9)
+
+
+def wait_until_idle(engine: CPUPagedEngine) -> None:
+    """A request queued behind a cancel is done after it."""
+    engine.generate([1], max_new_tokens=1)

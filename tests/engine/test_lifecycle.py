@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine.fake_runner import Bench, FakeRunner, expected_tokens, fake_engine, hold_passes, runner_of
+from engine.fake_runner import (
+    Bench,
+    FakeRunner,
+    assert_clean,
+    expected_tokens,
+    fake_engine,
+    hold_passes,
+    runner_of,
+    wait_until_idle,
+)
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.sequence import Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
@@ -20,23 +27,11 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
-CANARY = list(range(100, 140))
-
 
 @pytest.fixture
 def engine() -> Iterator[CPUPagedEngine]:
     with fake_engine() as engine:
         yield engine
-
-
-def assert_clean(engine: CPUPagedEngine) -> None:
-    """Every block is back and a canary prompt gives its known output."""
-    stats = engine.paged_stats()
-    assert (stats["used_blocks"], stats["num_running"], stats["num_waiting"]) == (0, 0, 0)
-    with engine._core.reading():
-        engine._parts.manager.check_invariants([])
-    assert not engine._core._live
-    assert list(engine.generate(CANARY, max_new_tokens=9).output_token_ids) == expected_tokens(CANARY, 9)
 
 
 class Boom(Exception):
@@ -201,35 +196,6 @@ def test_cancel_while_the_model_computes(engine: CPUPagedEngine) -> None:
     assert handle.result(30).finish_reason == "cancelled"
     assert handle.result(30).generated_tokens <= 1
     assert_clean(engine)
-
-
-def test_ctrl_c_while_waiting_cancels_and_leaves_nothing(engine: CPUPagedEngine) -> None:
-    main = threading.get_ident()
-    passes = itertools.count()
-
-    def interrupt(batch: Any) -> None:
-        if next(passes) == 3:
-            signal.pthread_kill(main, signal.SIGINT)
-
-    runner_of(engine).on_forward = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(list(range(50)), max_new_tokens=None)
-    runner_of(engine).on_forward = None
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_stream(engine)
-    wait_until_idle(engine)
-    assert_clean(engine)
-
-
-def interrupted_stream(engine: CPUPagedEngine) -> None:
-    for count, _ in enumerate(engine.stream(list(range(50)), max_new_tokens=None)):
-        if count == 3:
-            raise KeyboardInterrupt
-
-
-def wait_until_idle(engine: CPUPagedEngine) -> None:
-    """A request queued behind a cancel is done after it."""
-    engine.generate([1], max_new_tokens=1)
 
 
 def test_closing_a_stream_cancels(engine: CPUPagedEngine) -> None:

@@ -7,12 +7,14 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host import file_digest
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall, remember
 from kvboost_edge.models import fingerprint
 from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_module
@@ -30,15 +32,15 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files whose content was read through, in parts."""
+    """Files whose content was read through."""
     calls: list[Path] = []
-    real = fingerprint._part_digest
+    real = fingerprint.digest_in_parts
 
-    def counted(part: tuple[Path, int, int]) -> bytes:
-        calls.append(part[0])
-        return real(part)
+    def counted(file: IO[bytes], stop: int, *, part_bytes: int, num_threads: int) -> str:
+        calls.append(Path(file.name))
+        return real(file, stop, part_bytes=part_bytes, num_threads=num_threads)
 
-    monkeypatch.setattr(fingerprint, "_part_digest", counted)
+    monkeypatch.setattr(fingerprint, "digest_in_parts", counted)
     return calls
 
 
@@ -65,7 +67,7 @@ def test_other_files_do_not_count(model: Path, cache: Path) -> None:
 
 def test_digest_is_sha256_of_the_parts(model: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(fingerprint, "_PART_BYTES", 1000)
-    monkeypatch.setattr(fingerprint, "_READ_BYTES", 300)
+    monkeypatch.setattr(file_digest, "_READ_BYTES", 300)
     raw = (model / "model.safetensors").read_bytes()
     parts = [hashlib.sha256(raw[i : i + 1000]).digest() for i in range(0, len(raw), 1000)]
     found = fingerprint._file_digest(model / "model.safetensors", cache)

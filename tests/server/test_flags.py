@@ -100,6 +100,10 @@ def test_flags_of_the_engine(flag, text, name, value):
     assert parse(f"--{flag}", text).engine[name] == value
 
 
+def test_nothing_is_kept_in_the_cache_directory():
+    assert parse_flags(["--no-pack-cache"], "p").engine == {"pack_cache": False}
+
+
 def test_every_setting_has_a_flag(capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--help")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.server.serve import freeze_heap
-from live_servers import LiveServer, serving, wait_until
+from live_servers import LiveServer, raw_answer, serving, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -143,7 +145,9 @@ def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
     return rounds[-1]
 
 
-MOST_STALL = 0.25  # of the worst moment of any request
+MOST_STALL = 0.25  # of the worst moment of any request; of 99 in 100 moments it is MOST_LAG
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def bad_bodies() -> dict[str, bytes]:
@@ -160,8 +164,57 @@ def bad_bodies() -> dict[str, bytes]:
         "500,000 biases": f'{{"prompt":"a","logit_bias":{{{numbers}}}}}'.encode(),
         "100,000 unknown fields": f'{{"prompt":"a",{many}}}'.encode(),
         "a million numbers": f'{{"prompt":[{",".join(["12345"] * 1_000_000)}],"x":1}}'.encode(),
+        "as many numbers as are read": f'{{"prompt":[{",".join(["12345"] * 327_000)}],"x":1}}'.encode(),
+        "as many strings as are read": f'{{"prompt":"a",{many[: many.index("unknown_65000") - 2]}}}'.encode(),
         "200,000 lists": f'{{"prompt":[{",".join(["[]"] * 200_000)}]}}'.encode(),
+        "as many lists as are read": f'{{"prompt":[{",".join(["[]"] * 262_000)}]}}'.encode(),
+        "a depth of 100,000": b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "a depth of 100,000 objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     }
+
+
+def test_the_largest_messages_do_not_stop_the_loop(server: LiveServer) -> None:
+    """Well-formed, 6.9 MB, far longer than the context, which is told after all was tokenized; one of them with the
+    texts of special tokens in it."""
+    message = {"role": "user", "content": "word " * 130}
+    marked = {"role": "user", "content": "<|im_start|> " + "word " * 180_000}
+    bodies = [{"messages": [message] * 9_990, "max_tokens": 1}, {"messages": [marked] * 7, "max_tokens": 1}]
+
+    def load() -> None:
+        with server.client() as client:
+            for body in bodies:
+                answer = client.post("/v1/chat/completions", json=body, timeout=120)
+                assert answer.status_code == 400
+                assert "context" in answer.json()["error"]["message"]
+
+    check(least_lag(server, load))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        CHUNKED + b"1\r\nx\r\n" * 60_000 + b"0\r\n\r\n",
+        CHUNKED + (b"40\r\n" + b" " * 64 + b"\r\n") * 100_000 + b"0\r\n\r\n",
+        HEAD + b"Content-Length: 50000000\r\n\r\n" + bytes(50_000_000),
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 200_000,
+    ],
+    ids=["60,000 chunks of a byte", "100,000 chunks of 64", "50 MB refused", "pipelined", "200,000 headers"],
+)
+def test_no_bytes_stop_the_loop(server: LiveServer, data: bytes) -> None:
+    def load() -> None:
+        for _ in range(3):
+            with server.connect() as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                raw_answer(sock)
+
+    check(least_lag(server, load))
+
+
+def check(late: list[float]) -> None:
+    assert np.percentile(late, 99) < MOST_LAG, lags(late)
+    assert max(late) < MOST_STALL, lags(late)
 
 
 @pytest.mark.parametrize("name", bad_bodies())
@@ -178,8 +231,7 @@ def test_no_bad_body_stops_the_loop(server: LiveServer, name: str) -> None:
                 assert answer.status_code == 400, answer.text
                 assert len(answer.content) < 1000
 
-    late = least_lag(server, load)
-    assert max(late) < MOST_STALL, lags(late)
+    check(least_lag(server, load))
     assert min(seconds) < 1.0
 
 
@@ -198,4 +250,4 @@ def test_large_answers_do_not_stop_the_loop(server: LiveServer, stream: bool) ->
 
     late = least_lag(server, load)
     assert sizes[0] > 10_000_000
-    assert max(late) < MOST_STALL, lags(late)
+    check(late)

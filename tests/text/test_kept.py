@@ -13,6 +13,7 @@ from gguf_models import write_gguf
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.text import kept
+from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.kept import kept_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -52,6 +53,9 @@ def test_the_second_start_builds_nothing(built: tuple[Callable[[], Tokenizer], l
     same = ("special_tokens", "chat_template", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     assert {name: getattr(first, name) for name in same} == {name: getattr(second, name) for name in same}
     assert second.codec.stream_kind is first.codec.stream_kind
+    assert isinstance(first.codec, FastCodec)
+    assert isinstance(second.codec, FastCodec)
+    assert second.codec.to_json() == first.codec.to_json()
 
 
 @pytest.mark.parametrize("how", ["byte", "cut", "empty", "version", "library", "model", "writable", "directory"])

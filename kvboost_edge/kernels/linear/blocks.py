@@ -57,7 +57,9 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
         for index in range(count):
             place = tile * count + index
             for lane in range(min(LANES, rows - tile * LANES)):
-                block[:nbytes] = blocks[tile * LANES + lane, index * nbytes : (index + 1) * nbytes]
+                start, row = index * nbytes, tile * LANES + lane
+                for i in range(nbytes):
+                    block[i] = blocks[row, start + i]
                 if kind == KIND_Q6K:
                     _codes_q6k(words, codes)
                     _scales_q6k(block, scales, place * BLOCK_GROUPS * 2 * LANES + lane)

@@ -130,8 +130,10 @@ def pack_codes(
     if codes.size and int(codes.max()) > limit:
         raise ConfigError(f"code {int(codes.max())} of weight kind {kind} is above {limit}")
     packed = _empty(rows, inputs, kind)
-    padded = np.full((tiles * LANES, groups * GROUP), FITS[kind].offset, dtype=np.uint8)
-    padded[:rows, :inputs] = codes
+    padded = np.ascontiguousarray(codes)
+    if padded.shape != (tiles * LANES, groups * GROUP):
+        padded = np.full((tiles * LANES, groups * GROUP), FITS[kind].offset, dtype=np.uint8)
+        padded[:rows, :inputs] = codes
     _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), FITS[kind].bits)
     for target, values in ((packed.scales, scales), (packed.minima, minima)):
         if values is not None:

@@ -22,6 +22,8 @@ __all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
 
 Config = Mapping[str, Any]
 
+_MAX_HEAD_DIM = 1 << 16  # beyond any real model: rope makes tables of as many numbers
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
@@ -203,6 +205,8 @@ def describe_model(config: Config) -> ModelSpec:
         packed_layout(config)
     layers, heads, hidden = (_size(config, k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
+    if head_dim > _MAX_HEAD_DIM:
+        raise ModelFormatError(f"head_dim={head_dim} is over {_MAX_HEAD_DIM}, the most of any model; check the config")
     ropes, rope_of = _ropes(config, family, head_dim)
     windows = family.windows(config, layers) if family.windows else [0] * layers
     attention_bias = bool(config.get("attention_bias", False))

@@ -24,6 +24,8 @@ __all__ = ["BLOCKS", "TYPE_NAMES", "BlockFormat", "dequantize", "quant_rows_of",
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 GROUP = 32
+_SIXTEEN = np.dtype("V16")
+_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
 class BlockFormat(NamedTuple):
@@ -86,7 +88,7 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
     if name == "Q5_0":
         return _rows_of(rows, "int8", _fives(blocks, 2) + np.uint8(112), _half(blocks, 0))
     if name == "Q8_0":
-        return _rows_of(rows, "int8", blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0))
+        return _rows_of(rows, "int8", _flipped(blocks[:, 2:]), _half(blocks, 0))
     return _requantized(dequantize(name, data))
 
 
@@ -130,7 +132,7 @@ def _as_half(values: Floats) -> npt.NDArray[np.float16]:
 
 def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
     """The float16 at byte `at` of every block, [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float16)
+    return blocks[:, at : at + 2].view("<f2").astype(np.float16)
 
 
 def _scale(blocks: Bytes, at: int) -> Floats:
@@ -139,7 +141,18 @@ def _scale(blocks: Bytes, at: int) -> Floats:
 
 def _nibbles(packed: Bytes) -> Bytes:
     """Low nibbles, then high ones: [blocks, 16] -> [blocks, 32]."""
-    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=1)
+    # Sixteen bytes are moved as one item and eight are masked at once: NumPy's loops over bytes take six times as long.
+    words = np.ascontiguousarray(packed.view(_SIXTEEN)).view(np.uint64)
+    both = np.empty((len(packed), 2), dtype=_SIXTEEN)
+    both[:, 0] = (words & _LOW).view(_SIXTEEN)[:, 0]
+    both[:, 1] = (words >> np.uint64(4) & _LOW).view(_SIXTEEN)[:, 0]
+    return both.view(np.uint8)
+
+
+def _flipped(codes: Bytes) -> Bytes:
+    """Signed bytes as codes with an offset of 128: [blocks, 32]."""
+    words = np.ascontiguousarray(codes.view(_SIXTEEN)).view(np.uint64)
+    return (words ^ np.uint64(0x8080808080808080)).view(np.uint8)
 
 
 def _fives(blocks: Bytes, at: int) -> Bytes:

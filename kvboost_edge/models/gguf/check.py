@@ -25,7 +25,7 @@ __all__ = ["check_gguf"]
 _CHUNK_BYTES = 1 << 20
 
 
-def check_gguf(header: GgufHeader, config: Mapping[str, Any]) -> WeightSummary:
+def check_gguf(header: GgufHeader, config: Mapping[str, Any], *, cache_dir: Path | None = None) -> WeightSummary:
     """Check a GGUF model against its own config, as `check_weights` does a directory.
 
     All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is sound is
@@ -36,7 +36,7 @@ def check_gguf(header: GgufHeader, config: Mapping[str, Any]) -> WeightSummary:
         check_shapes(
             {name: (source.file_of(name), source.shape(name)) for name in source.names()}, config, path, path.name
         )
-        _check_finite(header)
+        _check_finite(header, cache_dir)
     dtypes: dict[str, int] = {}
     for tensor in header.tensors.values():
         dtypes[tensor.type] = dtypes.get(tensor.type, 0) + math.prod(tensor.shape)
@@ -44,11 +44,11 @@ def check_gguf(header: GgufHeader, config: Mapping[str, Any]) -> WeightSummary:
     return WeightSummary(tuple(part.path for part in header.parts), sum(dtypes.values()), nbytes, dtypes)
 
 
-def _check_finite(header: GgufHeader) -> None:
+def _check_finite(header: GgufHeader, cache_dir: Path | None) -> None:
     for number, part in enumerate(header.parts):
-        if recall(part.stamp).get("finite") is not True:
+        if recall(part.stamp, cache_dir).get("finite") is not True:
             _check_part(part.path, [tensor for tensor in header.tensors.values() if tensor.part == number])
-            remember(part.stamp, {"finite": True})
+            remember(part.stamp, {"finite": True}, cache_dir)
 
 
 def _check_part(path: Path, tensors: Sequence[GgufTensor]) -> None:

@@ -51,7 +51,8 @@ def stored_models() -> Iterator[StoredModel]:
     for store, listed in _STORES.items():
         try:
             for model in listed():
-                real = None if model.path is None else model.path.resolve()
+                # Not `resolve`, which some versions of Python let fail at a circle of links.
+                real = None if model.path is None else Path(os.path.realpath(model.path))
                 if real is None or real not in seen:
                     seen |= {real} if real is not None else set()
                     yield model._replace(store=store)

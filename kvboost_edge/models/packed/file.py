@@ -1,24 +1,24 @@
-"""Packed weights on disk: one file per (model, format) in the cache directory, mapped into memory.
+"""Packed weights: one file per (model, format) in the cache directory, mapped; or in memory alone.
 
-    8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of 64 | SHA-256
+    8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of 64 | digest
 
-The header names the model's fingerprint, the format, and every section; the digest at the end covers all bytes before
-it. A file is written under another name and renamed when complete. It is checked against its digest whenever its
-stamp (size, times, inode) is not that of the last check; a file that fails any check is written again.
+The header names the model's fingerprint, the format, and every section; the digest at the end, SHA-256 over the SHA-256
+of every 8 MB, covers all bytes before it. A file is written under another name and renamed when complete. It is checked
+against its digest whenever its stamp (size, times, inode) is not that of the last check; a file that fails any check is
+written again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -27,9 +27,11 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall, remember
+from kvboost_edge.host.file_digest import digest_in_parts
+from kvboost_edge.host.file_memo import NO_CACHE, FileStamp, cache_directory, recall, remember
+from kvboost_edge.host.memory import Region
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
-from kvboost_edge.kernels.linear.weights import PackedRows
+from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.conversions import log_conversions
 from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.models.packed.stream import pack_stream
@@ -39,11 +41,10 @@ __all__ = ["Packable", "PackedWeights", "Progress", "load_packed"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
-PACKED_VERSION = 2  # of the file's form and of the quantization: with either changed, older files are packed again
+PACKED_VERSION = 3  # of the file's form and of the quantization: with either changed, older files are packed again
 _ALIGN = 64
 _DIGEST_BYTES = 32
-_READ_BYTES = 1 << 20
-_MAKE_ROOM = "make room, or point KVBOOST_EDGE_CACHE (TMPDIR where that cannot be written) to another disk"
+_PART_BYTES = 8 << 20  # that one thread digests
 
 Progress = Callable[[int, int], None]
 
@@ -66,7 +67,7 @@ class Packable(Protocol):
 
 
 class PackedWeights:
-    """A mapped packed file. Arrays and addresses are valid until `close`."""
+    """A mapped packed file, or its like in memory. Arrays and addresses are valid until `close`."""
 
     def __init__(self, mapped: mmap.mmap, sections: dict[str, tuple[int, int]]) -> None:
         self._mapped = mapped
@@ -75,13 +76,18 @@ class PackedWeights:
         self._sections = sections
         self.nbytes = len(mapped)
 
+    @property
+    def region(self) -> Region:
+        """Where all of it lies."""
+        return Region(self._base, self.nbytes)
+
     def address(self, name: str) -> int:
         """Address of a section, a multiple of 64; 0 if there is none."""
         found = self._sections.get(name)
         return 0 if found is None else self._base + found[0]
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
-        """Bytes of a section (a view of the file)."""
+        """Bytes of a section (a view)."""
         if self._data is None:
             raise ModelFormatError("the packed weights are closed")
         start, size = self._sections[name]
@@ -95,12 +101,12 @@ class PackedWeights:
 
 
 class _Job(NamedTuple):
-    """What is packed, and where to (for messages)."""
+    """What is packed."""
 
     model: Packable
     plan: Sequence[PackEntry]
     weights: str
-    target: Path
+    header: bytes
     num_threads: int
     progress: Progress | None
 
@@ -116,42 +122,73 @@ def load_packed(
 ) -> PackedWeights:
     """The packed weights of a model, from the cache directory or packed now.
 
-    progress: called with (bytes done, bytes in all) while packing. num_threads: of packing; None: the machine's.
-    Raises ModelFormatError where the checkpoint does not fit the plan, holds weights that the format cannot hold or
-    changes meanwhile, CapacityError where the disk is full. Where the cache directory cannot be written the weights are
-    packed into a temporary file.
+    cache_dir: where they are kept; `NO_CACHE`, or one that cannot be written or is full: they are packed into memory,
+    the latter with a warning. progress: called with (bytes done, bytes in all) while packing. num_threads: of packing;
+    None: the machine's. Raises ModelFormatError where the checkpoint does not fit the plan, holds weights that the
+    format cannot hold or changes meanwhile, CapacityError where the system refuses the memory.
     """
     fingerprint = model.fingerprint(cache_dir=cache_dir)  # what is packed is what it was taken of, or refused
+    header = _header(plan, fingerprint, weights)
+    job = _Job(model, plan, weights, header, num_threads or default_num_threads(), progress)
+    if cache_dir == NO_CACHE:
+        return _pack_into_memory(job)
     directory = (cache_dir if cache_dir is not None else cache_directory()) / "packed"
     path = directory / f"{fingerprint[:40]}-{weights}.kvpack"
-    header = _header(plan, fingerprint, weights)
     found = _open_checked(path, header, cache_dir)
     if found is not None:
         return found
-    job = _Job(model, plan, weights, path, num_threads or default_num_threads(), progress)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a directory; remove it")
-        _check_room(directory, _size(header))
-        file = open_unfinished(directory)
+        return _pack_into_file(job, path, cache_dir)
     except OSError as error:
-        _LOG.warning("packed weights cannot be kept in %s (%s); they are packed again at every start", directory, error)
-        job = job._replace(target=Path(tempfile.gettempdir()))
-        _check_room(job.target, _size(header))
-        with _clear_disk_errors(job.target, _size(header)), tempfile.TemporaryFile() as scratch:
-            _write(scratch, header, job)
-            return _map(scratch, header)
+        _LOG.warning(
+            "packed weights (%.1f MB) cannot be kept in %s (%s); they stay in memory alone and are packed again at "
+            "every start. Make room, or point KVBOOST_EDGE_CACHE to another disk",
+            *(_size(header) / 1e6, directory, error),
+        )
+    return _pack_into_memory(job)
+
+
+def _pack_into_memory(job: _Job) -> PackedWeights:
+    """Pages of no file, private to this process."""
+    size = _size(job.header)
     try:
-        with _clear_disk_errors(directory, _size(header)), file:
-            _write(file, header, job)
+        if sys.platform == "win32":
+            memory = mmap.mmap(-1, size)
+        else:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(
+            f"the packed weights take {size / 1e6:.1f} MB of memory, and it is refused: {error}"
+        ) from error
+    target = np.frombuffer(memory, dtype=np.uint8)
+
+    def put(at: int, data: npt.NDArray[np.uint8]) -> None:
+        target[at : at + len(data)] = data
+
+    _pack(job, put, "memory")
+    return PackedWeights(memory, _places(job.header))
+
+
+def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeights:
+    """Written under another name, read back, and renamed. OSError where the directory cannot be written."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; remove it")
+    size = _size(job.header)
+    free = shutil.disk_usage(path.parent).free
+    if free < size:
+        raise OSError(f"{free / 1e6:.1f} MB are left")
+    file = open_unfinished(path.parent)
+    try:
+        with file:
+            _write(file, job, path)
             own = FileStamp.of_open(file, path)
             finish_file(file, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(file.name)
         raise
-    return _take(path, own, header, cache_dir)
+    return _take(path, own, job.header, cache_dir)
 
 
 def _take(path: Path, own: FileStamp, header: bytes, cache_dir: Path | None) -> PackedWeights:
@@ -165,24 +202,6 @@ def _take(path: Path, own: FileStamp, header: bytes, cache_dir: Path | None) -> 
     if found is None:
         raise ModelFormatError(f"{path} was replaced by another process while it was opened; start again")
     return found
-
-
-def _check_room(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise CapacityError(
-            f"the packed weights take {needed / 1e6:.1f} MB and {directory} has {free / 1e6:.1f} MB left; {_MAKE_ROOM}"
-        )
-
-
-@contextlib.contextmanager
-def _clear_disk_errors(directory: Path, needed: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CapacityError(
-            f"the packed weights ({needed / 1e6:.1f} MB) cannot be written to {directory}: {error}; {_MAKE_ROOM}"
-        ) from error
 
 
 def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
@@ -231,71 +250,76 @@ def _open_checked(path: Path, header: bytes, cache_dir: Path | None) -> PackedWe
 
 
 def _sound(file: IO[bytes], size: int) -> bool:
-    digest = hashlib.sha256()
-    file.seek(0)
-    left = size - _DIGEST_BYTES
-    while left:
-        piece = file.read(min(left, _READ_BYTES))
-        if not piece:
-            return False
-        digest.update(piece)
-        left -= len(piece)
-    return file.read(_DIGEST_BYTES) == digest.digest()
+    try:
+        digest = _digest(file, size)
+    except OSError:
+        return False
+    file.seek(size - _DIGEST_BYTES)
+    return file.read(_DIGEST_BYTES) == digest
+
+
+def _digest(file: IO[bytes], size: int) -> bytes:
+    stop = size - _DIGEST_BYTES
+    found = digest_in_parts(file, stop, part_bytes=_PART_BYTES, num_threads=default_num_threads())
+    return bytes.fromhex(found)
+
+
+def _places(header: bytes) -> dict[str, tuple[int, int]]:
+    """Where each section begins in the file, and its bytes."""
+    sections = _fields(header)["sections"]
+    return {name: (len(header) + start, size) for name, (start, size) in sections.items()}
 
 
 def _map(file: IO[bytes], header: bytes) -> PackedWeights:
-    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    sections = _fields(header)["sections"]
-    return PackedWeights(mapped, {name: (len(header) + start, size) for name, (start, size) in sections.items()})
+    return PackedWeights(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), _places(header))
 
 
-def _write(file: IO[bytes], header: bytes, job: _Job) -> None:
-    """Header, sections and digest, then read back. The codes of an entry are written as they come, its scales and
-    minima wait for its last piece."""
-    digest = hashlib.sha256()
-    total, done = _size(header), 0
+def _write(file: IO[bytes], job: _Job, path: Path) -> None:
+    """Header, sections, and the digest of what is read back. Gaps between sections are holes, which read as zeros."""
+    size = _size(job.header)
+    back = np.empty(0, dtype=np.uint8)
 
-    def put(data: memoryview | bytes) -> None:
-        nonlocal done
-        file.write(data)
-        digest.update(data)
-        done += len(data)
-        if job.progress is not None:
-            job.progress(done, total)
+    def put(at: int, data: npt.NDArray[np.uint8]) -> None:
+        nonlocal back
+        if len(back) < len(data):
+            back = np.empty(len(data), dtype=np.uint8)
+        file.seek(at)
+        file.write(data.data)
+        file.seek(at)
+        count = file.readinto(back[: len(data)].data)  # type: ignore[attr-defined]
+        if count != len(data) or not np.array_equal(back[:count], data):
+            raise ModelFormatError(f"{path} does not read back as it was written: the disk or the memory is faulty")
 
-    def pad(size: int) -> None:
-        put(bytes(-size % _ALIGN))
-
-    error, energy, start = 0.0, 0.0, time.monotonic()
-    _LOG.info("packing %s as %s into %s, %.1f MB", job.model.path, job.weights, job.target, total / 1e6)
-    put(header)
-    with job.model.open_source() as source:
-        waiting: list[PackedRows] = []
-        for piece, packed in pack_stream(job.plan, source, job.num_threads):
-            put(packed.codes.data)
-            waiting.append(packed._replace(codes=packed.codes[:0]))
-            error, energy = error + packed.error, energy + packed.energy
-            if piece.is_last:
-                pad(piece.entry.sizes[0])
-                for section, size in enumerate(piece.entry.sizes[1:]):
-                    for halves in waiting:
-                        put((halves.minima if section else halves.scales).data)
-                    pad(size)
-                waiting.clear()
-        log_conversions(job.plan, source)
-    file.write(digest.digest())
+    file.truncate(size)
+    _pack(job, put, str(path))
     file.flush()
-    if done + _DIGEST_BYTES != total:
-        raise ModelFormatError(f"packed {done + _DIGEST_BYTES} bytes, {total} were planned: the checkpoint changed")
-    if not _sound(file, total):
-        raise ModelFormatError(f"{job.target} does not read back as it was written: the disk or the memory is faulty")
-    _check_unchanged(job)
-    seconds = time.monotonic() - start
-    rate = f"weight error {(error / energy) ** 0.5:.2%}" if energy else "otherwise kept as stored"
-    _LOG.info("packed %.1f MB as %s in %.1f s, %s", total / 1e6, job.weights, seconds, rate)
+    digest = _digest(file, size)
+    file.seek(size - _DIGEST_BYTES)
+    file.write(digest)
+    file.flush()
 
 
-def _check_unchanged(job: _Job) -> None:
-    """The weights that were packed are those of the fingerprint."""
+def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: str) -> None:
+    """Pack all entries and `put` them and the header where they belong, a few megabytes at a time, in any order."""
+    total, places = _size(job.header), _places(job.header)
+    done, error, energy, start = len(job.header), 0.0, 0.0, time.monotonic()
+    _LOG.info("packing %s as %s into %s, %.1f MB", job.model.path, job.weights, target, total / 1e6)
+    put(0, np.frombuffer(job.header, dtype=np.uint8))
+    with job.model.open_source() as source:
+        for piece, packed in pack_stream(job.plan, source, job.num_threads):
+            first, tiles = piece.start // LANES, -(-piece.entry.rows // LANES)
+            sections = (data for data in (packed.codes, packed.scales, packed.minima) if len(data))
+            for (name, size), data in zip(piece.entry.sections, sections, strict=True):
+                put(places[name][0] + size // tiles * first, data)
+                done += len(data)
+            error, energy = error + packed.error, energy + packed.energy
+            if job.progress is not None:
+                job.progress(done, total)
+        log_conversions(job.plan, source)
     for path in job.model.changed_files():
         raise ModelFormatError(f"{path} changed while its weights were packed; load it when it is complete")
+    if job.progress is not None:
+        job.progress(total, total)
+    rate = f"weight error {(error / energy) ** 0.5:.2%}" if energy else "otherwise kept as stored"
+    seconds = time.monotonic() - start
+    _LOG.info("packed %.1f MB as %s in %.1f s, %s", total / 1e6, job.weights, seconds, rate)

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +108,12 @@ def read_rows(piece: Piece, source: WeightSource) -> Floats:
     """The rows as float32, parts one below the other; a vector's one behind the other. ModelFormatError for weights
     that the entry's format cannot hold."""
     rows = [_checked(source, *part, piece.entry.kind) for part in piece.parts]
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+    return _joined(rows)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """The parts one below the other; one alone, as nearly always, is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _pack(piece: Piece, source: WeightSource) -> PackedRows:
@@ -116,7 +122,7 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
         return _pack_vector(piece, source)
     number = NUMBERS[entry.kind]
     if entry.kind in BLOCK_FORMATS:
-        return pack_blocks(np.concatenate([_stored(source, *part, entry.kind).codes for part in piece.parts]), number)
+        return pack_blocks(_joined([_stored(source, *part, entry.kind).codes for part in piece.parts]), number)
     kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _, _ in piece.parts]
     if not any(kept):
         return pack_rows(read_rows(piece, source), number)
@@ -128,9 +134,13 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
         packed = pack_rows(_checked(source, tensor, start, stop, entry.kind), number)
         error, energy = error + packed.error, energy + packed.energy
         parts.append(_unpacked(packed, stop - start, entry.inputs, entry.kind))
-    codes, scales = np.concatenate([part.codes for part in parts]), np.concatenate([part.scales for part in parts])
     lowest = [part.minima for part in parts if part.minima is not None]
-    packed = pack_codes(codes, scales, np.concatenate(lowest) if lowest else None, number)
+    packed = pack_codes(
+        _joined([part.codes for part in parts]),
+        _joined([part.scales for part in parts]),
+        _joined(lowest) if lowest else None,
+        number,
+    )
     return packed._replace(error=error, energy=energy)
 
 

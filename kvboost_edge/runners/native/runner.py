@@ -69,6 +69,7 @@ class NativeRunner:
             vocab_size=spec.vocab_size,
             max_context=spec.max_context,
             weight_bytes=packed.nbytes,
+            weight_region=packed.region,
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
             numerics=f"{weights} pack {PACKED_VERSION} kernels {NUMERICS_VERSION}",
@@ -224,5 +225,6 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
         num_threads=options.num_threads,
         block_size=options.block_size,
         kv_bits=options.kv_bits,
+        cache_dir=checkpoint.cache_dir,
         progress=options.progress,
     )

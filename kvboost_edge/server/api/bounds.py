@@ -52,16 +52,16 @@ the numbers in chat_template_kwargs."""
 
 COUNTS: dict[str, Bound] = {
     "prompts": Bound(1, 256),
-    "prompt_tokens": Bound(1, 2**20),
+    "prompt_tokens": Bound(1, 2**18),
     "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
     "logprob_entries": Bound(0, 2**19),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
     "messages": Bound(1, 10_000),
     "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
     "tokens": Bound(0, 2**18),  # to turn back into text
     "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one
-    "json_values": Bound(0, 2**20),  # in a body; reading as many takes some 50 ms, in which nothing else runs
+    "json_values": Bound(0, 5 * 2**16),  # in a body; reading as many takes some 30 ms, in which nothing else runs
     "json_containers": Bound(0, 2**18),  # lists and objects among them, which cost more
-    "json_strings": Bound(0, 2**17),  # strings among them and names of fields, which cost more still
+    "json_strings": Bound(0, 2**16),  # strings among them and names of fields, which cost more still
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
     "name": Bound(1, 256),

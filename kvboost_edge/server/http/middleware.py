@@ -171,6 +171,5 @@ class _Body:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes", code="request_too_large"
-    )
+    message = f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes"
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

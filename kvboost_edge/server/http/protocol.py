@@ -12,7 +12,7 @@ import asyncio
 import http
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import h11
 from h11._receivebuffer import ReceiveBuffer
@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
 from kvboost_edge.server.errors import ApiError, error_body
+from kvboost_edge.server.http.closing import QUIET_SECONDS, LingeringTransport
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.middleware import account, new_request_id
 from kvboost_edge.server.settings import ServerSettings
@@ -30,8 +31,6 @@ __all__ = ["make_protocol"]
 
 _MAX_HEADERS = 100
 _MAX_HEAD_BYTES = 16 * 1024
-_LINGER_SECONDS = 2.0  # how long the rest of a refused body is read, so that the client sees the answer
-_LINGER_BYTES = 4 * 1024 * 1024
 _MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
 _FEW_CHUNKS = 1000  # of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's
 _MEAN_CHUNK = 64
@@ -40,6 +39,7 @@ _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  
 _MESSAGES = {
     400: ("the HTTP request is malformed", "malformed_request"),
     408: ("the request did not arrive in time", "request_timeout"),
+    417: ("the server meets no other expectation than 100-continue", "unknown_expectation"),
     431: ("the request's head is too large", "headers_too_large"),
     505: ("the server speaks HTTP/1.0 and HTTP/1.1", "http_version"),
     503: ("the server has as many connections as it takes; see --max-connections", "too_many_connections"),
@@ -92,7 +92,7 @@ class _StrictConnection(h11.Connection):
             elif isinstance(event, h11.Data):
                 self._count(event)
         except h11.RemoteProtocolError as error:
-            self.error_status = error.error_status_hint if error.error_status_hint in (431, 505) else 400
+            self.error_status = error.error_status_hint if error.error_status_hint in _MESSAGES else 400
             raise
         if isinstance(event, h11.Request):
             self._chunks = self._chunk_bytes = 0
@@ -128,34 +128,46 @@ class DeadlineProtocol(H11Protocol):
         self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]  # a timer takes floats
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._lingering_bytes: int | None = None
+        self._surplus: int | None = None  # bytes of a body whose answer was sent before its end
         self._reading_since = self.loop.time()
 
     # Beginning and end.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        super().connection_made(transport)
+        self._closing = LingeringTransport(
+            transport,
+            self.loop,
+            may_send=lambda: self.conn.their_state is h11.SEND_BODY,
+            seconds=self.settings.body_seconds,
+        )
+        super().connection_made(cast(asyncio.Transport, self._closing))
         if len(self.connections) > self.settings.max_connections:
             self._refuse(503)
+            if len(self.connections) > 2 * self.settings.max_connections:
+                self._closing.close_now()  # not even for the moment that reading the answer takes
             return
         self._read_within(self.settings.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_clock()
         self._stop_writing_clock()
+        self._closing.stop_clocks()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     # Reading.
 
     def data_received(self, data: bytes) -> None:
+        if self._closing.is_lingering:
+            self._closing.drop(data)
+            return
         if self.transport.is_closing():
             return
-        if self._lingering_bytes is not None:
-            self._lingering_bytes += len(data)
-            if self._lingering_bytes > _LINGER_BYTES:
-                self._close()
+        if self._surplus is not None:
+            self._surplus += len(data)
+            if self._surplus > self.settings.max_body_bytes:
+                self._close(self.settings.body_seconds)
                 return
         if self._read_timer is None and self._between_requests():
             self._reading_since = self.loop.time()
@@ -179,7 +191,7 @@ class DeadlineProtocol(H11Protocol):
     def body_complete(self) -> None:
         """The whole request is there; what follows is the answer's time."""
         self._stop_reading_clock()
-        self._lingering_bytes = None
+        self._surplus = None
 
     def _between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -211,9 +223,9 @@ class DeadlineProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
-            # The answer came before the body's end: read on for a moment, so that the answer is not lost in a reset.
-            self._lingering_bytes = 0
-            self._read_within(_LINGER_SECONDS)
+            # The answer came before the body's end: if that comes soon, the connection serves on.
+            self._surplus = 0
+            self._read_within(QUIET_SECONDS)
         self._drain_before_idle()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -221,7 +233,10 @@ class DeadlineProtocol(H11Protocol):
         self._drain_before_idle()
 
     def shutdown(self) -> None:
-        super().shutdown()
+        if self._closing.is_lingering:
+            self._closing.close_now()
+        else:
+            super().shutdown()
         self._drain_before_idle()
 
     def _drain_before_idle(self) -> None:
@@ -261,7 +276,7 @@ class DeadlineProtocol(H11Protocol):
     def _refuse(self, status: int) -> None:
         """Answer in OpenAI's shape if no answer has begun, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self._close()
+            self._close(QUIET_SECONDS)
             return
         message, code = _MESSAGES[status]
         body = json.dumps(error_body(ApiError(status, message, code=code))).encode()
@@ -277,7 +292,7 @@ class DeadlineProtocol(H11Protocol):
         )
         events = (start, h11.Data(data=body), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self._close()
+        self._close(QUIET_SECONDS)
 
     def _account(self, status: int) -> str:
         """Count and log a refusal; the request's id. A request that the app works on already is counted there."""
@@ -289,9 +304,14 @@ class DeadlineProtocol(H11Protocol):
         account(self.kv, "unread", status, self.loop.time() - self._reading_since, id=request_id)
         return request_id
 
-    def _close(self) -> None:
+    def _close(self, seconds: float) -> None:
+        """Close; what the client still sends is dropped for `seconds`. Who works on its request learns that it has
+        gone."""
         self._stop_reading_clock()
-        self.transport.close()
+        self._closing.linger(seconds)
+        if not self._between_requests():
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._drain_before_idle()
 
 
@@ -326,3 +346,5 @@ def _check_head(request: h11.Request) -> None:
         raise h11.RemoteProtocolError(f"more than {_MAX_HEADERS} headers", error_status_hint=431)
     if b"transfer-encoding" in names and b"content-length" in names:
         raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+    if any(name == b"expect" and value.strip().lower() != b"100-continue" for name, value in request.headers):
+        raise h11.RemoteProtocolError("an unknown expectation", error_status_hint=417)

@@ -44,6 +44,7 @@ class Admission:
 
     def __init__(self, engine: CPUPagedEngine, settings: ServerSettings) -> None:
         stats = engine.paged_stats()
+        self.weights = settings.tenant_weights
         self._batch = settings.max_batch_size or int(stats["max_num_seqs"])
         self.max_sequences = self._batch + settings.max_queue_size
         self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
@@ -113,7 +114,7 @@ class Ticket:
     cancelled, and leaving the block raises the ApiError that says why.
 
     `facts` is what the log tells of the request; the gate left there whose it is. `tenant` is None when no key is asked
-    for. Entering raises QueueFull (503), or ApiError 400 for what could never fit.
+    for, `weight` its share beside others. Entering raises QueueFull (503), or ApiError 400 for what could never fit.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Ticket:
     ) -> None:
         self.facts: dict[str, Any] = request.scope.setdefault("kvboost", {})
         self.tenant: str | None = self.facts.get("tenant")
+        self.weight = 1.0 if self.tenant is None else admission.weights[self.tenant]
         self.timeout = admission.request_timeout
         self.deadline = time.monotonic() + self.timeout
         self._admission = admission

@@ -153,6 +153,7 @@ async def _submit(
                         entry=entry,
                         mode=job.mode,
                         tenant=ticket.tenant,
+                        weight=ticket.weight,
                         cache_salt=job.cache_salt,
                         priority=job.priority,
                         deadline=ticket.deadline,

@@ -8,16 +8,13 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import pytest
 
-from kvboost_edge.errors import CapacityError, ModelFormatError
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import fit_rows, unpack_rows
@@ -219,65 +216,6 @@ def test_two_models_of_one_shape_do_not_share_a_file(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "packed").iterdir())) == 2
 
 
-def test_a_failure_while_packing_leaves_nothing(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> object:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(packed_file, "pack_stream", fail)
-    with pytest.raises(CapacityError, match=r"disk full.*KVBOOST_EDGE_CACHE"):
-        _load(model_dir, tmp_path)
-    assert list((tmp_path / "packed").iterdir()) == []
-
-
-def test_a_full_disk_is_named_before_anything_is_packed(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CapacityError, match=r"take 0\.\d MB and .*packed has 0\.0 MB left.*KVBOOST_EDGE_CACHE"):
-        _load(model_dir, tmp_path)
-    assert list((tmp_path / "packed").iterdir()) == []
-
-
-_LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import pack_plan
-model, cache = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
-plan = pack_plan(describe_model(model.config), "f32")
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1)
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk: the system refuses the write itself."""
-    # Kernels are compiled before: their cache is files too.
-    _load(model_dir, tmp_path / "other", "f32").close()
-    command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert re.match(
-        r"CapacityError the packed weights \(0\.\d MB\) cannot be written to .*KVBOOST_EDGE_CACHE", done.stdout
-    )
-    assert list((tmp_path / "packed").iterdir()) == []
-
-
-def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_file, "_sound", lambda *_: False)
-    with pytest.raises(ModelFormatError, match="does not read back"):
-        _load(model_dir, tmp_path)
-    assert list((tmp_path / "packed").iterdir()) == []
-
-
 def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvboost_edge")
     seen: list[tuple[int, int]] = []
@@ -287,24 +225,11 @@ def test_packing_is_logged_and_reported(model_dir: Path, tmp_path: Path, caplog:
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (packed.nbytes - 32, packed.nbytes)
+    assert seen[-1] == (packed.nbytes, packed.nbytes)
     packed.close()
     first, last = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"packing {model_dir} as int4 into {_only_file(tmp_path)}")
+    assert first.startswith(f"packing {model_dir} as int4 into {_only_file(tmp_path)}, 0.")
     assert re.fullmatch(r"packed 0\.\d MB as int4 in \d+\.\d s, weight error [1-9]\.\d\d%", last)
-
-
-def test_without_a_cache_directory_it_still_runs(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = _content(_load(model_dir, tmp_path / "good"))
-
-    def refuse(*_: object, **__: object) -> object:
-        raise OSError("read-only")
-
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
-    assert _content(_load(model_dir, tmp_path / "bad")) == good
-    assert "every start" in caplog.text
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -339,18 +264,6 @@ def test_a_checkpoint_that_is_cut_short_meanwhile_is_refused(tmp_path: Path) -> 
     with pytest.raises(ModelFormatError, match=r"model\.safetensors was cut short while it was read"):
         load_packed(Checkpoint.open(directory), plan, weights="int8", cache_dir=tmp_path, num_threads=1, progress=cut)
     assert list((tmp_path / "packed").iterdir()) == []
-
-
-def test_a_directory_where_the_file_belongs(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    good = _content(_load(model_dir, tmp_path))
-    path = _only_file(tmp_path)
-    path.unlink()
-    path.mkdir()
-    assert _content(_load(model_dir, tmp_path)) == good
-    assert f"{path} is a directory; remove it" in caplog.text
-    path.rmdir()
-    assert _content(_load(model_dir, tmp_path)) == good
-    assert _only_file(tmp_path).is_file()
 
 
 def test_another_process_packed_the_same_first(

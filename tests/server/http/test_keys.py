@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import io
 import json
+import re
 
 import pytest
 
@@ -206,6 +207,39 @@ def test_keys_are_not_shown():
         with pytest.raises(ConfigError, match="twice"):
             ServerSettings(**twice)
     assert ServerSettings(host="0.0.0.0", admin_api_keys=("a",)).all_keys == ("a",)
+
+
+def test_a_key_may_have_a_weight(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one weight=4\ntwo\n  three \t weight=0.5  \n")
+    keys = collect_api_keys(["four weight=1e3"], file, {"KVBOOST_API_KEYS": "five,six weight=2"})
+    settings = ServerSettings(api_keys=keys, admin_api_keys=("admin weight=0.001",))
+    expected = {"one": 4, "two": 1, "three": 0.5, "four": 1000, "five": 1, "six": 2, "admin": 0.001}
+    assert settings.tenant_weights == {tenant_of_key(key): weight for key, weight in expected.items()}
+    ring = KeyRing(settings.api_keys, settings.admin_api_keys)
+    for key in expected:
+        assert ring.tenant(_bearer(key)) == tenant_of_key(key)
+    for bad in ("one weight=4", "weight=4", "one weight"):
+        with pytest.raises(ApiError):
+            ring.tenant(_bearer(bad))
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "1001", "0.0009", "x", "", "4,5"])
+def test_a_weight_that_is_none_is_named(weight):
+    with pytest.raises(ConfigError, match=re.escape(f"weight={weight} of an API key must be a number in 0.001..1000")):
+        ServerSettings(api_keys=(f"the-key weight={weight}",))
+
+
+@pytest.mark.parametrize("key", ["the-key weigth=4", "the-key 4", "the-key weight = 4", "the-key weight=4 5"])
+def test_what_is_no_weight_is_refused_without_showing_the_key(key):
+    with pytest.raises(ConfigError, match="weight=NUMBER") as caught:
+        ServerSettings(api_keys=(key,))
+    assert "the-key" not in str(caught.value)
+
+
+def test_a_key_with_two_weights_is_given_twice():
+    with pytest.raises(ConfigError, match="twice"):
+        ServerSettings(api_keys=("same", "same weight=2"))
 
 
 def test_keys_come_from_flags_file_and_environment(tmp_path):

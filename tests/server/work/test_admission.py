@@ -44,12 +44,14 @@ def held(tiny_engine: Any) -> Iterator[HeldForward]:
 
 
 @contextlib.contextmanager
-def posting(server: LiveServer, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[list[httpx.Response]]:
+def posting(
+    server: LiveServer, body: dict[str, Any], path: str = "/v1/completions", **options: Any
+) -> Iterator[list[httpx.Response]]:
     """Post in a thread while the block runs; the list holds the answer after it."""
     answers: list[httpx.Response] = []
 
     def post() -> None:
-        with server.client() as client:
+        with server.client(**options) as client:
             answers.append(client.post(path, json=body))
 
     thread = threading.Thread(target=post)
@@ -293,6 +295,18 @@ def test_no_tenant_goes_before_another_by_its_priority(tiny_engine, keys):
                 assert answer.status_code == 200
             else:
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+
+
+def test_a_keys_weight_is_its_requests(tiny_engine, held):
+    """The scheduler shares by it."""
+    with serving(tiny_engine, api_keys=("heavy weight=4", "light")) as server, contextlib.ExitStack() as stack:
+        stack.callback(held.release)
+        for number, key in enumerate(("heavy", "light"), start=1):
+            stack.enter_context(posting(server, TEXT, headers={"x-api-key": key}))
+            wait_until(lambda: len(tiny_engine._core._live) == number, "the request to be queued")  # noqa: B023
+        weights = [sequence.request.weight for sequence in tiny_engine._core._live.values()]
+        held.release()
+    assert weights == [4.0, 1.0]
 
 
 async def test_a_cancelled_waiter_lets_nobody_through() -> None:

@@ -26,11 +26,15 @@ def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> 
 
     table = read("token_embd.weight")
     hidden = table[token_ids]
-    num_layers = sum(name.endswith("attn_norm.weight") for name in tensors)
+    num_layers = sum(name.endswith(".attn_norm.weight") for name in tensors)
     for index in range(num_layers):
         at = f"blk.{index}."
         x = _norm(hidden, read(f"{at}attn_norm.weight"))
-        q, k, v = (x @ read(f"{at}attn_{n}.weight").T + read(f"{at}attn_{n}.bias") for n in "qkv")
+        q, k, v = (x @ read(f"{at}attn_{n}.weight").T for n in "qkv")
+        if f"{at}attn_q_norm.weight" in tensors:  # Qwen3
+            q, k = (_norm_heads(rows, read(f"{at}attn_{n}_norm.weight")) for n, rows in (("q", q), ("k", k)))
+        else:  # Qwen2
+            q, k, v = (rows + read(f"{at}attn_{n}.bias") for n, rows in (("q", q), ("k", k), ("v", v)))
         hidden = hidden + _attend(q, k, v, heads, kv_heads) @ read(f"{at}attn_output.weight").T
         x = _norm(hidden, read(f"{at}ffn_norm.weight"))
         gate, up = x @ read(f"{at}ffn_gate.weight").T, x @ read(f"{at}ffn_up.weight").T
@@ -40,6 +44,10 @@ def last_logits(path: Path, token_ids: list[int], heads: int, kv_heads: int) -> 
 
 def _norm(x: Doubles, weight: Doubles) -> Doubles:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + _EPS) * weight)
+
+
+def _norm_heads(x: Doubles, weight: Doubles) -> Doubles:
+    return _norm(x.reshape(len(x), -1, len(weight)), weight).reshape(x.shape)
 
 
 def _attend(q: Doubles, k: Doubles, v: Doubles, heads: int, kv_heads: int) -> Doubles:

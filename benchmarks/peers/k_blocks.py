@@ -1,0 +1,51 @@
+"""Random matrices in GGUF's K formats, as bytes: the Python package reads those formats and writes none.
+
+Codes are uniform and scales lie in the upper half of their range, so that a row's weights have the wanted spread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BLOCK", "more_bits", "random_q4_k", "random_q6_k"]
+
+BLOCK = 256
+_Bytes = npt.NDArray[np.uint8]
+
+
+def more_bits(layer: int, num_layers: int) -> bool:
+    """Whether a Q4_K_M file stores values and down projections of this layer as Q6_K: the first and last eighth, and
+    every third between."""
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def random_q4_k(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:
+    """uint8 [rows, width // 256 * 144]: half d, half dmin, 12 bytes of 6-bit scales and minima, 128 of nibbles.
+
+    A weight is d * scale * code - dmin * minimum; here minimum = scale and dmin = 7.5 d, so codes 0..15 lie around 0.
+    """
+    count = rows * width // BLOCK
+    blocks = rng.integers(0, 256, (count, 144), dtype=np.uint8)
+    scales = rng.integers(32, 64, (count, 8), dtype=np.uint8)
+    d = np.full(count, spread / (47.5 * np.sqrt((16**2 - 1) / 12)), np.float16)
+    blocks[:, 0:2] = d.view(np.uint8).reshape(count, 2)
+    blocks[:, 2:4] = (np.float16(7.5) * d).view(np.uint8).reshape(count, 2)
+    low, high = scales[:, :4], scales[:, 4:]
+    blocks[:, 4:8] = blocks[:, 8:12] = low | (high >> 4) << 6
+    blocks[:, 12:16] = (high & 15) | (high & 15) << 4
+    return blocks.reshape(rows, -1)
+
+
+def random_q6_k(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:
+    """uint8 [rows, width // 256 * 210]: 128 bytes of low nibbles, 64 of high pairs, 16 int8 scales, half d.
+
+    A weight is d * scale * (code - 32).
+    """
+    count = rows * width // BLOCK
+    blocks = rng.integers(0, 256, (count, 210), dtype=np.uint8)
+    blocks[:, 192:208] = rng.integers(64, 128, (count, 16), dtype=np.int8).view(np.uint8)
+    d = np.full(count, spread / (95.5 * np.sqrt((64**2 - 1) / 12)), np.float16)
+    blocks[:, 208:210] = d.view(np.uint8).reshape(count, 2)
+    return blocks.reshape(rows, -1)

@@ -1,0 +1,50 @@
+"""The random models of the benchmarks: files as their makers write them, with weights of the wanted spread."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from kvboost_edge import CPUPagedEngine
+from peers.float64_qwen import last_logits
+from peers.k_blocks import more_bits, random_q4_k, random_q6_k
+from peers.random_model import Shape, write_gguf
+
+QWEN2 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096)
+QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(random_q4_k, gguf.GGMLQuantizationType.Q4_K), (random_q6_k, gguf.GGMLQuantizationType.Q6_K)],
+)
+def test_random_blocks_have_the_wanted_spread(make, kind):
+    values = gguf.quants.dequantize(make(np.random.default_rng(0), 64, 512, 0.05), kind)
+    assert values.shape == (64, 512)
+    assert values.std() == pytest.approx(0.05, rel=0.05)
+    assert abs(values.mean()) < 0.005
+
+
+def test_a_mixture_has_q6_k_where_it_pays(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, QWEN3, "Q4_K_M")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["token_embd.weight"] == "Q6_K"
+    for layer in range(QWEN3.layers):
+        expected = "Q6_K" if more_bits(layer, QWEN3.layers) else "Q4_K"
+        assert {kinds[f"blk.{layer}.{name}.weight"] for name in ("attn_v", "ffn_down")} == {expected}
+        assert {kinds[f"blk.{layer}.{name}.weight"] for name in ("attn_q", "attn_k", "ffn_up")} == {"Q4_K"}
+    assert [layer for layer in range(8) if more_bits(layer, 8)] == [0, 3, 6, 7]
+
+
+@pytest.mark.parametrize("shape", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_K_M"])
+def test_the_engine_is_close_to_float64_on_the_file(tmp_path, shape, quant):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, shape, quant)
+    tokens = np.random.default_rng(1).integers(300, shape.vocab, 24).tolist()
+    exact = last_logits(path, tokens, shape.heads, shape.kv_heads)
+    with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
+        got = engine.logits(tokens, start=23)[0]
+    assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.02

@@ -1,0 +1,119 @@
+"""What is resident is counted page by page, and what loading has left over is given back."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvboost_edge.host import memory
+from kvboost_edge.host.memory import Region, Slack, process_rss, resident_bytes
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+
+
+def _region(array: np.ndarray) -> Region:
+    return Region(array.ctypes.data, array.nbytes)
+
+
+@linux
+def test_pages_count_once_they_were_touched() -> None:
+    pages = np.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    assert resident_bytes([_region(pages)]) == 0
+    for touched in (0, 1, 40):
+        pages[touched * mmap.PAGESIZE] = 1
+    assert resident_bytes([_region(pages)]) == 3 * mmap.PAGESIZE
+    pages[:] = 1
+    assert resident_bytes([_region(pages), Region(0, 0)]) == 64 * mmap.PAGESIZE
+    assert resident_bytes([_region(pages[: mmap.PAGESIZE + 1]), _region(pages[-10:])]) == mmap.PAGESIZE + 11
+
+
+@linux
+def test_a_mapped_file_counts_what_was_read_of_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1024 * mmap.PAGESIZE))
+    with open(tmp_path / "file", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    pages = np.frombuffer(mapped, np.uint8)
+    mapped.madvise(mmap.MADV_RANDOM)  # no pages around the one that is read
+    before = resident_bytes([_region(pages)])
+    assert before is not None
+    assert before < pages.nbytes // 2
+    assert not pages.any()
+    assert resident_bytes([_region(pages)]) == pages.nbytes
+
+
+def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> object:
+        raise FileNotFoundError("/proc/self/pagemap")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert resident_bytes([Region(4096, 4096)]) is None
+
+
+def test_it_gives_back_once_for_each_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, calls = [100 << 20], []
+
+    def give_back() -> None:
+        calls.append(resident[0])
+        resident[0] -= 30 << 20
+
+    monkeypatch.setattr(memory, "process_rss", lambda: resident[0])
+    monkeypatch.setattr(memory, "give_back", give_back)
+    slack = Slack()
+    for _ in range(3):
+        slack.give_back()
+    assert calls == [100 << 20]
+    resident[0] += 7 << 20
+    slack.give_back()
+    assert len(calls) == 1
+    resident[0] += 7 << 20
+    slack.give_back()
+    slack.give_back()
+    assert calls == [100 << 20, 84 << 20]
+
+
+_GIVE_BACK = """
+import numpy as np
+from kvboost_edge.host.memory import give_back, process_rss
+from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+weights = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+first = pack_rows(weights, KINDS["int8"]).codes
+kept = [bytearray(b"x") * 100_000 for _ in range(1000)]
+last = kept[-1]
+del kept  # the heap ends with `last`, so that all before it stays
+before = process_rss()
+give_back()
+after = process_rss()
+assert np.array_equal(pack_rows(weights, KINDS["int8"]).codes, first)
+print(before, after)
+"""
+
+
+@linux
+@pytest.mark.alone
+def test_a_process_that_has_compiled_becomes_smaller_and_still_works() -> None:
+    done = subprocess.run([sys.executable, "-c", _GIVE_BACK], capture_output=True, text=True, check=True, timeout=120)
+    before, after = (int(number) for number in done.stdout.split())
+    assert before - after > 120e6
+
+
+@linux
+def test_only_what_nothing_can_write_is_dropped() -> None:
+    import llvmlite.binding  # noqa: F401 - the library is mapped now
+
+    regions = memory._unwritten_code("libllvmlite")
+    assert sum(region.nbytes for region in regions) > 20e6
+    maps = {line.split()[0]: line.split() for line in Path("/proc/self/maps").read_text().splitlines()}
+    for region in regions:
+        found = maps[f"{region.address:08x}-{region.address + region.nbytes:08x}"]
+        assert "w" not in found[1]
+        assert "libllvmlite" in found[-1]
+    assert memory._unwritten_code("no library") == []
+
+
+def test_the_process_is_resident() -> None:
+    assert 1e6 < process_rss() < memory.total_bytes()

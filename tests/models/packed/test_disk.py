@@ -1,0 +1,190 @@
+"""Packing where the disk is full, read-only or faulty, and where nothing is to be kept: it goes on in memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed import file as packed_file
+from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.plan import pack_plan
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("packed"))
+
+
+def _load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
+    checkpoint = Checkpoint.open(model_dir)
+    plan = pack_plan(describe_model(checkpoint.config), weights)
+    return load_packed(checkpoint, plan, weights=weights, cache_dir=cache)
+
+
+def _only_file(cache: Path) -> Path:
+    (path,) = (cache / "packed").iterdir()
+    return path
+
+
+def _content(packed: PackedWeights) -> bytes:
+    data = packed.array("layer1.down").tobytes() + packed.array("layer1.down.scales").tobytes()
+    packed.close()
+    return data
+
+
+@pytest.fixture
+def good(model_dir: Path, tmp_path: Path) -> bytes:
+    """What the weights are where everything works."""
+    return _content(_load(model_dir, tmp_path / "good"))
+
+
+def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
+    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> object:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(packed_file, "_digest", fail)
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert re.search(r"cannot be kept in .*packed \(disk full\).*memory alone.*KVBOOST_EDGE_CACHE", caplog.text)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> object:
+        raise ModelFormatError("a damaged tensor")
+
+    monkeypatch.setattr(packed_file, "pack_stream", fail)
+    with pytest.raises(ModelFormatError, match="a damaged tensor"):
+        _load(model_dir, tmp_path)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_a_full_disk_is_found_before_anything_is_packed(
+    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert re.search(r"weights \(0\.\d MB\) cannot be kept in .*packed \(0\.0 MB are left\)", caplog.text)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_without_a_cache_nothing_is_read_or_written(
+    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    checkpoint = Checkpoint.open(model_dir, cache_dir=NO_CACHE)
+    checkpoint.summary()
+    plan = pack_plan(describe_model(checkpoint.config), "int8")
+    seen: list[tuple[int, int]] = []
+    packed = load_packed(
+        checkpoint, plan, weights="int8", cache_dir=NO_CACHE, progress=lambda done, total: seen.append((done, total))
+    )
+    assert all(packed.address(entry.name) % 64 == 0 for entry in plan)
+    assert seen[-1] == (packed.nbytes, packed.nbytes)
+    assert _content(packed) == good
+    assert not (tmp_path / "cache").exists()
+    assert not caplog.records
+
+
+_LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed.file import load_packed
+from kvboost_edge.models.packed.plan import pack_plan
+model, cache = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
+plan = pack_plan(describe_model(model.config), "f32")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+print(load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1).nbytes)
+"""
+
+
+def test_a_disk_that_fills_up_while_writing(model_dir: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: the system refuses the write itself."""
+    # Kernels are compiled before: their cache is files too.
+    _load(model_dir, tmp_path / "other", "f32").close()
+    command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) > 100_000
+    assert re.match(r"packed weights \(0\.\d MB\) cannot be kept in .*File too large.*KVBOOST_EDGE_CACHE", done.stderr)
+    assert list((tmp_path / "packed").iterdir()) == []
+
+
+def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte is compared: one that the disk changes, whichever write it is in, ends the packing."""
+    _load(model_dir, tmp_path / "good").close()
+    size = _only_file(tmp_path / "good").stat().st_size
+    open_file = packed_file.open_unfinished
+    for at in (3, size // 2, size - 40):
+
+        def open_faulty(directory: Path, at: int = at) -> _FaultyFile:
+            return _FaultyFile(open_file(directory), at)
+
+        monkeypatch.setattr(packed_file, "open_unfinished", open_faulty)
+        with pytest.raises(ModelFormatError, match="does not read back"):
+            _load(model_dir, tmp_path)
+        assert list((tmp_path / "packed").iterdir()) == []
+
+
+class _FaultyFile:
+    """Flips a bit of byte `at` whenever it is read back."""
+
+    def __init__(self, file: IO[bytes], at: int) -> None:
+        self._file, self._at, self.name = file, at, file.name
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _FaultyFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def readinto(self, view: memoryview) -> int:
+        start = self._file.tell()
+        count = int(self._file.readinto(view))  # type: ignore[attr-defined]
+        if start <= self._at < start + count:
+            view[self._at - start] ^= 1
+        return count
+
+
+def test_without_a_cache_directory_it_still_runs(
+    model_dir: Path, tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> object:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    assert _content(_load(model_dir, tmp_path / "bad")) == good
+    assert "every start" in caplog.text
+
+
+def test_a_directory_where_the_file_belongs(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = _content(_load(model_dir, tmp_path))
+    path = _only_file(tmp_path)
+    path.unlink()
+    path.mkdir()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert f"{path} is a directory; remove it" in caplog.text
+    path.rmdir()
+    assert _content(_load(model_dir, tmp_path)) == good
+    assert _only_file(tmp_path).is_file()
