@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvboost_edge.tiers.disk.sidecar import read_file
 __all__ = ["SpaceDirectory", "describe", "lock_directory", "open_directory"]
 
 _LOG = logging.getLogger(__name__)
+_LOOKS, _LOOK_S = 10, 0.005
 _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
@@ -60,7 +62,7 @@ def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | No
     lock, why_not = None, ""
     try:
         files.make_private(path)
-        lock = lock_directory(path, files)
+        lock = _lock_soon(path, files)
         if lock is None:
             why_not = f"{path} is owned by another process; this one reads only"
         else:
@@ -87,6 +89,16 @@ def lock_directory(path: Path, files: Files) -> int | None:
             files.close(handle)
             raise
         files.close(handle)  # the directory was removed by its last owner meanwhile
+
+
+def _lock_soon(path: Path, files: Files) -> int | None:
+    """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is waited for."""
+    for _ in range(_LOOKS):
+        handle = lock_directory(path, files)
+        if handle is not None:
+            return handle
+        time.sleep(_LOOK_S)
+    return None
 
 
 def describe(path: Path, files: Files) -> dict[str, Any]:

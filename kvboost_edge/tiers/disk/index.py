@@ -30,22 +30,19 @@ class Use(NamedTuple):
 
 
 class Entry:
-    """A block in the index. `last_use` grows with every use of any block."""
+    """A block in the index. nbytes: of its record; `last_use` grows with every use of any block."""
 
     __slots__ = (
-        *("header_bytes", "last_use", "offset", "parent_hash", "payload_bytes", "prefix_hash", "proven", "segment"),
+        *("header_bytes", "last_use", "nbytes", "offset", "parent_hash", "payload_bytes", "prefix_hash"),
+        *("proven", "segment"),
     )
 
     def __init__(self, segment: int, record: Record) -> None:
         self.segment = segment
         self.offset, self.header_bytes, self.payload_bytes, self.prefix_hash, self.parent_hash = record
+        self.nbytes = padded(self.header_bytes + self.payload_bytes)
         self.last_use = 0
         self.proven = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the record."""
-        return padded(self.header_bytes + self.payload_bytes)
 
 
 class Index:
@@ -103,9 +100,11 @@ class Index:
 
     def clear(self) -> None:
         with self._lock:
-            for prefix_hash in list(self._entries):
-                self._remove(prefix_hash)
+            self._entries.clear()
             self.live.clear()
+            for order in self._orders:
+                order.clear()
+            self.nbytes = self._probation_bytes = 0
 
     def renew(self, prefix_hashes: Iterable[bytes], *, proven: bool) -> None:
         """These blocks are used just now, and so are their ancestors. `proven`: by somebody who asked for them."""
@@ -133,18 +132,20 @@ class Index:
         places: dict[tuple[int, int], Entry] = {}
         young: list[Entry] = []
         for number, records in segments:
-            for record in records:
-                place, entry = (number, record.offset), Entry(number, record)
-                if place > frontier:
-                    young.append(entry)
-                else:
-                    places[place] = entry
+            entries = [Entry(number, record) for record in records]
+            if (number, 0) > frontier:
+                young += entries
+            elif number < frontier[0]:
+                places.update({(number, entry.offset): entry for entry in entries})
+            else:
+                young += (entry for entry in entries if entry.offset > frontier[1])
+                places.update({(number, entry.offset): entry for entry in entries if entry.offset <= frontier[1]})
         with self._lock:
             for segment, offset, proven in uses:
                 found = places.get((segment, offset))
-                if found is not None:
+                if found is not None and found.prefix_hash not in self._entries:
                     found.proven = proven
-                    self._replace(found)
+                    self._insert(found)
             for entry in young:
                 self._replace(entry)
             for prefix_hash in reversed(self._most_recent_first(entry.prefix_hash for entry in young)):
@@ -182,9 +183,9 @@ class Index:
         entry.last_use = self._uses
 
     def _replace(self, entry: Entry) -> None:
-        before = self._remove(entry.prefix_hash)
-        if before is not None:
-            entry.proven |= before.proven
+        if entry.prefix_hash in self._entries:
+            before = self._remove(entry.prefix_hash)
+            entry.proven |= before is not None and before.proven
         self._insert(entry)
 
     def _insert(self, entry: Entry) -> None:
@@ -194,9 +195,11 @@ class Index:
         self._orders[entry.proven][entry.prefix_hash] = entry
         nbytes = entry.nbytes
         self.nbytes += nbytes
-        self._probation_bytes += 0 if entry.proven else nbytes
+        if not entry.proven:
+            self._probation_bytes += nbytes
         self.live[entry.segment] += nbytes
-        self._frontier = max(self._frontier, (entry.segment, entry.offset))
+        if (entry.segment, entry.offset) > self._frontier:
+            self._frontier = (entry.segment, entry.offset)
 
     def _remove(self, prefix_hash: bytes) -> Entry | None:
         entry = self._entries.pop(prefix_hash, None)

@@ -63,9 +63,8 @@ def decode_sidecar(data: bytes, space: bytes, segment: int, segment_bytes: int) 
     if body != _FIXED.size + count * _ROW.size:
         return None
     rows = _ROW.iter_unpack(memoryview(data)[_FIXED.size : body])
-    return [
-        Record(place * ALIGNMENT, header, payload, prefix, parent) for place, header, payload, prefix, parent in rows
-    ]
+    new = tuple.__new__  # half the time of calling the class, of which an opening does tens of thousands
+    return [new(Record, (place * ALIGNMENT, a, b, c, d)) for place, a, b, c, d in rows]
 
 
 class Scan:
@@ -91,7 +90,7 @@ class Scan:
             else:
                 self.records.append(record)
                 offset = record.end
-        if self.records and not self._payload_holds(self.records[-1]):
+        if self.records and not self.payload_holds(self.records[-1]):
             self.records.pop()
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -128,7 +127,8 @@ class Scan:
             offset += _SEARCH_BYTES
         return self._size
 
-    def _payload_holds(self, record: Record) -> bool:
+    def payload_holds(self, record: Record) -> bool:
+        """Whether a record is sound to its last byte."""
         data = self._read(record.offset, record.header_bytes + record.payload_bytes)
         header = decode_header(data)
         return header is not None and is_intact(header, memoryview(data)[header.header_bytes :])
