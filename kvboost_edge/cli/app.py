@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.host.file_memo import cache_directory
 
 __all__ = ["app", "run"]
 
@@ -131,8 +130,10 @@ def chat(
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     remote_options(url, options, api_key)
     if url is None:
+        from kvboost_edge.tiers.disk.survey import default_directory
+
         # A conversation that is taken up again finds its keys and values; "off" keeps none.
-        options.setdefault("disk_cache_dir", str(cache_directory() / "blocks"))
+        options.setdefault("disk_cache_dir", str(default_directory()))
         run_chat(model or DEMO_MODEL, options, settings, system)
     else:
         run_remote_chat(url, api_key, model or "", settings, system)

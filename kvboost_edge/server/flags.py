@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
+from kvboost_edge.tiers.disk.survey import default_directory
 
 __all__ = ["DEMO_MODEL", "ServeOptions", "parse_flags"]
 
@@ -143,7 +143,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         allowed_hosts=tuple(given["allowed_host"]),
         cors_origins=tuple(given["cors_origin"]),
     )
-    engine.setdefault("disk_cache_dir", str(cache_directory() / "blocks"))
+    engine.setdefault("disk_cache_dir", str(default_directory()))
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
     return ServeOptions(model, engine, chosen, tuple(_warm_text(text) for text in given["warm"]))
