@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class FaultyFiles(Files):
         self.at = at
         self.lasting = lasting
         self.fault = fault
-        self.names = frozenset(names)
+        for name in names:
+            self.__dict__[name] = functools.partial(self._count, name, getattr(self, name))
 
     def sync(self, handle: int) -> None:
         pass
@@ -53,19 +55,12 @@ class FaultyFiles(Files):
     def sync_directory(self, path: Path) -> None:
         pass
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name not in CALLS or name not in self.names:
-            return found
-
-        def call(*args: Any) -> Any:
-            number = self.calls
-            self.calls += 1
-            self.trace.append(name)
-            due = number == self.at or (self.lasting and self.at <= number and self.at >= 0)
-            return self.fault(name, found, *args) if due and self.fault is not None else found(*args)
-
-        return call
+    def _count(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        number = self.calls
+        self.calls += 1
+        self.trace.append(name)
+        due = number == self.at or (self.lasting and 0 <= self.at <= number)
+        return self.fault(name, call, *args) if due and self.fault is not None else call(*args)
 
 
 def fails(code: int) -> Callable[..., Any]:

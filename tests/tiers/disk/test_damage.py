@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from disk_cases import (
+    CAP,
     OTHER_SPACE,
     PAYLOAD_BYTES,
     RECORD_BYTES,
@@ -24,6 +25,9 @@ from disk_cases import (
     write,
 )
 from disk_faults import FaultyFiles
+from kvboost_edge.tiers.disk import tier as stores
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
 
 BLOCKS = chain(40)
 HASHES = {block.prefix_hash for block in BLOCKS}
@@ -194,3 +198,19 @@ def test_records_of_a_segment_that_no_sidecar_knows_are_not_mistaken_for_payload
         assert tier.read([block], [into]) == 1
         assert into == text
         assert not tier.holds(inner.prefix_hash)
+
+
+def test_numbers_of_segments_that_somebody_removed_are_not_used_again(sound, tmp_path):
+    """The manifest knows of later ones than there are: what is written since counts all the same after a crash."""
+    directory = copy_of(sound, tmp_path / "copy")
+    for path in segments(directory)[1:]:
+        path.unlink()
+    later = chain(40, 9)
+    tier = DiskTier.open(directory, SPACE, max_bytes=CAP, files=FaultyFiles(), sealer=InlineSealer())
+    write(tier, later, 5000)
+    shutil.copy(space_dir(sound) / "order", space_dir(directory) / "order")
+    for shared in stores._stores.values():
+        shared.store.after_fork()  # lets go of all handles and writes nothing, as a crash does
+    stores._stores.clear()
+    with opened(directory, files=FaultyFiles()) as again:
+        assert present(again, later, 5000) == {block.prefix_hash for block in later}

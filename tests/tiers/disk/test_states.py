@@ -120,8 +120,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for blocks in CHAINS:
-            for block in blocks:
-                self.check([block])
+            self.check(blocks)
         self.tier.close()
         shutil.rmtree(self.directory)
 
