@@ -27,7 +27,7 @@ from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
 from kvboost_edge.runners.native.buffers import Buffers
-from kvboost_edge.runners.native.numerics import NUMERICS_VERSION
+from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import WholePass
@@ -72,7 +72,7 @@ class NativeRunner:
             weight_region=packed.region,
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
-            numerics=f"{weights} pack {PACKED_VERSION} kernels {NUMERICS_VERSION}",
+            numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
     @classmethod
