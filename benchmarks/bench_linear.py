@@ -30,6 +30,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.runners.base import ForwardBatch
@@ -133,6 +134,7 @@ class LinearOps:
 
     def __init__(self, runner: NativeRunner, tokens: int, team: KernelTeam) -> None:
         self._program = (runner._program.ops, runner._program.params)
+        self._kernels = kernel_table(runner.kinds)
         self._last: Sequence[int] = ()
         self._team = team
         self._buffers = runner._buffers.addresses(tokens, 1)
@@ -155,7 +157,8 @@ class LinearOps:
         count = len(indices)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
         matrix = int(amx_choice().used)
-        job = lt.ProgramJob(self._ops, self._params, self._buffers, counters, 0, count, self._tokens, matrix)
+        table = self._ops, self._params, self._buffers, counters, self._kernels
+        job = lt.ProgramJob(*table, 0, count, self._tokens, matrix)
         self._team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads)
 
 

@@ -23,6 +23,7 @@ from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, packed_sizes
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
@@ -64,12 +65,14 @@ class Matrices:
         for row, fields in zip(self._ops, table, strict=True):
             row[list(fields)] = list(fields.values())
         self._tokens, self._copies = tokens, copies
+        self._kernels = kernel_table([NUMBERS[kind]])
 
     def run(self, team: KernelTeam) -> None:
         count = len(self._ops)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
         matrix = int(amx_choice().used)
-        job = lt.ProgramJob(self._ops, self._params, self._buffers, counters, 0, count, self._tokens, matrix)
+        table = self._ops, self._params, self._buffers, counters, self._kernels
+        job = lt.ProgramJob(*table, 0, count, self._tokens, matrix)
         team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, team.num_threads)
 
 

@@ -3,7 +3,7 @@
 Perplexity, mean and largest KL divergence (nats) and how often the most likely token is the same, each against the same
 model with float32 weights and float32 keys and values, over the beginnings of packages' descriptions: texts that every
 installation of the pinned versions has. "stored" are the GGUF file's own types; other formats are made of its floats,
-so their error comes on top of what Q4_1 lost already.
+so their error comes on top of what Q4_1 lost already. llama.cpp, where it is installed, computes on the file's types.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bench_peers import Worker
 from harness import parser, report
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.perplexity import score_text
+from kvboost_edge.engine.perplexity import Difference, score_text
 from kvboost_edge.models.locate.stores import real_model
 from real_model import is_whole
 
@@ -79,10 +85,47 @@ def ours(model: Path, texts: list[list[int]], window: int, forms: list[str]) -> 
     return rows
 
 
+class LlamaCpp:
+    """llama.cpp's logits of a file, one window at a time, from a process of its own; looks like an engine where
+    `score_text` compares with it."""
+
+    def __init__(self, python: Path, model: Path, kv_bits: int, info: Any) -> None:
+        self.runner_info = info
+        command = [str(python), str(Path(__file__).parent / "peers" / "worker.py"), "llama.cpp", str(model)]
+        self._worker = Worker("llama.cpp", [*command, "--kv", str(kv_bits), "--capacity", "2048"], dict(os.environ))
+
+    def logits(self, token_ids: list[int], start: int = 0) -> Any:
+        """float32 [len(token_ids) - start, vocab]."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.npy"
+            self._worker.ask("all_logits", tokens=token_ids, path=str(path))
+            return np.load(path)[start:]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def llama_rows(python: Path, model: Path, texts: list[list[int]], window: int) -> list[dict[str, Any]]:
+    """A row for each width of llama.cpp's cache, on the file's own types, against the same float32."""
+    rows = []
+    with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
+        for name, bits in (("llama.cpp, kv f16", 16), ("llama.cpp, kv q8_0", 8)):
+            other = LlamaCpp(python, model, bits, first.runner_info)
+            found = [score_text(first, ids, window=window, against=other) for ids in texts]  # type: ignore[arg-type]
+            other.close()
+            differences: list[Difference] = [score.difference for score in found if score.difference is not None]
+            counts = [score.scored_tokens for score in found]
+            rows.append(row_of(name, differences, [each.perplexity for each in differences], counts))
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--tokens", type=int, default=512, help="of each text")
     options.add_argument("--window", type=int, default=256)
+    peers = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
+    options.add_argument("--peers-python", type=Path, default=peers, help="of an environment that has llama.cpp")
     given = options.parse_args()
     model = real_model()
     if not is_whole(model):
@@ -91,6 +134,10 @@ def main() -> None:
         texts = {name: engine.tokenizer.encode(text)[: given.tokens] for name, text in descriptions()}
     forms = ["stored"] if given.quick else list(FORMS)
     rows = ours(model, list(texts.values()), given.window, forms)
+    if given.peers_python.exists():
+        rows += llama_rows(given.peers_python, model, list(texts.values()), given.window)
+    else:
+        print(f"skipped: llama.cpp: no {given.peers_python}; `make bench-peers` installs it", file=sys.stderr)
     digests = {name: hashlib.sha256(str(ids).encode()).hexdigest()[:16] for name, ids in texts.items()}
     report("quality", rows, options=given, model=model.name, texts=digests)
 

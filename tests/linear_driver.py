@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL, panel_tokens
 from kvboost_edge.kernels.linear.weights import NUMBERS, PackedRows
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
@@ -44,11 +45,16 @@ class Program:
         self.ops.append(row)
         self.params.append(floats)
 
+    def kernels(self) -> npt.NDArray[np.int64]:
+        """Of the kinds that the operations read."""
+        of = (lt.OP_LINEAR, lt.OP_GATED)
+        return kernel_table(int(op[lt.F_KIND]) for op in self.ops if op[lt.F_OP] in of)
+
     def run(self, threads: int = 1) -> None:
         count = len(self.ops)
         counters = np.zeros(lt.COUNTERS_PER_OP * (count + 1), np.int64)
         table = np.array(self.ops), np.array(self.params)
-        job = lt.ProgramJob(*table, self.buffers, counters, 0, count, self.tokens, self.matrix)
+        job = lt.ProgramJob(*table, self.buffers, counters, self.kernels(), 0, count, self.tokens, self.matrix)
         team = KernelTeam(threads)
         team.run(run_program, job, counters, lt.COUNTERS_PER_OP * count, threads)
         team.close()

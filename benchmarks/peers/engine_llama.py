@@ -90,6 +90,13 @@ class Engine:
             ll.llama_memory_seq_rm(self.memory, sequence, -1, -1)
         return {}
 
+    def all_logits(self, tokens: list[int], path: str) -> None:
+        """Of every token, float32 [len(tokens), vocab], into a .npy file; `tokens` fit one batch."""
+        ll.llama_memory_clear(self.memory, True)
+        self._run([(token, i, 0, True) for i, token in enumerate(tokens)])
+        rows = [ll.llama_get_logits_ith(self.context, i) for i in range(len(tokens))]
+        np.save(path, np.stack([np.ctypeslib.as_array(row, shape=(self.vocab,)) for row in rows]))
+
     def logits(self, tokens: list[int]) -> list[float]:
         """Of the last token."""
         ll.llama_memory_clear(self.memory, True)

@@ -5,7 +5,8 @@
 Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n tokens were computed before, by "hold"),
 {"do": "hold", "tokens": [...]}, {"do": "decode", "tokens": [...], "count": n} (all but the last tokens are held),
 {"do": "share", "prefix": [...], "suffixes": [[...], ...], "count": n}, {"do": "memory"},
-{"do": "logits", "tokens": [...]}, {"do": "read"} (ours only: a plain read of the weights). One clock around the whole
+{"do": "logits", "tokens": [...]}, {"do": "all_logits", "tokens": [...], "path": FILE.npy} (llama.cpp only),
+{"do": "read"} (ours only: a plain read of the weights). One clock around the whole
 call for every engine. Runs in any environment: the engine is imported here and nothing of the project but it.
 """
 
@@ -47,6 +48,9 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {}
     if what == "read":
         return dict(engine.read())
+    if what == "all_logits":
+        engine.all_logits(request["tokens"], request["path"])
+        return {}
     started = time.perf_counter()
     if what == "ttft":
         result = engine.first_token(request["tokens"], request["cached"])

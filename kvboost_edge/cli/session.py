@@ -36,7 +36,7 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
-    on_first_compilation(lambda: notes.print("[dim]compiling kernels for this processor, once: up to a minute …[/dim]"))
+    on_first_compilation(lambda: notes.print("[dim]compiling more kernels for this machine, once …[/dim]"))
     with engine:
         stats = engine.paged_stats()
         notes.print(
@@ -53,7 +53,10 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
 
 @contextmanager
 def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that only moves to and fro while the model is loaded, and fills while its weights are packed."""
+    """A bar that only moves to and fro while the model is loaded, and fills while its weights are packed. Before that
+    it counts the kernels that are compiled."""
+    from kvboost_edge.kernels.ahead import on_compiling
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task(f"loading {model}", total=None)
@@ -61,7 +64,14 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
         def packed(done: int, total: int) -> None:
             bar.update(task, description=f"packing the weights of {model}", completed=done, total=total)
 
-        yield packed
+        def compiled(done: int, total: int) -> None:
+            bar.update(task, description=f"compiling kernels for this machine, once: {done} of {total}")
+
+        on_compiling(compiled)
+        try:
+            yield packed
+        finally:
+            on_compiling(None)
 
 
 def answer(

@@ -10,10 +10,15 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.registry import CPUDispatcher
+from numba.core.typed_passes import NativeLowering
 
 from kvboost_edge.host.unfinished import alone_in
 
-__all__ = ["cache_path", "digest_of", "intrinsic", "kernel", "named_kernel", "on_first_compilation"]
+__all__ = ["cache_path", "digest_of", "intrinsic", "is_on_disk", "kernel", "named_kernel", "on_first_compilation"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -44,6 +49,11 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
         with alone_in(Path(self._cache_path)):
             self._save_locked(key, name, data)
 
+    def holds(self, key: tuple[Any, ...]) -> bool:
+        """Whether there is a file for the key."""
+        name = self._load_index().get(key)
+        return name is not None and Path(self._data_path(name)).exists()
+
     def _save_locked(self, key: tuple[Any, ...], name: str, data: Any) -> None:
         """The index is read, changed and written: another process that did so meanwhile would lose its entry, and the
         code it named."""
@@ -73,6 +83,9 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
             return sig, codegen.magic_tuple(), _source_digest()
         return (*super()._index_key(sig, codegen), _source_digest())
 
+    def has(self, sig: Any, codegen: Any) -> bool:
+        return bool(self._cache_file.holds(self._index_key(sig, codegen)))
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """As Numba's; an index that names types of another version of this package is emptied, not an error."""
         found = None
@@ -89,8 +102,9 @@ _listeners: list[Callable[[], None]] = []
 
 
 def on_first_compilation(tell: Callable[[], None] | None) -> None:
-    """Call `tell` once, from the thread that runs a kernel, when the next one is found that was never compiled here:
-    some 40 seconds pass then without a word. It replaces what was given before; None: nothing is called."""
+    """Call `tell` once, from the thread that runs a kernel, when the next one is found that was never compiled here
+    nor ahead (see ahead.py): some seconds pass then without a word. It replaces what was given before; None: nothing is
+    called."""
     _listeners[:] = [] if tell is None else [tell]
 
 
@@ -116,10 +130,89 @@ def named_kernel(name: str) -> Callable[[_Function], _Function]:
     return named
 
 
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}
+
+
+class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a part and of the parts in it, as it was written: who links it optimizes it, and once."""
+
+    def finalize(self) -> None:
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def add_llvm_module(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+        self._final_module.link_in(module)
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _PartLowering(NativeLowering):  # type: ignore[misc]
+    """Numba's, into a `_PartLibrary`; callers find it by an empty object, which stands for machine code."""
+
+    _name = "part_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.flags.no_compile = True
+        super().run_pass(state)
+        found = object()
+        state.targetctx.insert_user_function(found, state["cr"].fndesc, [state.library])
+        state["cr"] = state["cr"]._replace(cfunc=found)
+        return True
+
+
+class _PartCompiler(CompilerBase):  # type: ignore[misc]
+    def define_pipelines(self) -> list[Any]:
+        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes = PassManager("parts")
+        for each, what in pipeline.passes:
+            passes.add_pass(_PartLowering if each is NativeLowering else each, what)
+        passes.finalize()
+        return [passes]
+
+
+class _Part(CPUDispatcher):  # type: ignore[misc]
+    """A kernel inside others. It has no machine code of its own and cannot be called from Python."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        options = {**_OPTIONS, "no_cpython_wrapper": True}
+        super().__init__(function, targetoptions=options, pipeline_class=_PartCompiler)
+
+    def add_overload(self, result: Any) -> None:
+        self.overloads[tuple(result.signature.args)] = result
+
+
+class _Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A kernel as Python calls it, in machine code that is kept on disk.
+
+    What it calls is compiled into it from its `_Part`s. Numba would optimize every kernel on its way up, make machine
+    code of it and keep that too: what lies seven calls deep, seven times, which takes three times as long in all.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, is_named: bool) -> None:
+        super().__init__(function, targetoptions=dict(_OPTIONS))
+        self._cache = _PackageCache(function, is_named=is_named)
+        self._part = _Part(function)
+
+    def get_call_template(self, arguments: Any, names: Any) -> Any:
+        """How a kernel that calls this one sees it."""
+        return self._part.get_call_template(arguments, names)
+
+    def get_overload(self, signature: Any) -> Any:
+        """What a kernel that calls this one links."""
+        return self._part.get_overload(signature)
+
+
 def _compiled(function: _Function, *, is_named: bool) -> _Function:
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
-    dispatcher._cache = _PackageCache(function, is_named=is_named)
-    return cast("_Function", dispatcher)
+    return cast("_Function", _Kernel(function, is_named=is_named))
+
+
+def is_on_disk(function: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether machine code of a kernel for these argument types is kept for this machine and these sources."""
+    return bool(function._cache.has(arguments, function.targetctx.codegen()))
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
-__all__ = ["KernelTeam"]
+__all__ = ["KernelTeam", "team_entries"]
 
 _SPINS = 20_000  # about 100 us of looking at the counter before the wait gives its core away
 _NAP_S = 50e-6
@@ -50,6 +52,14 @@ def _look_out(board: npt.NDArray[np.int64], seen: int, looks: int) -> Any:
         relax()
         looks -= 1
     return seen
+
+
+_COUNTERS = types.Array(types.int64, 1, "C")
+team_entries = [
+    Entry(_wait_for, _COUNTERS, *[types.int64] * 3),
+    Entry(_look_out, _COUNTERS, types.int64, types.int64),
+]
+"""What every team runs."""
 
 
 class _Work(NamedTuple):

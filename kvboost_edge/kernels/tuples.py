@@ -20,7 +20,15 @@ from numba.core.types.containers import BaseTuple
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.vectors import I32, I64, emit_load
 
-__all__ = ["addresses_of", "load_i32_row", "load_row", "num_numbers", "number_at", "numbers_of"]
+__all__ = [
+    "addresses_of",
+    "load_i32_row",
+    "load_row",
+    "num_numbers",
+    "number_at",
+    "numbers_of",
+    "numbers_type",
+]
 
 Value = Any
 Builder = Any
@@ -74,12 +82,13 @@ def _flat(kind: Any, values: Any) -> list[int | float]:
     return flat
 
 
-def _numba_type(kind: Any) -> Any:
+def numbers_type(kind: Any) -> Any:
+    """Numba's type of a NamedTuple of ints, floats (float64) and such tuples; of a field in one."""
     if kind is float:
         return types.float64
     if kind is int:
         return types.int64
-    return BaseTuple.from_types([_numba_type(field) for field in _fields(kind).values()], kind)
+    return BaseTuple.from_types([numbers_type(field) for field in _fields(kind).values()], kind)
 
 
 def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
@@ -91,7 +100,7 @@ def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
     for name, field in _fields(kind).items():
         place = b.add(address, ir.Constant(I64, 8 * number_at(kind, name)))
         items.append(_load(context, b, field, place))
-    return context.make_tuple(b, _numba_type(kind), items)
+    return context.make_tuple(b, numbers_type(kind), items)
 
 
 @intrinsic
@@ -101,7 +110,7 @@ def load_row(typing: Any, kind: Any, address: Any) -> Any:
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _load(context, b, kind.instance_class, arguments[1])
 
-    return _numba_type(kind.instance_class)(kind, types.int64), codegen
+    return numbers_type(kind.instance_class)(kind, types.int64), codegen
 
 
 @intrinsic
@@ -112,7 +121,7 @@ def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
         places = [b.add(arguments[1], ir.Constant(I64, 4 * index)) for index in range(len(kind.instance_class._fields))]
         return context.make_tuple(b, signature.return_type, [b.sext(emit_load(b, I32, place), I64) for place in places])
 
-    return _numba_type(kind.instance_class)(kind, types.int64), codegen
+    return numbers_type(kind.instance_class)(kind, types.int64), codegen
 
 
 @intrinsic
@@ -122,7 +131,7 @@ def addresses_of(typing: Any, kind: Any, values: Any) -> Any:
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _convert(context, b, kind.instance_class, values, arguments[1])
 
-    return _numba_type(kind.instance_class)(kind, values), codegen
+    return numbers_type(kind.instance_class)(kind, values), codegen
 
 
 def _convert(context: Any, b: Builder, kind: Any, source: Any, value: Value) -> Value:
@@ -137,5 +146,5 @@ def _convert(context: Any, b: Builder, kind: Any, source: Any, value: Value) -> 
             is_empty = b.icmp_signed("==", array.nitems, ir.Constant(I64, 0))
             items.append(b.select(is_empty, ir.Constant(I64, 0), b.ptrtoint(array.data, I64)))
         else:
-            items.append(context.cast(b, item, item_type, _numba_type(field)))
-    return context.make_tuple(b, _numba_type(kind), items)
+            items.append(context.cast(b, item, item_type, numbers_type(field)))
+    return context.make_tuple(b, numbers_type(kind), items)

@@ -35,6 +35,11 @@ def serve(argv: Sequence[str], prog: str) -> None:
         _serve(options, ended)
 
 
+def _log_compiling(done: int, total: int) -> None:
+    if done in (0, total):
+        log_facts(logging.INFO, "compiling kernels for this machine, once", done=done, total=total)
+
+
 def _serve(options: ServeOptions, ended: threading.Event) -> None:
     try:
         from kvboost_edge.server.serve import bind, run_server
@@ -45,6 +50,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             f"the server needs the package {error.name!r}; install the extra: pip install 'kvboost-edge[server]'"
         ) from error
     from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.kernels.ahead import on_compiling
     from kvboost_edge.kernels.jit import on_first_compilation
 
     configure_logging(options.settings)
@@ -52,7 +58,8 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
     with contextlib.closing(bind(options.settings)) as listener:
         started = time.perf_counter()
         log_facts(logging.INFO, "loading", model=options.model)
-        on_first_compilation(lambda: log_facts(logging.INFO, "compiling kernels, once"))
+        on_compiling(_log_compiling)
+        on_first_compilation(lambda: log_facts(logging.INFO, "compiling more kernels, once"))
         with CPUPagedEngine.from_pretrained(options.model, progress=_log_packing(), **options.engine) as engine:
             _prepare(engine, options)
             stats = engine.paged_stats()

@@ -103,6 +103,11 @@ def test_a_second_process_loads_what_a_factory_made(tmp_path: Path) -> None:
     for hits in (0, 1):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == f"[7, 14] [{hits}, {hits}]"
+    # What they call is in their code, and nowhere else.
+    assert sorted(path.name.split(".")[1].partition("-")[0] for path in tmp_path.rglob("*.nbc")) == [
+        "made_square",
+        "made_twice",
+    ]
 
 
 @pytest.fixture

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import Floats, KVPool, storage_kind
+from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import KIND_F32, exp_f32, store_scalar
 
-__all__ = ["STORAGE_DTYPES", "copy_blocks", "from_storage", "merge_state", "to_storage", "write_kv"]
+__all__ = ["STORAGE_DTYPES", "copy_blocks", "copy_entry", "from_storage", "merge_state", "to_storage", "write_kv"]
 
 STORAGE_DTYPES: dict[str, npt.DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """NumPy dtype that stores each KV dtype."""
@@ -93,6 +95,9 @@ def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
         src, dst = ops[op, 0], ops[op, 1]
         for at in range(pool.shape[1]):
             pool[dst, at] = pool[src, at]
+
+
+copy_entry = Entry(_copy, types.Array(types.uint8, 2, "C"), types.Array(types.int64, 2, "C"))
 
 
 def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:

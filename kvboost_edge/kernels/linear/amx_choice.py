@@ -17,16 +17,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
+from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
 from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT8, OFFSET
+from kvboost_edge.kernels.linear.ladders import TARGET_TYPE
 from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
+from kvboost_edge.kernels.tuples import numbers_type
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["AmxChoice", "amx_choice", "linear_path"]
+__all__ = ["AmxChoice", "amx_choice", "linear_path", "trial_entries"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,6 +93,11 @@ def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -
             _VNNI_INT4(tile, panel, target)
         else:
             _VNNI_INT8(tile, panel, target)
+
+
+_TRIAL_ARGUMENTS = (types.int64, types.int64, numbers_type(Tile), types.int64, TARGET_TYPE)
+trial_entries = [Entry(trial, *_TRIAL_ARGUMENTS) for trial in (_amx_trial, _vnni_trial)] if has_tile_registers() else []
+"""What `amx_choice` runs."""
 
 
 class _Trial:

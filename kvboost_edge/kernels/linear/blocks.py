@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.dot import GROUP, KIND_Q4K, KIND_Q5K, KIND_Q6K
 from kvboost_edge.kernels.linear.layout import (
@@ -20,7 +22,7 @@ from kvboost_edge.kernels.linear.layout import (
 from kvboost_edge.kernels.linear.weights import PackedRows, packed_sizes
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["BLOCK_BYTES", "BLOCK_WEIGHTS", "pack_blocks"]
+__all__ = ["BLOCK_BYTES", "BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
 
 BLOCK_WEIGHTS = BLOCK_GROUPS * GROUP
 BLOCK_BYTES = {KIND_Q4K: 144, KIND_Q5K: 176, KIND_Q6K: 210}
@@ -143,3 +145,10 @@ def _scales_of_groups(block: Bytes, scales: Bytes, at: int) -> None:
 def _scales_q6k(block: Bytes, scales: Bytes, at: int) -> None:
     for part in range(2 * BLOCK_GROUPS):
         scales[at + part * LANES] = block[_SCALES_Q6K + part]
+
+
+_BYTES = types.Array(types.uint8, 1, "C")
+blocks_entry = Entry(
+    _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, types.Array(types.uint32, 1, "C"), _BYTES, _BYTES
+)
+"""What `pack_blocks` runs."""

@@ -1,11 +1,16 @@
-"""A tile or two of weights against a panel of tokens, the microkernel chosen at run time by kind and number."""
+"""A tile or two of weights against a panel of tokens: of each kind of weights one entry, which chooses the microkernel
+by the number of tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from numba.core import types
+from numba.core.types.containers import BaseTuple
+
+from kvboost_edge.kernels.entry import Entry, caller
 from kvboost_edge.kernels.integers import has_tile_registers
-from kvboost_edge.kernels.jit import kernel, named_kernel
+from kvboost_edge.kernels.jit import named_kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
 from kvboost_edge.kernels.linear.panel import (
     FINE_TOKENS,
@@ -19,19 +24,15 @@ from kvboost_edge.kernels.linear.panel import (
 from kvboost_edge.kernels.linear.tiles import (
     FLOAT_TOKENS,
     INT_KINDS,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT8,
-    KIND_Q4K,
-    KIND_Q5K,
     Target,
     Tile,
     float_tile,
     int_tile,
 )
+from kvboost_edge.kernels.tuples import numbers_type
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F32
 
-__all__ = ["float_rows", "int_panel"]
+__all__ = ["TARGET_TYPE", "float_rows", "int_panel", "ladders"]
 
 _MOST, _MOST_FINE = SMALL_TOKENS[-1], FINE_TOKENS[-1]
 # Numbers of tokens that take two tiles at once.
@@ -95,34 +96,18 @@ def _float_ladder(kind: int) -> Any:
     return ladder
 
 
-_INT = {kind: _int_ladder(kind) for kind in INT_KINDS}
-_FLOAT = {kind: _float_ladder(kind) for kind in (KIND_F32, KIND_BF16)}
-# Kernels look up names, not tables.
-_INT8, _INT4, _INT4_ASYM, _Q4K, _Q5K, _Q6K = (_INT[kind] for kind in INT_KINDS)
-_F32, _BF16 = _FLOAT[KIND_F32], _FLOAT[KIND_BF16]
+_I64 = types.int64
+_TILE = numbers_type(Tile)
+TARGET_TYPE = BaseTuple.from_types([*[_I64] * 5, types.float32], Target)
+_INT_ARGUMENTS = (_I64, _I64, _TILE, _I64, TARGET_TYPE)
+_FLOAT_ARGUMENTS = (_I64, _TILE, _I64, _I64, TARGET_TYPE)
 
+ladders = {kind: Entry(_int_ladder(kind), *_INT_ARGUMENTS) for kind in INT_KINDS}
+ladders |= {kind: Entry(_float_ladder(kind), *_FLOAT_ARGUMENTS) for kind in (KIND_F32, KIND_BF16)}
+"""Kind of weights -> the kernel that multiplies with them, to be called by one of:"""
 
-@kernel
-def int_panel(kind: int, n: int, fine: int, tile: Tile, panel: int, target: Target) -> None:
-    """A tile, or two where n tokens take two at once, against a panel of n tokens (see panel.py)."""
-    if kind == KIND_INT8:
-        _INT8(n, fine, tile, panel, target)
-    elif kind == KIND_INT4:
-        _INT4(n, fine, tile, panel, target)
-    elif kind == KIND_INT4_ASYM:
-        _INT4_ASYM(n, fine, tile, panel, target)
-    elif kind == KIND_Q4K:
-        _Q4K(n, fine, tile, panel, target)
-    elif kind == KIND_Q5K:
-        _Q5K(n, fine, tile, panel, target)
-    else:
-        _Q6K(n, fine, tile, panel, target)
-
-
-@kernel
-def float_rows(kind: int, n: int, tile: Tile, inputs: int, step: int, target: Target) -> None:
-    """A tile of float weights against n = 1, 2, 4 or 8 rows of float32 at address `inputs`, `step` bytes apart."""
-    if kind == KIND_F32:
-        _F32(n, tile, inputs, step, target)
-    else:
-        _BF16(n, tile, inputs, step, target)
+int_panel = caller(*_INT_ARGUMENTS)
+"""(n, fine, tile, panel, target): a tile, or two where n tokens take two at once, against a panel of n tokens."""
+float_rows = caller(*_FLOAT_ARGUMENTS)
+"""(n, tile, inputs, step, target): a tile of float weights against n = 1, 2, 4 or 8 rows of float32 at address
+`inputs`, `step` bytes apart."""

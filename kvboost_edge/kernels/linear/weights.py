@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.fit import FITS, fit_group
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
@@ -48,6 +50,9 @@ __all__ = [
     "NUMBERS",
     "QUANTIZED",
     "PackedRows",
+    "codes_entry",
+    "fit_entry",
+    "floats_entry",
     "pack_codes",
     "pack_rows",
     "packed_sizes",
@@ -230,3 +235,10 @@ def _store_words(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32], bit
                     word |= words[row, first + 1] << np.uint32(4)
                 out[at] = word
                 at += 1
+
+
+_BYTES, _FLOATS = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 2, "C")
+fit_entry = Entry(_fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES, types.int64)
+floats_entry = Entry(_store_floats, _FLOATS, _BYTES, types.int64)
+codes_entry = Entry(_store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64)
+"""What `pack_rows` runs for integer formats and for floats, and what `pack_codes` runs."""

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
 from kvboost_edge.kernels.attention.attend import attend_units
 from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job
 from kvboost_edge.kernels.coded.attend import CodedJob, attend_coded_units
 from kvboost_edge.kernels.coded.write import quantize_block
+from kvboost_edge.kernels.entry import Entry, caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.rope import copy_floats
 from kvboost_edge.kernels.program.table import B_ROWS, F_LAYER, ProgramJob
@@ -35,9 +37,11 @@ __all__ = [
     "R_STAGE",
     "R_VALUES",
     "AttentionRow",
+    "attend_entries",
     "attend_row",
     "attention_row",
     "close_blocks",
+    "close_entry",
     "closing_units",
     "continue_block",
     "continuing_units",
@@ -50,7 +54,7 @@ __all__ = [
 class AttentionRow(NamedTuple):
     """What attention of one layer reads and writes in a pass; kept in memory as tuples.py has it.
 
-    job               its `codes` are 0 where the pool is not quantized, and then nothing but `plain` and `slots` counts
+    job               where the pool is not quantized nothing but `plain` and `slots` counts
     slots             address of the tokens' slots, int64
     continued         address of pairs (from, to) of buffers, int64, copied before anything is written
     closed            address of pairs (buffer, block), int64, quantized when all is written
@@ -96,14 +100,20 @@ def attention_row(job: ProgramJob, op: Any) -> Any:
     return job.buffers[B_ROWS] + 8 * ROW_NUMBERS * op[F_LAYER]
 
 
+attend_row = caller(types.int64)
+"""(at): take units of the attention call whose row is at this address until none is left. Of an entry of:"""
+
+
 @kernel
-def attend_row(at: int) -> None:
-    """Take units of the attention call whose row is at this address until none is left."""
+def _attend_floats(at: int) -> None:
+    job = load_row(AttentionRow, at).job.plain
+    attend_units(job, job)
+
+
+@kernel
+def _attend_codes(at: int) -> None:
     job = load_row(AttentionRow, at).job
-    if job.codes == 0:
-        attend_units(job.plain, job.plain)
-    else:
-        attend_coded_units(job.plain, job)
+    attend_coded_units(job.plain, job)
 
 
 @kernel
@@ -158,7 +168,7 @@ def closing_units(at: int) -> Any:
 
 
 @kernel
-def close_blocks(at: int, unit: int) -> None:
+def _close_blocks(at: int, unit: int) -> None:
     """Quantize this unit's share of the blocks that are full now."""
     row = load_row(AttentionRow, at)
     job, layout, heads = row.job.plain, row.job.layout, row.job.plain.shape.num_kv_heads
@@ -169,3 +179,10 @@ def close_blocks(at: int, unit: int) -> None:
         source = (load_i64(pair) * heads + head) * block_bytes
         out = row.job.codes + (load_i64(pair + 8) * heads + head) * layout.nbytes
         quantize_block(job.keys + source, job.values + source, stage, out, layout)
+
+
+close_blocks = caller(types.int64, types.int64)
+"""(at, unit): quantize this unit's share of the blocks that are full now. Of the entry:"""
+close_entry = Entry(_close_blocks, types.int64, types.int64)
+attend_entries = {False: Entry(_attend_floats, types.int64), True: Entry(_attend_codes, types.int64)}
+"""Whether the pool is quantized -> attention."""

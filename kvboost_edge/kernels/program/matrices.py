@@ -89,6 +89,7 @@ def _int_tiles(
     More than one panel: count is at most TILES_AT_ONCE.
     """
     kind, fine = op[lt.F_KIND], op[lt.F_FINE_IN]
+    microkernel = job.kernels[kind]
     groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
     bytes_each, scales_each = groups * group_bytes_kernel(kind), groups * SCALE_BYTES
     minima_each = minima_bytes_kernel(kind, groups)
@@ -99,13 +100,13 @@ def _int_tiles(
     if not takes_pair(n, fine):
         runs = panels if panels > 1 else count
         where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
-        int_panel(kind, n, fine, where, panel, target)
+        int_panel(microkernel, (n, fine, where, panel, target))
         return
     pairs = count // 2
     if pairs > 0:
         runs = panels if panels > 1 else pairs
         where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
-        int_panel(kind, n, fine, where, panel, target)
+        int_panel(microkernel, (n, fine, where, panel, target))
     if count % 2 == 1:
         # The last tile of an odd number, as a pair with itself.
         weights, scales = weights + 2 * pairs * bytes_each, scales + 2 * pairs * scales_each
@@ -113,7 +114,8 @@ def _int_tiles(
         behind = 2 * pairs * target.tile_step
         bias = target.bias + behind if target.bias != 0 else 0
         alone = Target(target.out + behind, target.out_step, 0, bias, target.add, target.factor)
-        int_panel(kind, n, fine, Tile(weights, scales, minima, 0, 0, 0, groups, panels, step), panel, alone)
+        where = Tile(weights, scales, minima, 0, 0, 0, groups, panels, step)
+        int_panel(microkernel, (n, fine, where, panel, alone))
 
 
 @kernel
@@ -147,7 +149,8 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 width = 4 if kind == KIND_F32 else 2
                 weights = op[lt.F_WEIGHT] + tile * inputs * LANES * width
                 x = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-                float_rows(kind, n, Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0), x, 4 * op[lt.F_SRC_STEP], target)
+                where = Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0)
+                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
             token += n
         tile += count
 
@@ -207,6 +210,6 @@ def run_unit(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
     elif code == lt.OP_CONTINUE:
         continue_block(attention_row(job, op), unit)
     elif code == lt.OP_CLOSE:
-        close_blocks(attention_row(job, op), unit)
+        close_blocks(job.kernels[lt.K_CLOSE], (attention_row(job, op), unit))
     else:
         run_tokens(job, op, params, unit)

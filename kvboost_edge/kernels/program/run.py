@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import time
 
+from numba.core import types
+
+from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.attend import attend_row, attention_row, is_attended
 from kvboost_edge.kernels.program.matrices import run_unit, units_of
-from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, F_OP, OP_ATTEND, ProgramJob
+from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, F_OP, JOB_TYPE, K_ATTEND, OP_ATTEND, ProgramJob
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
-__all__ = ["run_program"]
+__all__ = ["program_entry", "run_program"]
 
 _NEXT, _DONE = 0, 8
 _WHOLE = 1 << 20
@@ -33,7 +36,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
         left = spins
         if op[F_OP] == OP_ATTEND:
             row = attention_row(job, op)
-            attend_row(row)
+            attend_row(job.kernels[K_ATTEND], (row,))
             while not is_attended(row):
                 relax()
                 left -= 1
@@ -55,6 +58,9 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
     # Whoever gets here has seen every unit done, so one thread is enough to end the call for all.
     fetch_add(counters + 8 * COUNTERS_PER_OP * (job.last - job.first), _WHOLE)
     return True
+
+
+program_entry = Entry(_take_units, JOB_TYPE, types.int64)
 
 
 def run_program(job: ProgramJob) -> None:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
+from numba.core.types.containers import BaseTuple
 
-__all__ = ["COUNTERS_PER_OP", "NUM_FIELDS", "NUM_PARAMS", "ProgramJob"]
+__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "ProgramJob"]
 
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it.
@@ -44,6 +46,9 @@ P_FACTOR, P_EPS, P_CAP, NUM_PARAMS = 0, 1, 2, 4
     B_ROWS, B_TABLES,
 ) = range(14)  # fmt: skip
 
+# Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
+K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18
+
 COUNTERS_PER_OP = 16  # two counters on cache lines of their own
 
 
@@ -55,6 +60,7 @@ class ProgramJob(NamedTuple):
     buffers   int64 [num_buffers], addresses
     counters  int64, zeros: COUNTERS_PER_OP for each op from first on, then one for the whole
     tokens    rows of this pass
+    kernels   int64 [NUM_KERNELS], addresses of entries, see entries.py; 0 where the program needs none
     matrix    1: panels are as large as tile registers take, where kernels are compiled with them; 0: not
     """
 
@@ -62,7 +68,13 @@ class ProgramJob(NamedTuple):
     params: npt.NDArray[np.float32]
     buffers: npt.NDArray[np.int64]
     counters: npt.NDArray[np.int64]
+    kernels: npt.NDArray[np.int64]
     first: int
     last: int
     tokens: int
     matrix: int
+
+
+_TABLES = [types.Array(number, 2, "C") for number in (types.int64, types.float32)]
+JOB_TYPE = BaseTuple.from_types([*_TABLES, *[types.Array(types.int64, 1, "C")] * 3, *[types.int64] * 4], ProgramJob)
+"""Numba's type of a job."""

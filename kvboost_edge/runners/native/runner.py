@@ -16,13 +16,18 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
+from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
@@ -59,6 +64,8 @@ class NativeRunner:
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
+        self.kinds = _kinds_of(plan)
+        self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
         self._params = [AttentionParams(spec.softmax_scale, layer.window, spec.softcap) for layer in spec.layers]
@@ -98,6 +105,8 @@ class NativeRunner:
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source)
+            program, *entries = pass_entries(_kinds_of(plan), quantized=kv_bits != (16, 16))
+            compile_ahead([program, *packing_entries(plan, source), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
             plan,
@@ -122,6 +131,7 @@ class NativeRunner:
         self._whole = None
         if self._spec.num_heads * self._spec.head_dim == self._buffers.sizes.attended:
             self._whole = WholePass.of(backend, self._params)
+        self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
@@ -207,7 +217,9 @@ class NativeRunner:
         if counters is None:
             counters = np.zeros(self._num_counters(first, end), dtype=np.int64)
         program = self._program
-        job = lt.ProgramJob(program.ops, program.params, addresses, counters, first, end, num_tokens, self._matrix)
+        job = lt.ProgramJob(
+            program.ops, program.params, addresses, counters, self._kernels, first, end, num_tokens, self._matrix
+        )
         self._team.run(run_program, job, counters, lt.COUNTERS_PER_OP * (end - first), self._team.num_threads)
 
     def close(self) -> None:
@@ -215,6 +227,11 @@ class NativeRunner:
         self._own_team.close()
         self._backend, self._team, self._whole = None, self._own_team, None
         self._packed.close()
+
+
+def _kinds_of(plan: list[PackEntry]) -> set[int]:
+    """Kinds of the matrices, as the kernels number them."""
+    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:

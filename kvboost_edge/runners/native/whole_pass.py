@@ -83,6 +83,11 @@ class WholePass:
             return None
         return cls(access, backend.spec, params)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the pool is."""
+        return self._coded is not None
+
     def prepare(self, queries: Floats, prepared: PreparedBatch, num_counters: int) -> PassMemory:
         """Memory for a pass whose program needs `num_counters` counters; queries float32 [tokens, heads, head_dim]."""
         num_layers, num_kv_heads = self._num_layers, self._shape.num_kv_heads

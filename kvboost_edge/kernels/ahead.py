@@ -1,0 +1,187 @@
+"""Compiling entries before they are needed, in processes of their own.
+
+The compiler takes some 200 MB, which its process never gives back: children take them instead, each entry is compiled
+by one of them, and this process only loads what they leave on disk. `python -m kvboost_edge.kernels.ahead` is a child:
+it reads names of entries, one a line, and repeats each when its code is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numba
+
+from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.kernels.entry import Entry, entry_named
+from kvboost_edge.kernels.jit import cache_path
+
+__all__ = ["compile_ahead", "on_compiling"]
+
+_LOG = logging.getLogger(__name__)
+_MODULE = "kvboost_edge.kernels.ahead"
+_MOST_CHILDREN = 4  # each spends half a second before it compiles, and the longest entry takes a third of all time
+_LAST_LINES = 12
+
+_listeners: list[Callable[[int, int], None]] = []
+
+
+def on_compiling(tell: Callable[[int, int], None] | None) -> None:
+    """Call `tell(kernels done, kernels in all)` at the beginning and after each, from the thread that opens a model,
+    whenever kernels are compiled ahead. It replaces what was given before; None: nothing is called."""
+    _listeners[:] = [] if tell is None else [tell]
+
+
+def compile_ahead(entries: Sequence[Entry], num_processes: int) -> None:
+    """Leave the machine code of all entries on disk: those it is not there of are compiled in that many processes at
+    most, the first of them first. Where no process can be started they are compiled in this one, which the log says.
+
+    BackendUnavailable with what the compiler said, and the kernel's name, where a process failed.
+    """
+    missing = [entry for entry in entries if not entry.is_ready]
+    if not missing:
+        return
+    tell = _listeners[0] if _listeners else lambda done, total: None
+    with _children(min(num_processes, len(missing), _MOST_CHILDREN)) as children:
+        where = f"{len(children)} process(es)" if children else "this process, whose memory grows by some 200 MB"
+        _LOG.info("compiling %d kernels for this machine in %s, once", len(missing), where)
+        tell(0, len(missing))
+        for index, _ in enumerate(_compiled_by(children, missing) if children else _compiled_here(missing)):
+            tell(index + 1, len(missing))
+
+
+def _compiled_here(entries: Sequence[Entry]) -> Iterator[Entry]:
+    for entry in entries:
+        entry.compile()
+        yield entry
+
+
+class _Child:
+    """A process that compiles entries, one at a time."""
+
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                text=True,
+                encoding="utf-8",
+                env=_environment(),
+            )
+        except BaseException:
+            self._said.close()
+            raise
+
+    def compile(self, entry: Entry) -> None:
+        """Return when the entry is on disk. BackendUnavailable if the process ended before."""
+        into, out = self._process.stdin, self._process.stdout
+        assert into is not None
+        assert out is not None
+        with contextlib.suppress(OSError):  # it has ended, which its answer tells
+            into.write(f"{entry.name}\n")
+            into.flush()
+        if out.readline().strip() != entry.name:
+            code = self._process.wait()
+            raise BackendUnavailable(
+                f"the process that compiled the kernel {entry.name} ended with {code}: {self._last_words()}; the "
+                f"machine code would lie in {cache_path()} (NUMBA_CACHE_DIR)"
+            )
+
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        lines = self._said.read().decode("utf-8", "replace").strip().splitlines()
+        return "\n".join(lines[-_LAST_LINES:]) or "it said nothing"
+
+    def end(self) -> None:
+        """End the process whatever it does, and wait for that."""
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+
+@contextlib.contextmanager
+def _children(count: int) -> Iterator[list[_Child]]:
+    """So many, which no way out leaves behind; none where this system starts no Python, or keeps no machine code."""
+    reason = ""
+    if not sys.executable or getattr(sys, "frozen", False):
+        reason = "it knows no Python interpreter (sys.executable)"
+    elif not os.access(cache_path(), os.W_OK):
+        reason = f"{cache_path()} cannot be written (NUMBA_CACHE_DIR)"
+    children: list[_Child] = []
+    try:
+        while not reason and len(children) < count:
+            try:
+                children.append(_Child())
+            except OSError as error:
+                reason = f"no other could be started: {error}"
+        if not children:
+            _LOG.warning("kernels are compiled in this process: %s", reason)
+        yield children
+    finally:
+        for child in children:
+            child.end()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, and what was set in it alone: where this package lies, what Numba compiles for."""
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    chosen = {
+        "NUMBA_CACHE_DIR": numba.config.CACHE_DIR,
+        "NUMBA_CPU_NAME": numba.config.CPU_NAME,
+        "NUMBA_CPU_FEATURES": numba.config.CPU_FEATURES,
+    }
+    given = {name: str(value) for name, value in chosen.items() if value}
+    return {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _compiled_by(children: Sequence[_Child], entries: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries as they are done, each by the first child that is free. Raises what the first failure raised."""
+    left: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Entry | BaseException] = queue.SimpleQueue()
+    for entry in entries:
+        left.put(entry)
+
+    def work(child: _Child) -> None:
+        try:
+            while True:
+                entry = left.get_nowait()
+                child.compile(entry)
+                done.put(entry)
+        except queue.Empty:
+            return
+        except BaseException as error:
+            done.put(error)
+
+    for child in children:
+        threading.Thread(target=work, args=(child,), name="kvboost-compile", daemon=True).start()
+    for _ in entries:
+        result = done.get()
+        if isinstance(result, BaseException):
+            raise result
+        yield result
+
+
+def _serve(names: IO[str], answers: IO[str]) -> None:
+    """What a child does."""
+    for line in names:
+        name = line.strip()
+        entry_named(name).compile()
+        answers.write(f"{name}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin, sys.stdout)

@@ -1,0 +1,47 @@
+"""Which entries (see kernels/entry.py) a program needs, and the table of their addresses that its jobs carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.attention.storage import copy_entry
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.linear.amx_choice import trial_entries
+from kvboost_edge.kernels.linear.ladders import ladders
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.attend import attend_entries, close_entry
+from kvboost_edge.kernels.program.run import program_entry
+from kvboost_edge.kernels.team import team_entries
+
+__all__ = ["kernel_table", "pass_entries", "table_entries"]
+
+
+def table_entries(kinds: Iterable[int], quantized: bool | None) -> dict[int, Entry]:
+    """Index of a job's `kernels` -> the entry whose address stands there.
+
+    kinds: of the weights; quantized: whether the pool is, None where attention is not run in the program.
+    """
+    found = {kind: ladders[kind] for kind in sorted(set(kinds))}
+    if quantized is not None:
+        found[lt.K_ATTEND] = attend_entries[quantized]
+    if quantized:
+        found[lt.K_CLOSE] = close_entry
+    return found
+
+
+def pass_entries(kinds: Iterable[int], *, quantized: bool) -> list[Entry]:
+    """All entries that passes over weights of these kinds run, those that take longest to compile first."""
+    of_table = table_entries(kinds, quantized)
+    attention = [of_table.pop(lt.K_ATTEND)]
+    return [program_entry, *attention, *trial_entries, *of_table.values(), copy_entry, *team_entries]
+
+
+def kernel_table(kinds: Iterable[int], quantized: bool | None = None) -> npt.NDArray[np.int64]:
+    """int64 [NUM_KERNELS] for a job; entries that were never compiled here are compiled now."""
+    table = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
+    for index, entry in table_entries(kinds, quantized).items():
+        table[index] = entry.address
+    return table

@@ -1,0 +1,121 @@
+"""Compiling ahead, in children."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.kernels import ahead
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.team import team_entries
+
+# In a process of its own, with a cache of its own: what it compiled itself, what it was told, what lies on disk.
+COMPILE = """
+import json, sys
+from pathlib import Path
+from numba.core import event
+from kvboost_edge.kernels import ahead
+from kvboost_edge.kernels.attention.storage import copy_entry
+from kvboost_edge.kernels.team import team_entries
+own, told = [], []
+class Listener(event.Listener):
+    def on_start(self, one):
+        own.append(one.data["dispatcher"].__name__)
+    def on_end(self, one):
+        pass
+event.register("numba:compile", Listener())
+def tell(done, total):
+    told.append([done, total])
+    if done == int(sys.argv[2]):
+        raise KeyboardInterrupt
+ahead.on_compiling(tell)
+if sys.argv[1] == "0":
+    sys.executable = ""
+try:
+    ahead.compile_ahead([*team_entries, copy_entry], int(sys.argv[1]))
+except KeyboardInterrupt:
+    pass
+print(json.dumps([own, told, sorted(path.name for path in Path(ahead.cache_path()).parent.glob("*/*.nbc"))]))
+"""
+
+
+def compiled(cache: Path, children: int, stop_at: int = -1) -> list[list[object]]:
+    """children: 0: none can be started."""
+    command = [sys.executable, "-c", COMPILE, str(children), str(stop_at)]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: list[list[object]] = json.loads(done.stdout)
+    return found
+
+
+def test_children_leave_what_one_process_leaves_and_the_parent_compiles_nothing(tmp_path: Path) -> None:
+    own, told, files = compiled(tmp_path / "two", 2)
+    assert own == []
+    assert told == [[0, 3], [1, 3], [2, 3], [3, 3]]
+    assert len(files) == 3
+    assert compiled(tmp_path / "two", 2) == [[], [], files]
+    alone, told, same = compiled(tmp_path / "none", 0)
+    assert {"_wait_for", "_look_out", "_copy"} <= set(alone)
+    assert told[-1] == [3, 3]
+    assert same == files
+
+
+def test_an_interrupt_leaves_a_cache_that_the_next_start_completes(tmp_path: Path) -> None:
+    own, told, files = compiled(tmp_path, 1, stop_at=1)
+    assert (own, told[-1]) == ([], [1, 3])
+    assert 1 <= len(files) < 3
+    own, told, files = compiled(tmp_path, 2)
+    assert own == []
+    assert told[0][1] <= 2
+    assert len(files) == 3
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> Entry:
+    """An entry that is said to be nowhere."""
+    monkeypatch.setattr(Entry, "is_ready", False)
+    return team_entries[0]
+
+
+def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(
+    missing: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_MODULE", "kvboost_edge.kernels.nowhere")
+    before = set(psutil.Process().children())
+    with pytest.raises(BackendUnavailable, match=r"kernel kvboost_edge\.kernels\.team:_wait_for ended with 1.*nowhere"):
+        ahead.compile_ahead([missing], 2)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_an_interrupt_leaves_no_process(missing: Entry) -> None:
+    before = set(psutil.Process().children())
+
+    def tell(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    ahead.on_compiling(tell)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ahead.compile_ahead([missing], 2)
+    finally:
+        ahead.on_compiling(None)
+    assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python"])
+def test_where_no_child_can_be_started_the_log_says_so(
+    executable: str, missing: Entry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with caplog.at_level(logging.INFO, "kvboost_edge"):
+        ahead.compile_ahead([missing], 2)
+    assert "compiled in this process" in caplog.text
+    assert "1 kernels for this machine in this process" in caplog.text
