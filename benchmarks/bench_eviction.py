@@ -20,7 +20,7 @@ import argparse
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class LeastFrequentlyUsed:
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._plain or block_id in self._ranks
 
-    def put(self, block_id: int, *, matchable: bool, owner: bytes = b"") -> None:
+    def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
         if not matchable:
             self._plain[block_id] = None
             return
@@ -94,8 +94,8 @@ class LeastFrequentlyUsed:
     def order(self) -> list[int]:
         return [*self._plain, *sorted(self._ranks, key=self._ranks.__getitem__)]
 
-    def held(self) -> Collection[int]:
-        return ()
+    def missed(self, *, once: int, again: int) -> None:
+        pass
 
 
 class FirstInFirstOut(LeastFrequentlyUsed):
@@ -121,7 +121,7 @@ POLICIES: dict[str, Callable[[Iterable[int]], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "fifo": FirstInFirstOut,
     "lfu": LeastFrequentlyUsed,
-    "floors": TenantFloors,
+    "ours": TenantFloors,
 }
 
 
@@ -176,7 +176,7 @@ def pool_sizes(trace: Sequence[Access]) -> list[int]:
     """The pools a trace runs in."""
     distinct = len({one for access in trace for one in (*access.prompt_ids, *access.output_ids)})
     longest = max(len(access.prompt_ids) + len(access.output_ids) for access in trace) + 1
-    return [max(int(share * distinct), 2 * longest) for share in _SHARES]
+    return sorted({max(int(share * distinct), 2 * longest) for share in _SHARES})
 
 
 def rows_of(name: str, trace: Sequence[Access], sizes: Sequence[int]) -> list[dict[str, Any]]:

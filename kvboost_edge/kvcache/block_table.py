@@ -100,6 +100,7 @@ class BlockTable:
         "_chain_hash",
         "_chain_serial",
         "_claims",
+        "_goes_on",
         "_num_chained",
         "_publishes",
         "_serial",
@@ -129,6 +130,8 @@ class BlockTable:
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = True
+        # whether it found a published chain to its end, see `Uses`
+        self._goes_on = False
         # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
         self._uncounted_misses = 0
         # block index -> prefix hash this table promised to compute (single flight)

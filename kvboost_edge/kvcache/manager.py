@@ -18,6 +18,7 @@ from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Publisher
+from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -48,6 +49,7 @@ class KVCacheManager:
         "_pool",
         "_publisher",
         "_released",
+        "_uses",
         "block_size",
         "cow_copies",
         "evictions",
@@ -74,6 +76,7 @@ class KVCacheManager:
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._claims = Claims()
+        self._uses = Uses(num_blocks)
         self._publisher = Publisher(self._index, self._claims, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
@@ -107,9 +110,15 @@ class KVCacheManager:
             table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
             table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
             table.num_computed_tokens = table.num_cached_tokens
-            for index, prefix_hash in enumerate(self._lookup.rest(data, match), len(match.block_ids)):
+            rest = list(self._lookup.rest(data, match))
+            for index, prefix_hash in enumerate(rest, len(match.block_ids)):
                 self._claims.make(table, index, prefix_hash)
-            table._uncounted_misses = len(token_ids) - table.num_cached_tokens if count else 0
+            if count:
+                table._uncounted_misses = len(token_ids) - table.num_cached_tokens
+                table._goes_on = self._uses.matched(match.block_ids)
+                once, again = self._lookup.lost(rest)
+                if once or again:
+                    self._pool.missed(once=once, again=again)
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -221,10 +230,12 @@ class KVCacheManager:
 
     def _take(self, count: int, owner: bytes) -> list[int]:
         taken = self._pool.take(count, owner)
+        again = self._uses.again
         for block_id in taken:
             if self._index.entry(block_id) is not None:
-                self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
+                self._lookup.forget(self._index.withdraw(block_id).prefix_hash, again[block_id])
                 self.evictions += 1
+            self._uses.forget(block_id)
         return taken
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
@@ -245,7 +256,9 @@ class KVCacheManager:
         if table._publishes:
             num_full = table.num_full_blocks(num_computed, self.block_size)
             if num_full > table._num_chained or table._withdrawn:
+                first = max(0, table._num_chained - 1)
                 self.progress += self._publisher.publish(table, token_ids, num_full)
+                self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
         table.num_computed_tokens = num_computed
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -275,6 +288,7 @@ class KVCacheManager:
         """
         self._check_live(table)
         self._claims.drop_all(table)
+        again = self._uses.again
         for index in range(len(table.block_ids) - 1, -1, -1):
             if index in table._twins:
                 twin, serial = table._twins[index]
@@ -283,7 +297,8 @@ class KVCacheManager:
                     self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
-            self._pool.release(block_id, matchable=matchable, owner=table.owner)
+            again[block_id] |= table._goes_on
+            self._pool.release(block_id, matchable=matchable, owner=table.owner, again=again[block_id])
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         del self._live[table._serial]
@@ -313,12 +328,12 @@ class KVCacheManager:
 
     @property
     def usable_block_count(self) -> int:
-        """Blocks that requests can ever get: all but those that the eviction policy holds."""
+        """Blocks that requests can ever get: all but the pinned ones."""
         return self._pool.num_blocks - len(self._pool.held())
 
     @property
     def used_block_count(self) -> int:
-        """Blocks referenced by a table or held by the eviction policy."""
+        """Blocks referenced by a table, or pinned."""
         return self._pool.num_blocks - self._pool.num_free
 
     @property
@@ -369,8 +384,8 @@ class KVCacheManager:
         return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all bookkeeping from `tables`, all the live ones, and from what the eviction policy holds;
-        CacheCorruption on the first contradiction."""
+        """Recompute all bookkeeping from `tables`, all the live ones, and from the pins; CacheCorruption on the first
+        contradiction."""
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)
         self._pool.check(block_id for table in tables for block_id in table.block_ids)
