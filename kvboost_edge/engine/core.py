@@ -28,7 +28,7 @@ from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.work import ScheduledTokens
-from kvboost_edge.errors import CacheCorruption, KVBoostError
+from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.runners.base import Runner
 
@@ -56,6 +56,7 @@ _FORKED = (
     "this process was forked from the one that runs the engine, and the engine's thread did not come along; make an "
     "engine in this process, or start processes by 'spawn' instead of 'fork'"
 )
+_LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
 
 
@@ -211,12 +212,17 @@ class EngineCore:
         self._backend.close()
 
     def _idle(self) -> None:
-        """Sleep until a message comes."""
+        """Sleep until a message comes, or a pin ends."""
         if self._closing:
             return
         with self.lock:
             self._watch.idle()
-        message = self._inbox.get()
+            end = self.scheduler.manager.pins.next_end
+        timeout = None if end is None else min(max(0.0, end - time.monotonic()), _LONG_SLEEP)
+        try:
+            message = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return
         with self.lock:
             self._handle(message)
 
@@ -289,8 +295,10 @@ class EngineCore:
             self._closing = True
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed, in whatever state they are."""
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+        """End the requests whose deadline has passed, in whatever state they are, and the pins whose time is over."""
+        now = time.monotonic()
+        self.scheduler.manager.pins.expire(now)
+        while self._deadlines and self._deadlines[0][0] <= now:
             _, index = heapq.heappop(self._deadlines)
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
@@ -331,10 +339,21 @@ class EngineCore:
         """Give the blocks back, then tell the caller."""
         if self._live.pop(sequence.index, None) is None:
             return
+        if error is None and reason in ("stop", "length") and sequence.request.pin:
+            error = self._pin(sequence.request)
         self.scheduler.finish(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.request.root, *sequence.answer())
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
+
+    def _pin(self, request: Request) -> CapacityError | None:
+        """Let the prompt of a request that still holds its blocks stay; the error if other pins leave no room."""
+        until = None if request.ttl is None else time.monotonic() + request.ttl
+        try:
+            self.scheduler.manager.pins.add(request.prompt_ids, request.root, owner=request.tenant, until=until)
+        except CapacityError as error:
+            return error
+        return None
 
 
 _started: weakref.WeakSet[EngineCore] = weakref.WeakSet()

@@ -103,7 +103,8 @@ class CPUPagedEngine:
         **options: Any,
     ) -> RequestHandle:
         """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`; and
-        those of `Terms`: tenant, cache_salt, priority, deadline. `entry` says when the call began if that was before.
+        those of `Terms`: tenant, cache_salt, priority, deadline, pin, ttl. `entry` says when the call began if that was
+        before.
 
         Raises RequestError for anything wrong with prompt or options and CapacityError for a request larger than the
         pool; nothing is held then.
@@ -195,17 +196,42 @@ class CPUPagedEngine:
     # Cache.
 
     def warm(
-        self, text: Prompt, position_offset: int = 0, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        text: Prompt,
+        position_offset: int = 0,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        pin: bool = False,
+        ttl: float | None = None,
     ) -> WarmResult:
-        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache."""
+        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache.
+        pin, ttl: as `pin` below."""
         if as_int("position_offset", position_offset) != 0:
             raise RequestError(
                 f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
             )
-        terms = Terms(tenant=tenant, cache_salt=cache_salt)
+        terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
         _wait([self._submit(request)])
         return self.warm_result(request.prompt_ids, tenant=tenant, cache_salt=cache_salt)
+
+    def pin(
+        self, prompt: Prompt, ttl: float | None = None, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> WarmResult:
+        """Compute a prompt unless it is cached, and keep its full blocks there, for `ttl` seconds or until `unpin`.
+
+        CapacityError names the bound (`max_pinned_blocks`) if it leaves no room. Pinning it again gives it a new end.
+        """
+        return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
+
+    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int:
+        """End the pin of a prompt; its blocks stay cached as any others. Returns how many are pinned no more: 0 if this
+        tenant and salt pinned no such prompt, fewer than it has where other pins share them."""
+        terms = Terms(tenant=tenant, cache_salt=cache_salt)
+        token_ids = self._intake.token_ids(prompt, terms)
+        with self._core.reading():
+            return self._parts.manager.pins.end(token_ids, self._intake.root(terms))
 
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None

@@ -161,6 +161,21 @@ class BlockTable:
         last = self.parts[-1]
         return last.first_position + (len(self.block_ids) - last.first_index) * block_size
 
+    def slots(self, start: int, stop: int, block_size: int) -> list[int]:
+        """Slots of positions start .. stop - 1, all of which its blocks have room for."""
+        size, ids = block_size, self.block_ids
+        if len(self.parts) == 1:
+            return [ids[position // size] * size + position % size for position in range(start, stop)]
+        found: list[int] = []
+        while start < stop:
+            part = self.part_of(start)
+            following = [other.valid_from for other in self.parts if other.valid_from > start]
+            end = min([stop, *following])
+            places = range(start - part.first_position, end - part.first_position)
+            found += [ids[part.first_index + place // size] * size + place % size for place in places]
+            start = end
+        return found
+
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
         """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone determine."""
         whole = num_tokens if len(self.parts) == 1 else min(num_tokens, self.parts[1].valid_from)

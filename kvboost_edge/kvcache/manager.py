@@ -16,6 +16,7 @@ from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
+from kvboost_edge.kvcache.pins import Pins
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Publisher
 from kvboost_edge.kvcache.uses import Uses
@@ -35,7 +36,7 @@ class KVCacheManager:
     evictions      published blocks handed out again, their prefix forgotten
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
     miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
-    progress       counts tables freed and blocks published: while it stands, a table that found no room finds none
+    pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class KVCacheManager:
         "_lookup",
         "_next_table",
         "_pool",
+        "_progress",
         "_publisher",
         "_released",
         "_uses",
@@ -55,7 +57,7 @@ class KVCacheManager:
         "evictions",
         "hit_tokens",
         "miss_tokens",
-        "progress",
+        "pins",
     )
 
     def __init__(
@@ -66,6 +68,7 @@ class KVCacheManager:
         hash_fn: HashFn = chain_hash,
         whole_blocks: bool = False,
         policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed,
+        max_pinned_blocks: int | None = None,
     ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
@@ -77,12 +80,13 @@ class KVCacheManager:
         self._next_table = 0
         self._claims = Claims()
         self._uses = Uses(num_blocks)
+        self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self._publisher = Publisher(self._index, self._claims, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
         self.block_size = block_size
-        self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self.progress = 0
+        self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
     def open_table(
         self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True, owner: bytes = b""
@@ -213,20 +217,10 @@ class KVCacheManager:
     def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
         """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption beyond the blocks."""
         self._check_live(table)
-        size, ids, num_slots = self.block_size, table.block_ids, table.num_slots(self.block_size)
+        num_slots = table.num_slots(self.block_size)
         if not 0 <= start <= stop <= num_slots:
             raise CacheCorruption(f"tokens {start} .. {stop} are outside the {num_slots} slots of the table")
-        if len(table.parts) == 1:
-            return [ids[position // size] * size + position % size for position in range(start, stop)]
-        found: list[int] = []
-        while start < stop:
-            part = table.part_of(start)
-            following = [other.valid_from for other in table.parts if other.valid_from > start]
-            end = min([stop, *following])
-            places = range(start - part.first_position, end - part.first_position)
-            found += [ids[part.first_index + place // size] * size + place % size for place in places]
-            start = end
-        return found
+        return table.slots(start, stop, self.block_size)
 
     def _take(self, count: int, owner: bytes) -> list[int]:
         taken = self._pool.take(count, owner)
@@ -257,7 +251,7 @@ class KVCacheManager:
             num_full = table.num_full_blocks(num_computed, self.block_size)
             if num_full > table._num_chained or table._withdrawn:
                 first = max(0, table._num_chained - 1)
-                self.progress += self._publisher.publish(table, token_ids, num_full)
+                self._progress += self._publisher.publish(table, token_ids, num_full)
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
         table.num_computed_tokens = num_computed
 
@@ -303,7 +297,7 @@ class KVCacheManager:
                 self._released[block_id] = None
         del self._live[table._serial]
         table.block_ids, table.parts = [], [WHOLE]
-        self.progress += 1
+        self._progress += 1
 
     def reset(self) -> int:
         """Forget every cached (idle) block and return how many there were; referenced blocks stay published."""
@@ -311,6 +305,11 @@ class KVCacheManager:
         for block_id in idle:
             self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
         return len(idle)
+
+    @property
+    def progress(self) -> int:
+        """Counts tables freed, blocks published, pins ended: while it stands, a table that found no room finds none."""
+        return self._progress + self.pins.num_ended
 
     @property
     def num_blocks(self) -> int:
@@ -389,6 +388,7 @@ class KVCacheManager:
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)
         self._pool.check(block_id for table in tables for block_id in table.block_ids)
+        self.pins.check()
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)
 
