@@ -37,6 +37,7 @@ class Terms:
     priority     lower runs earlier, then the tenants' shares and the order of arrival decide; -(2^31 - 1) .. 2^31 - 1
     weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its requests
     deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
+    expect_reuse   it will come again: its blocks are kept like those that came again, not like those seen once
     pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
     ttl          seconds after which that ends by itself, counted from the end of the request; None: never
     """
@@ -47,6 +48,7 @@ class Terms:
     priority: int = 0
     weight: float = 1.0
     deadline: float | None = None
+    expect_reuse: bool = False
     pin: bool = False
     ttl: float | None = None
 
@@ -79,8 +81,9 @@ class Terms:
             if not math.isfinite(deadline):
                 raise RequestError(f"deadline={self.deadline!r} must be finite seconds of time.monotonic()")
             object.__setattr__(self, "deadline", deadline)
-        if not isinstance(self.pin, bool):
-            raise RequestError(f"pin={self.pin!r} must be True or False")
+        for name in ("expect_reuse", "pin"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.ttl is not None:
             if not self.pin:
                 raise RequestError(f"ttl={self.ttl!r} is how long a pin lasts; give pin=True with it")
@@ -177,6 +180,7 @@ class Intake:
             weight=terms.weight,
             priority=terms.priority,
             deadline=terms.deadline,
+            expect_reuse=terms.expect_reuse,
             pin=terms.pin,
             ttl=terms.ttl,
         )

@@ -133,6 +133,7 @@ class Request:
     weight           the tenant's share beside other tenants'
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
+    expect_reuse     its blocks are kept as if they had been used again
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     """
 
@@ -153,6 +154,7 @@ class Request:
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None
+    expect_reuse: bool = False
     pin: bool = False
     ttl: float | None = None
 

@@ -188,7 +188,12 @@ class Scheduler:
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
-                sequence.cacheable_ids, sequence.request.root, use_cache=use_cache, count=first, owner=sequence.tenant
+                sequence.cacheable_ids,
+                sequence.request.root,
+                use_cache=use_cache,
+                count=first,
+                owner=sequence.tenant,
+                again=sequence.request.expect_reuse,
             )
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)

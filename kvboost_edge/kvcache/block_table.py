@@ -116,7 +116,7 @@ class BlockTable:
         "root",
     )
 
-    def __init__(self, serial: int, root: bytes, owner: bytes = b"") -> None:
+    def __init__(self, serial: int, root: bytes, owner: bytes = b"", again: bool = False) -> None:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
         self.num_cached_tokens = 0
@@ -130,8 +130,8 @@ class BlockTable:
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = True
-        # whether it found a published chain to its end, see `Uses`
-        self._goes_on = False
+        # whether its blocks count as used again: it found a published chain to its end, see `Uses`, or is told so
+        self._goes_on = again
         # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
         self._uncounted_misses = 0
         # block index -> prefix hash this table promised to compute (single flight)

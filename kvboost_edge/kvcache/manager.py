@@ -39,27 +39,6 @@ class KVCacheManager:
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     """
 
-    __slots__ = (
-        "_claims",
-        "_fresh",
-        "_hash_fn",
-        "_index",
-        "_live",
-        "_lookup",
-        "_next_table",
-        "_pool",
-        "_progress",
-        "_publisher",
-        "_released",
-        "_uses",
-        "block_size",
-        "cow_copies",
-        "evictions",
-        "hit_tokens",
-        "miss_tokens",
-        "pins",
-    )
-
     def __init__(
         self,
         num_blocks: int,
@@ -89,7 +68,14 @@ class KVCacheManager:
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
     def open_table(
-        self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True, owner: bytes = b""
+        self,
+        token_ids: Sequence[int],
+        root: bytes,
+        *,
+        use_cache: bool = True,
+        count: bool = True,
+        owner: bytes = b"",
+        again: bool = False,
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
@@ -98,12 +84,12 @@ class KVCacheManager:
         `whole_blocks` it leaves that last block out. `table.miss_reason` says why no more was found. The blocks of
         the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
         nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is
-        whose blocks they are for the eviction policy; tables of one root have one owner. Takes no free block that is
-        not part of the match, so it cannot fail for lack of room.
+        whose blocks they are for the eviction policy; tables of one root have one owner; with `again` all of them
+        count as used again, see `Uses`. Takes no free block outside the match, so it cannot fail for lack of room.
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
-        table = BlockTable(self._next_table, root, owner)
+        table = BlockTable(self._next_table, root, owner, again)
         if use_cache:
             match = self._lookup.match(data, root)
             for block_id in match.block_ids:
@@ -119,10 +105,10 @@ class KVCacheManager:
                 self._claims.make(table, index, prefix_hash)
             if count:
                 table._uncounted_misses = len(token_ids) - table.num_cached_tokens
-                table._goes_on = self._uses.matched(match.block_ids)
-                once, again = self._lookup.lost(rest)
-                if once or again:
-                    self._pool.missed(once=once, again=again)
+                table._goes_on = self._uses.matched(match.block_ids) or again
+                lost = self._lookup.lost(rest)
+                if any(lost):
+                    self._pool.missed(once=lost[0], again=lost[1])
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -229,7 +215,7 @@ class KVCacheManager:
             if self._index.entry(block_id) is not None:
                 self._lookup.forget(self._index.withdraw(block_id).prefix_hash, again[block_id])
                 self.evictions += 1
-            self._uses.forget(block_id)
+        self._uses.forget(taken)
         return taken
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
@@ -282,6 +268,8 @@ class KVCacheManager:
         """
         self._check_live(table)
         self._claims.drop_all(table)
+        if table._goes_on:
+            self._uses.mark(table.block_ids)
         again = self._uses.again
         for index in range(len(table.block_ids) - 1, -1, -1):
             if index in table._twins:
@@ -291,7 +279,6 @@ class KVCacheManager:
                     self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
-            again[block_id] |= table._goes_on
             self._pool.release(block_id, matchable=matchable, owner=table.owner, again=again[block_id])
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None

@@ -4,7 +4,8 @@ One rule: the least recently used goes first, and of what was used once only a s
 oldest first: what was used once, and what was used again. While the first is longer than its share its oldest entry
 goes, else the oldest of both. The share is learnt, between a tenth of the capacity and all of it (plain LRU, where it
 begins): it grows when something is missed that was given up after one use, and shrinks when something is missed that
-had been used again. So what is read once and never again flushes nothing, and where all comes again later it is LRU.
+had been used again, in steps that weigh up how often each kind is given up. So what is read once and never again
+flushes nothing, and where all comes again later it is LRU.
 
 Entries of one chain are put tail first, and whatever uses an entry uses all before it in its chain: so an ancestor is
 never given up before its descendants.

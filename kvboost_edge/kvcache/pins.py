@@ -140,11 +140,11 @@ class Pins:
 
     def _end(self, serial: int) -> None:
         pin = self._pins.pop(serial)
+        self._uses.mark(pin.block_ids)
         for block_id in reversed(pin.block_ids):  # tail first, as all that is freed
             self._counts[block_id] -= 1
             if not self._counts[block_id]:
                 del self._counts[block_id]
-                self._uses.again[block_id] = 1
                 self._pool.let_go(block_id, matchable=True, owner=pin.owner, again=1)
         self.num_ended += 1
 

@@ -25,8 +25,7 @@ class Uses:
 
     def matched(self, block_ids: Sequence[int]) -> bool:
         """A prompt found these blocks, a chain from its head; whether it found the chain's end."""
-        for block_id in block_ids:
-            self.again[block_id] = 1
+        self.mark(block_ids)
         return bool(block_ids) and not self._followed[block_ids[-1]]
 
     def follow(self, block_ids: Sequence[int]) -> None:
@@ -34,6 +33,14 @@ class Uses:
         for block_id in block_ids:
             self._followed[block_id] = 1
 
-    def forget(self, block_id: int) -> None:
-        """A block is handed out for other content."""
-        self.again[block_id] = self._followed[block_id] = 0
+    def mark(self, block_ids: Sequence[int]) -> None:
+        """These blocks count as used again."""
+        again = self.again
+        for block_id in block_ids:
+            again[block_id] = 1
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Blocks are handed out for other content."""
+        again, followed = self.again, self._followed
+        for block_id in block_ids:
+            again[block_id] = followed[block_id] = 0

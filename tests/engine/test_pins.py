@@ -117,9 +117,19 @@ def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine: CP
         fake_engine(max_pinned_blocks=-1)
 
 
+def test_what_is_expected_again_counts_as_used_again() -> None:
+    with fake_engine(num_blocks=16) as engine:
+        flags = engine._parts.manager._uses.again
+        engine.generate(PROMPT, 2)
+        assert sum(flags) == 0
+        engine.generate([7] * 40, 2, expect_reuse=True)
+        assert sum(flags) == 2 + 1, "with the block that was not full, which is nobody's by now"
+
+
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
+        ({"expect_reuse": "24h"}, "expect_reuse='24h' must be True or False"),
         ({"pin": 1}, "pin=1 must be True or False"),
         ({"ttl": 5}, "ttl=5 is how long a pin lasts"),
         ({"pin": True, "ttl": 0}, r"ttl=0 must be in \(0, 1e\+09\]"),
@@ -130,7 +140,7 @@ def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine: CP
     ids=repr,
 )
 def test_bad_terms_of_pins(engine: CPUPagedEngine, terms: dict[str, Any], message: str) -> None:
-    for call in (engine.submit, engine.warm):
+    for call in (engine.submit, engine.check, engine.stream):
         with pytest.raises(RequestError, match=message):
             call(PROMPT, **terms)
     with pytest.raises(RequestError, match="the prompt is empty"):

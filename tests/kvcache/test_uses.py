@@ -57,6 +57,16 @@ def test_found_again_after_preemption_is_no_second_use() -> None:
     assert used_again(manager, [1] * 8) == [0, 0]
 
 
+def test_a_table_may_say_that_its_blocks_come_again() -> None:
+    for use_cache in (True, False):
+        manager = KVCacheManager(12, B)
+        table = manager.open_table([1] * 8, ROOT, use_cache=use_cache, again=True)
+        manager.extend(table, 8)
+        manager.commit(table, [1] * 8, 8)
+        manager.free(table)
+        assert used_again(manager, [1] * 8) == [1, 1]
+
+
 def test_uses_by_themselves() -> None:
     uses = Uses(3)
     assert not uses.matched([])
@@ -64,7 +74,7 @@ def test_uses_by_themselves() -> None:
     assert uses.matched([0, 1])
     assert not uses.matched([0])
     assert list(uses.again) == [1, 1, 0]
-    uses.forget(0)
+    uses.forget([0])
     assert uses.matched([0])
 
 
