@@ -167,6 +167,8 @@ class CachedOrder(Generic[K]):
     def take(self, count: int, owner: bytes) -> list[K]:
         """Give up `count` entries for an owner, those to go first; no more than there are."""
         count = min(count, len(self._where))
+        if len(self._counts) == 1 and owner in self._counts:
+            return self._take_own(count, owner)
         taken: list[K] = []
         for floor in (self._floor, 0):
             if len(taken) == count:
@@ -204,6 +206,21 @@ class CachedOrder(Generic[K]):
             found.append((once if from_once else again).pop()[1])
         return found
 
+    def _take_own(self, count: int, owner: bytes) -> list[K]:
+        """The same where all is the owner's: the usual case, with nobody to compare with."""
+        once, again = (line.queues.get(owner) or _Queue(line, owner) for line in (self._once, self._again))
+        taken: list[K] = []
+        before = len(once)
+        for _ in range(count):
+            from_once = once and (not again or len(once) > self.once_share or once.first < again.first)
+            taken.append((once if from_once else again).popitem(last=False)[0])
+        for key in taken:
+            del self._where[key]
+        num_once = before - len(once)
+        self._gave_up(once, num_once)
+        self._gave_up(again, count - num_once)
+        return taken
+
     def _next_run(self, owner: bytes, floor: int) -> _Run[K] | None:
         """Whose oldest entries go next: of those above the floor, or the asking owner's own."""
         once = self._oldest(self._once, owner, floor)
@@ -222,8 +239,6 @@ class CachedOrder(Generic[K]):
         if not line.length:
             return None
         own = line.queues.get(owner)
-        if own and len(self._counts) == 1:  # the usual case: nobody to compare with
-            return own, _NEVER, len(own)
         found = line.oldest(self._counts, floor)
         if own and (found is None or own is found or own.first < found.first):
             until = line.behind_first() if own is found else _NEVER if found is None else found.first
@@ -242,12 +257,17 @@ class CachedOrder(Generic[K]):
             keys.append(key)
         for key in keys:
             del queue[key], self._where[key]
-        given_up = self._given_up
-        given_up[queue.line is self._again] += len(keys)
-        if sum(given_up) > self._capacity:  # what was long ago counts for less and less
-            given_up[:] = [given_up[0] // 2, given_up[1] // 2]
-        self._left(queue, len(keys))
+        self._gave_up(queue, len(keys))
         return keys
+
+    def _gave_up(self, queue: _Queue[K], number: int) -> None:
+        if not number:
+            return
+        given_up = self._given_up
+        given_up[queue.line is self._again] += number
+        if given_up[0] + given_up[1] > self._capacity:  # what was long ago counts for less and less
+            given_up[:] = [given_up[0] // 2, given_up[1] // 2]
+        self._left(queue, number)
 
     def _left(self, queue: _Queue[K], number: int) -> None:
         """So many entries of a queue are gone."""
