@@ -182,10 +182,13 @@ class CachedOrder(Generic[K]):
     def missed(self, *, once: int, again: int) -> None:
         """So many entries were wanted that are gone, given up after one use or after more.
 
-        What is seldom given up, and then wanted, counts for as many times more as it is given up more seldom.
+        What is seldom given up, and then wanted, counts for more: by the root of how many times more seldom. By the
+        whole ratio (the rule of ARC) the share follows a few misses too far: 1.4% fewer hits than LRU's on a trace in
+        which what was used once comes again later; without it a scan is not noticed in a small pool (3% more hits than
+        LRU's instead of 20%).
         """
         of_once, of_again = (max(1, number) for number in self._given_up)
-        step = once * max(1.0, of_again / of_once) - again * max(1.0, of_once / of_again)
+        step = once * max(1.0, (of_again / of_once) ** 0.5) - again * max(1.0, (of_once / of_again) ** 0.5)
         least = self._capacity // _LEAST_SHARE
         self.once_share = min(self._capacity, max(least, self.once_share + round(step)))
 

@@ -110,11 +110,13 @@ def test_what_is_used_once_goes_before_what_came_again_beyond_its_share() -> Non
 
 def test_what_is_given_up_seldom_and_then_wanted_counts_for_more() -> None:
     order: CachedOrder[int] = CachedOrder(100)
-    for key in range(90):
-        order.put(key, b"", again=int(key >= 80))
-    order.take(90, b"")
+    for key in range(100):
+        order.put(key, b"", again=int(key >= 90))
+    order.take(100, b"")
     order.missed(once=0, again=2)
-    assert order.once_share == 100 - 2 * 80 // 10
+    assert order.once_share == 100 - 2 * 3, "nine times more seldom: three times more"
+    order.missed(once=2, again=0)
+    assert order.once_share == 100 - 2 * 3 + 2
 
 
 def test_one_who_reads_much_flushes_no_other_below_the_floor() -> None:
