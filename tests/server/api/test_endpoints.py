@@ -158,6 +158,7 @@ async def test_a_pinned_text_stays_until_it_is_unpinned(tiny_app: httpx.AsyncCli
     assert tiny_engine.paged_stats()["pinned_blocks"] == 0
     refused = await tiny_app.post("/v1/warm", json={"text": "a", "pin": True})
     assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "pin"
     assert "only full blocks of 16 tokens" in refused.json()["error"]["message"]
 
 

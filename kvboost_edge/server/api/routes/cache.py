@@ -19,6 +19,7 @@ from kvboost_edge.server.api.answers import ERRORS, BlockCounts, Blocks, Memory,
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
+from kvboost_edge.server.api.schemas.shared import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
@@ -123,6 +124,10 @@ def _warm_job(state: ServerState, body: WarmRequest) -> Job:
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if body.messages is None else "messages"
+        block_size = state.engine.config.block_size
+        if body.pin and len(prompt.token_ids) < block_size:
+            message = f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of {block_size} tokens are"
+            raise bad_field("pin", message)
         return SamplingParams(max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param))
 
     return Job(
