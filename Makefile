@@ -16,7 +16,7 @@ THREADED := tests/kernels tests/backends tests/runners tests/engine
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool \
+.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool bench-eviction \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers real-model quality clean test-arm64
 
 help:  ## list the targets
@@ -79,13 +79,16 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 mutants: setup  ## plant about 30 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
-bench: bench-kernels bench-block-pool bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
+bench: bench-kernels bench-block-pool bench-eviction bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
 	$(BIN)/python benchmarks/bench_kernels.py
 
 bench-block-pool: setup  ## prefix lookup, allocate and free
 	$(BIN)/python benchmarks/bench_block_pool.py
+
+bench-eviction: setup  ## eviction orders on traces of requests; the same figures on every machine
+	$(BIN)/python benchmarks/bench_eviction.py
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py

@@ -66,6 +66,7 @@ class EngineConfig:
     Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
     pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs, 16 if not given).
     `max_num_seqs` None: as many sequences run together as the pool has 512 tokens for, at least 1 and at most 64.
+    `max_pinned_blocks` None: half of the pool, which is also the most that can be given; 0: nothing can be pinned.
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
     models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
@@ -91,6 +92,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_bits: int | tuple[int, int] | None = 16
     max_num_seqs: int | None = None
+    max_pinned_blocks: int | None = None
     max_batch_tokens: int = 512
     num_threads: int | None = None
     strict: bool = True
@@ -155,8 +157,9 @@ class EngineConfig:
             raise ConfigError(f"num_threads={self.num_threads} must be at most {_MAX_THREADS}")
         for name in ("block_size", "max_batch_tokens"):
             _check_int(name, getattr(self, name), low=1)
-        if self.seed is not None:
-            _check_int("seed", self.seed, low=0)
+        for name in ("seed", "max_pinned_blocks"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0)
         given = [n for n in ("max_cache_bytes", "num_blocks", "max_chunks") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")

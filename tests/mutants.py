@@ -153,6 +153,21 @@ FAULTS = (
         *KVCACHE,
     ),
     fault(
+        "what is used once has no share",
+        "kvcache/order.py",
+        "len(once) > self.once_share or once.first < again.first",
+        "once.first < again.first",
+        *KVCACHE,
+    ),
+    fault("a pin's time is never over", "kvcache/pins.py", "pin.until <= now]", "pin.until < 0]", *KVCACHE),
+    fault(
+        "what two pins share goes with the first",
+        "kvcache/pins.py",
+        "            if not self._counts[block_id]:\n",
+        "            if self._counts[block_id] >= 0:\n",
+        *KVCACHE,
+    ),
+    fault(
         "a half-filled block is published",
         "kvcache/block_table.py",
         "return whole // block_size",

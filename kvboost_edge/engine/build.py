@@ -178,7 +178,11 @@ def _assemble(
         runner=runner,
         backend=backend,
         manager=KVCacheManager(
-            num_blocks, config.block_size, whole_blocks=info.kv_spec.is_quantized, policy=TenantFloors
+            num_blocks,
+            config.block_size,
+            whole_blocks=info.kv_spec.is_quantized,
+            policy=TenantFloors,
+            max_pinned_blocks=config.max_pinned_blocks,
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,

@@ -77,18 +77,29 @@ class Scheduler:
         return not self.running and self.loads.num_arriving > 0
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could not run even alone (CapacityError with the arithmetic)."""
+        """Refuse a request that could not run even alone, or whose prompt cannot be pinned (CapacityError with the
+        arithmetic)."""
+        manager, usable = self.manager, self.manager.usable_block_count
+        if request.pin:
+            manager.pins.check_size(request.num_prompt_tokens)
+        needed = manager.blocks_for(request.max_slots)
+        if needed <= usable:
+            return
+        # Pinned blocks serve the prompts that begin with them; one more, as the last of them may have to be copied.
+        shared = manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
+        if not shared or needed - shared + 1 > usable:
+            raise self._too_large(request)
+
+    def _too_large(self, request: Request) -> CapacityError:
         block_size, usable = self.manager.block_size, self.manager.usable_block_count
-        needed = self.manager.blocks_for(request.max_slots)
-        if needed > usable:
-            held = self.manager.num_blocks - usable
-            of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""
-            raise CapacityError(
-                f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
-                f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
-                f"{usable}{of_all}; lower max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or "
-                "num_blocks"
-            )
+        needed, held = self.manager.blocks_for(request.max_slots), self.manager.num_blocks - usable
+        of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""
+        return CapacityError(
+            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
+            f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
+            f"{usable}{of_all}; lower max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or "
+            "num_blocks"
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by its rank."""
@@ -209,7 +220,12 @@ class Scheduler:
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
-                sequence.cacheable_ids, sequence.request.root, use_cache=use_cache, count=first, owner=sequence.tenant
+                sequence.cacheable_ids,
+                sequence.request.root,
+                use_cache=use_cache,
+                count=first,
+                owner=sequence.tenant,
+                again=sequence.request.expect_reuse,
             )
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)
@@ -227,7 +243,9 @@ class Scheduler:
             if self.running or self.loads:
                 return False
             # Alone and still too large: copying a shared block takes one more than computing it anew.
-        self.check_fits(sequence.request)  # what the eviction policy holds may have grown since it was queued
+        self.check_fits(sequence.request)
+        if len(self.manager.pins):  # they grew since it was queued
+            raise self._too_large(sequence.request)
         raise CacheCorruption(f"request {sequence.index} fits the empty pool by its size and yet finds no blocks")
 
     # Sharing the budget.

@@ -71,10 +71,11 @@ def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
 
 def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run
-    together. isa is what the processor has, kernel_path and attention_path which forms of the project's own kernels run
-    ("none": torch's do). tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on
-    their way between it and the pool, lost_blocks were evicted before any tier could take them."""
+    not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes; tokens_held
+    counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run together. isa is what the
+    processor has, kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do).
+    tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
+    and the pool, lost_blocks were evicted before any tier could take them."""
     manager, backend = parts.manager, parts.backend.describe()
     used = manager.used_block_count
     hot = manager.published_block_count
@@ -92,7 +93,10 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "cow_copies": manager.cow_copies,
         "evictions": manager.evictions,
         "bytes_per_block": parts.backend.spec.bytes_per_block,
+        "pinned_blocks": manager.pins.num_blocks,
+        "max_pinned_blocks": manager.pins.max_blocks,
         **parts.ledger.snapshot(),
+        "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
         "tokens_held": hot * manager.block_size + open_tails,
         "hit_tokens": manager.hit_tokens,
         "miss_tokens": manager.miss_tokens,

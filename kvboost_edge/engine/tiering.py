@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.loads import Load, Loads
+from kvboost_edge.engine.loads import Load, Loads, NoShelf
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import ContentKey
@@ -22,7 +22,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
 from kvboost_edge.tiers.mover import Mover, Piece
 
-__all__ = ["MoverShelf", "Tiering", "Untiered", "open_tiers"]
+__all__ = ["MoverShelf", "Tiering", "Untiered", "make_tiering", "open_tiers"]
 
 _LOG = logging.getLogger(__name__)
 # Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each millisecond.
@@ -64,8 +64,20 @@ class MoverShelf:
         self._mover.load(ticket, [BlockAddress(*key) for key in keys])
 
 
+def make_tiering(manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]) -> tuple[Loads, Untiered]:
+    """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
+    if not tiers:
+        return Loads(manager, NoShelf()), Untiered()
+    mover = Mover(tiers, backend.spec.bytes_per_block)
+    loads = Loads(manager, MoverShelf(mover))
+    return loads, Tiering(manager, backend, loads, mover)
+
+
 class Untiered:
     """No tier: nothing is kept outside the pool."""
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        """Begin to move blocks; `deliver` puts what arrives into the engine's inbox."""
 
     def fill(self, piece: Piece) -> None:
         """Put blocks that arrived into the pool, and publish them."""
@@ -105,6 +117,9 @@ class Tiering(Untiered):
         self._manager, self._backend, self._loads, self._mover = manager, backend, loads, mover
         self._unsaved: dict[int, None] = {}  # published blocks that were not copied out, the oldest first
         manager.content.track()
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        self._mover.start(deliver)
 
     def fill(self, piece: Piece) -> None:
         """The load ends where there is no room for what arrived; the rest is computed then."""

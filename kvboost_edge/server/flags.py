@@ -100,6 +100,7 @@ _ENGINE_FLAGS = (
     _Flag("num_blocks", int, "size of the pool in blocks"),
     _Flag("kv_cache_bits", _kv_bits, "16, 8, 4, or keys and values apart: 8,4"),
     _Flag("max_batch_tokens", int, "tokens computed in one step"),
+    _Flag("max_pinned_blocks", int, "blocks that may be pinned; default, and at most: half of the pool"),
     _Flag("num_threads", int, "threads that compute"),
     _Flag("revision", str, "revision of a hub model"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),

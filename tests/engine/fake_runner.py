@@ -174,14 +174,18 @@ def fake_tokenizer() -> Tokenizer:
 
 
 def fake_parts(
-    num_blocks: int = 64, block_size: int = 16, max_context: int = CONTEXT, max_num_seqs: int | None = None
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_context: int = CONTEXT,
+    max_num_seqs: int | None = None,
+    max_pinned_blocks: int | None = None,
 ) -> EngineParts:
     """All parts of an engine around a `FakeRunner`."""
     backend = FakeBackend(num_blocks, block_size)
     return EngineParts(
         runner=FakeRunner(backend, max_context),
         backend=backend,
-        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors),
+        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks),
         tokenizer=fake_tokenizer(),
         eos_token_ids=frozenset({EOS_ID}),
         root=ROOT,
@@ -195,7 +199,7 @@ def fake_engine(num_blocks: int = 64, max_context: int = CONTEXT, **options: Any
     """A running engine around a `FakeRunner`, debug checks on; close it."""
     config = EngineConfig.from_options(**{"debug_checks": True, **options})
     return CPUPagedEngine._from_parts(
-        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs), config
+        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks), config
     )
 
 
@@ -230,7 +234,6 @@ class Bench:
         )
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
-            self.mover.deliver_to(self.core.arrived)
         self.num_requests = 0
 
     def submit(
@@ -244,6 +247,8 @@ class Bench:
         deadline: float | None = None,
         tenant: str = "",
         weight: float = 1.0,
+        pin: bool = False,
+        ttl: float | None = None,
         **options: Any,
     ) -> RequestHandle:
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
@@ -264,6 +269,8 @@ class Bench:
             tokenized_at=0.0,
             priority=priority,
             deadline=deadline,
+            pin=pin,
+            ttl=ttl,
         )
         return self.core.submit(request)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvboost_edge.tiers.base import BlockAddress, TierStats
-from kvboost_edge.tiers.mover import Mover
+from kvboost_edge.tiers.mover import Mover, Piece
 
 
 class DictTier:
@@ -60,8 +60,8 @@ class DictTier:
 class HandMover(Mover):
     """Has no thread: `pump` does what it would do."""
 
-    def deliver_to(self, deliver: object) -> None:
-        self._deliver = deliver  # type: ignore[assignment]
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        self._deliver = deliver
 
     def pump(self, most: int = 1000) -> int:
         """Do up to so many loads and stores; how many there were."""

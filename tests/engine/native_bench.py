@@ -82,7 +82,6 @@ class NativeBench:
         self.core = EngineCore(runner, self.backend, self.scheduler, fake_tokenizer(), debug_checks=True)
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))
-            self.mover.deliver_to(self.core.arrived)
         self._num_requests = 0
 
     def submit(

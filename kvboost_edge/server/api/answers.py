@@ -229,6 +229,13 @@ class Warmed(_Figures):
     alignment_warning: str | None
 
 
+class Unpinned(_Answer):
+    """How many blocks are pinned no more; 0 if this text was not pinned with this key and salt."""
+
+    object: Literal["unpin"]
+    blocks_unpinned: int
+
+
 class Reset(_Answer):
     object: Literal["cache.reset"]
     blocks_dropped: int

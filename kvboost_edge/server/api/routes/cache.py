@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,11 +15,12 @@ from starlette.types import Send
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.api.answers import ERRORS, BlockCounts, Blocks, Memory, Reset, Stats, Warmed
+from kvboost_edge.server.api.answers import ERRORS, BlockCounts, Blocks, Memory, Reset, Stats, Unpinned, Warmed
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
-from kvboost_edge.server.api.schemas.text import ResetRequest, WarmRequest
+from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
@@ -50,6 +52,27 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             stored = await off_loop(lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt))
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
         await send_json(send, dumps({"object": "warm", **dataclasses.asdict(stored), **figures}))
+
+    return answered(request, body.model, work)
+
+
+@router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": Unpinned}})
+async def unpin(request: Request, body: UnpinRequest) -> Response:
+    """End the pin of a text that was warmed with `pin`; it stays cached as any other."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        body.check_together()
+        engine = state.engine
+        estimate = estimate_messages(body.messages or []) + estimate_tokens(body.text or "")
+        async with state.admit(request, estimate) as ticket:
+            whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}
+
+            def end() -> int:
+                ids = _token_ids(state, body, functools.partial(engine.answer_ids, **whose))
+                return engine.unpin(ids, **whose) if ids else 0
+
+            unpinned = await off_loop(end, _size(body))
+        await send_json(send, dumps({"object": "unpin", "blocks_unpinned": unpinned}))
 
     return answered(request, body.model, work)
 
@@ -86,28 +109,42 @@ async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
         raise EngineStopped from error
 
 
-def _warm_job(state: ServerState, body: WarmRequest) -> Job:
+def _token_ids(state: ServerState, body: UnpinRequest, find_answer: FindAnswer) -> list[int]:
+    """What prompts that begin with this text or these messages begin with."""
     tokenizer = state.engine.tokenizer
+    if body.messages is not None:
+        variables = body.chat_template_kwargs
+        return encode_messages(tokenizer, body.messages, variables, False, find_answer=find_answer)
+    return encode_text(tokenizer, body.text or "", True, "text")
 
+
+def _warm_job(state: ServerState, body: WarmRequest) -> Job:
     def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
-        if body.messages is not None:
-            variables = body.chat_template_kwargs
-            return [EncodedPrompt(encode_messages(tokenizer, body.messages, variables, False, find_answer=find_answer))]
-        return [EncodedPrompt(encode_text(tokenizer, body.text or "", True, "text"))]
+        return [EncodedPrompt(_token_ids(state, body, find_answer))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if body.messages is None else "messages"
+        block_size = state.engine.config.block_size
+        if body.pin and len(prompt.token_ids) < block_size:
+            message = f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of {block_size} tokens are"
+            raise bad_field("pin", message)
         return SamplingParams(max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param))
 
     return Job(
         encode=encode,
-        size=len(body.text or "") + size_of(body.messages or []),
+        size=_size(body),
         params=params,
         per_prompt=1,
         mode=GenerationMode.PREFIX_CACHE,
         cache_salt=body.cache_salt,
         priority=check_priority(state, body.priority),
+        pin=body.pin,
+        ttl=body.ttl,
     )
+
+
+def _size(body: UnpinRequest) -> int:
+    return len(body.text or "") + size_of(body.messages or [])
 
 
 def _stats(state: ServerState) -> dict[str, Any]:
