@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -20,6 +21,7 @@ __all__ = [
     "emit_byte_halves",
     "emit_each",
     "emit_load_bytes",
+    "emit_loop",
     "emit_pair_sums",
     "emit_splat_int",
     "has_tile_registers",
@@ -94,6 +96,18 @@ def _has_sdot() -> bool:
 def int_constant(value: int) -> ir.Constant:
     """An i64 constant."""
     return ir.Constant(I64, value)
+
+
+@contextmanager
+def emit_loop(b: Builder, count: Value) -> Iterator[Value]:
+    """The index, int64, of a loop over [0, count) that stays one: not unrolled, however short or long it is."""
+    with cgutils.for_range(b, count, intp=I64) as loop:
+        yield loop.index
+        latch = b.block
+    once = b.module.add_metadata(["llvm.loop.unroll.disable"])
+    own = ir.MDValue(b.module, (once,), name=str(len(b.module.metadata)))
+    own.operands = (own, once)  # what belongs to one loop alone names itself
+    latch.terminator.set_metadata("llvm.loop", own)
 
 
 def emit_load_bytes(b: Builder, address: Value) -> Value:

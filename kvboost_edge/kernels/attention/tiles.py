@@ -19,6 +19,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from kvboost_edge.kernels.integers import dot_form, emit_loop
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.vectors import (
     F32,
@@ -36,6 +37,7 @@ from kvboost_edge.kernels.vectors import (
     emit_max,
     emit_prefetch,
     emit_reduce_rows,
+    emit_scratch,
     emit_shuffle,
     emit_splat,
     emit_store,
@@ -65,6 +67,8 @@ TILE = STRIPS * LANES
 ROWS = 4
 _VECTOR_BYTES = 4 * LANES
 _TABLE_ROW_BYTES = 8 * STRIPS
+# Vectors of 16 that four rows meet at once: their sums fill 16 of 32 registers of 512 bits, or 8 of 16 of 256 bits.
+_AT_ONCE = 4 if dot_form() == "vnni512" else 1
 
 Value = Any
 Builder = Any
@@ -74,8 +78,8 @@ def _int(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
-def _table(b: Builder, table: Value, row: int) -> list[Value]:
-    return [emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * strip))) for strip in range(STRIPS)]
+def _table(b: Builder, table: Value, row: int, strips: int) -> list[Value]:
+    return [emit_load(b, I64, b.add(table, _int(row * _TABLE_ROW_BYTES + 8 * strip))) for strip in range(strips)]
 
 
 def _accumulators(b: Builder, count: int) -> list[Value]:
@@ -91,7 +95,16 @@ def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
 
 def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int) -> None:
     query, table, head_dim, scores = arguments
-    keys, steps, ahead = (_table(b, table, row) for row in (0, 1, 4))
+    at_once = min(strips, _AT_ONCE)
+    with emit_loop(b, _int(strips // at_once)) as part:
+        first = b.mul(part, _int(at_once))
+        here, out = b.add(table, b.mul(first, _int(8))), b.add(scores, b.mul(first, _int(_VECTOR_BYTES)))
+        _emit_strips(b, (query, here, head_dim, out), at_once, kind)
+
+
+def _emit_strips(b: Builder, arguments: Sequence[Value], strips: int, kind: int) -> None:
+    query, table, head_dim, scores = arguments
+    keys, steps, ahead = (_table(b, table, row, strips) for row in (0, 1, 4))
     row_bytes = b.mul(head_dim, _int(4))
     sums = _accumulators(b, ROWS * strips)
     with cgutils.for_range(b, head_dim, intp=I64) as loop:
@@ -101,8 +114,7 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
         vectors = [emit_load_as_f32(b, kind, place) for place in places]
         at = b.add(query, b.mul(loop.index, _int(4)))
         for row in range(ROWS):
-            scalar = emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row))))
-            splat = emit_splat(b, scalar)
+            splat = emit_splat(b, emit_load(b, F32, b.add(at, b.mul(row_bytes, _int(row)))))
             for strip in range(strips):
                 _accumulate(b, sums[row * strips + strip], splat, vectors[strip])
     for row in range(ROWS):
@@ -137,7 +149,14 @@ half_scores_tile = _scores_tile(STRIPS, KIND_F16)
 def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int) -> None:
     """`values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
-    bases, steps, ahead = (_table(b, table, row) for row in (2, 3, 5))
+    at_once = min(num_vectors, _AT_ONCE)
+    with emit_loop(b, _int(num_vectors // at_once)) as part:
+        first = b.add(channel, b.mul(part, _int(at_once * LANES)))
+        _emit_channels(b, (weights, table, first, scales, out, out_row_bytes), at_once, strips, kind)
+
+
+def _emit_channels(b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int) -> None:
+    weights, table, channel, scales, out, out_row_bytes = arguments
     size = 4 if kind == KIND_F32 else 2
     offset, stored = b.mul(channel, _int(4)), b.mul(channel, _int(size))
     places = [
@@ -149,11 +168,13 @@ def _emit_values_panel(b: Builder, arguments: Sequence[Value], num_vectors: int,
     splats = [emit_splat(b, emit_load(b, F32, b.add(scales, _int(4 * row)))) for row in range(ROWS)]
     for index, place in enumerate(places):
         b.store(b.fmul(emit_load(b, V16, place), splats[index // num_vectors]), sums[index])
-    for strip in range(strips):
-        at = b.add(weights, _int(strip * _VECTOR_BYTES))
-        base, ask = b.add(bases[strip], stored), b.add(ahead[strip], stored)
+    with emit_loop(b, _int(strips)) as strip:
+        at = b.add(weights, b.mul(strip, _int(_VECTOR_BYTES)))
+        column = b.add(table, b.mul(strip, _int(8)))
+        (base,), (step,), (ask,) = (_table(b, column, row, 1) for row in (2, 3, 5))
+        base, ask = b.add(base, stored), b.add(ask, stored)
         with cgutils.for_range(b, _int(LANES), intp=I64) as loop:
-            row_at, ask_at = (b.add(start, b.mul(loop.index, steps[strip])) for start in (base, ask))
+            row_at, ask_at = (b.add(start, b.mul(loop.index, step)) for start in (base, ask))
             for line in range(0, num_vectors * LANES * size, _VECTOR_BYTES):
                 emit_prefetch(b, b.add(ask_at, _int(line)))
             vectors = [emit_load_as_f32(b, kind, b.add(row_at, _int(v * LANES * size))) for v in range(num_vectors)]
@@ -251,8 +272,7 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
     spread = [lane // ROWS for lane in range(LANES)]
 
     def load_quad(address: Value) -> Value:
-        four = emit_load(b, quad, address)
-        return emit_shuffle(b, four, four, spread)
+        return emit_shuffle(b, four := emit_load(b, quad, address), four, spread)
 
     def store_quad(vector: Value, address: Value) -> None:
         emit_store(b, emit_shuffle(b, vector, vector, range(0, LANES, ROWS)), address)
@@ -263,21 +283,33 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
     def largest(x: Value, y: Value) -> Value:
         return emit_max(b, x, y)
 
-    places = [[b.add(scores, _int((row * STRIPS + g) * _VECTOR_BYTES)) for g in range(STRIPS)] for row in range(ROWS)]
-    rows = [[emit_load(b, V16, place) for place in row] for row in places]
+    def row_places(row: Value) -> list[Value]:
+        at = b.add(scores, b.mul(row, _int(TILE * 4)))
+        return [b.add(at, _int(strip * _VECTOR_BYTES)) for strip in range(STRIPS)]
+
+    def reduced(combine: Any) -> Value:
+        rows = [emit_load(b, V16, b.add(folded, _int(row * _VECTOR_BYTES))) for row in range(ROWS)]
+        return emit_reduce_rows(b, rows, combine)
+
+    # Rows one after the other: all at once would be more code than the rest of a tile, and more than registers hold.
+    folded, bases = emit_scratch(b, ROWS * _VECTOR_BYTES), emit_scratch(b, _VECTOR_BYTES)
+    with emit_loop(b, _int(ROWS)) as row:
+        top = fold([emit_load(b, V16, place) for place in row_places(row)], largest)
+        emit_store(b, top, b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
     old = load_quad(maxima)
-    new = largest(emit_reduce_rows(b, [fold(row, largest) for row in rows], largest), old)
+    new = largest(reduced(largest), old)
     lowest, zero = ir.Constant(V16, [float("-inf")] * LANES), ir.Constant(V16, [0.0] * LANES)
     base = b.select(b.fcmp_ordered("==", new, lowest), zero, new)
-    sums = []
-    for index, row in enumerate(rows):
-        own_base = emit_shuffle(b, base, base, [index * ROWS] * LANES)
-        weights = [emit_exp(b, b.fsub(vector, own_base)) for vector in row]
-        for weight, place in zip(weights, places[index], strict=True):
+    emit_store(b, base, bases)
+    with emit_loop(b, _int(ROWS)) as row:
+        own_base = emit_splat(b, emit_load(b, F32, b.add(bases, b.mul(row, _int(4 * ROWS)))))
+        places = row_places(row)
+        weights = [emit_exp(b, b.fsub(emit_load(b, V16, place), own_base)) for place in places]
+        for weight, place in zip(weights, places, strict=True):
             emit_store(b, weight, place)
-        sums.append(fold(weights, b.fadd))
+        emit_store(b, fold(weights, b.fadd), b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
     factor = emit_exp(b, b.fsub(old, base))
-    store_quad(emit_fma(b, load_quad(totals), factor, emit_reduce_rows(b, sums, b.fadd)), totals)
+    store_quad(emit_fma(b, load_quad(totals), factor, reduced(b.fadd)), totals)
     store_quad(new, maxima)
     store_quad(factor, rescale)
 

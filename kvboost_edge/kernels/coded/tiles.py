@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
 from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE
 from kvboost_edge.kernels.coded.dot import coded_dot_form, emit_dot
@@ -31,7 +31,7 @@ from kvboost_edge.kernels.coded.rows import (
     int_lanes,
     plane_offset,
 )
-from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_splat_int
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, emit_splat_int
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.vectors import (
     F32,
@@ -41,6 +41,7 @@ from kvboost_edge.kernels.vectors import (
     emit_fma,
     emit_load,
     emit_reduce_rows,
+    emit_scratch,
     emit_shuffle,
     emit_splat,
     emit_store,
@@ -48,7 +49,9 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["coded_scores", "coded_values", "weigh_rows"]
 
-_QUADS_PER_STRIP = LANES // 4
+_PAIRS = LANES // 8  # of quads in 16 channels or tokens
+# What four rows meet at once, so that the sums stay in registers: 32 of 512 bits, or 16 of half and less.
+_STRIPS_AT_ONCE, _PLANES_AT_ONCE, _VECTORS_AT_ONCE = (2, 2, 4) if coded_dot_form() == "vnni512" else (1, 1, 1)
 
 Value = Any
 Builder = Any
@@ -64,51 +67,63 @@ def _column(b: Builder, table: Value, row: int, strip: int) -> Value:
     return emit_load(b, I64, b.add(table, emit_int(8 * (row * STRIPS + strip))))
 
 
-def _quads(b: Builder, bits: int, address: Value, step: Value, count: int) -> list[Value]:
-    """`count` quads of unsigned codes from an address on, <16 x i32> each."""
+def _quads(b: Builder, bits: int, address: Value, step: Value) -> list[Value]:
+    """Two quads of unsigned codes from an address on, <16 x i32> each."""
+    first = emit_load_bytes(b, address)
     if bits == 8:
-        return [emit_load_bytes(b, b.add(address, b.mul(step, emit_int(quad)))) for quad in range(count)]
-    mask, quads = int_lanes(0x0F0F0F0F), []
-    for line in range(count // 2):
-        both = emit_load_bytes(b, b.add(address, b.mul(step, emit_int(line))))
-        quads += [b.and_(both, mask), b.and_(b.lshr(both, int_lanes(4)), mask)]
-    return quads
+        return [first, emit_load_bytes(b, b.add(address, step))]
+    mask = int_lanes(0x0F0F0F0F)
+    return [b.and_(first, mask), b.and_(b.lshr(first, int_lanes(4)), mask)]
 
 
-def _emit_score_pair(b: Builder, arguments: Sequence[Value], bits: int, strips: Sequence[int]) -> None:
+def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
+    """Some strips and planes of the query after the other: those whose sums the registers hold."""
     planes, table, dim, tops, row_steps, dots, scores = arguments
+    place = emit_scratch(b, ROWS * 2 * _STRIPS_AT_ONCE * LINE)
+    with emit_loop(b, emit_int(STRIPS // _STRIPS_AT_ONCE)) as part:
+        first = b.mul(part, emit_int(_STRIPS_AT_ONCE))
+        with emit_loop(b, emit_int(2 // _PLANES_AT_ONCE)) as plane:
+            at = b.add(planes, b.mul(first, emit_int(plane_offset(0, 1, 0, 0))))
+            at = b.add(at, b.mul(plane, emit_int(plane_offset(0, 0, _PLANES_AT_ONCE, 0))))
+            out = b.add(place, b.mul(plane, emit_int(_PLANES_AT_ONCE * LINE)))
+            _emit_strip_sums(b, (at, b.add(table, b.mul(first, emit_int(8))), dim, out), bits)
+        for row in range(ROWS):
+            row_step = emit_load(b, F32, b.add(row_steps, emit_int(4 * row)))
+            for strip in range(_STRIPS_AT_ONCE):
+                at = b.add(place, emit_int((row * _STRIPS_AT_ONCE + strip) * 2 * LINE))
+                high, low = (b.sitofp(emit_load_bytes(b, b.add(at, emit_int(LINE * one))), V16) for one in range(2))
+                number = b.add(first, emit_int(strip))
+                top = emit_load(b, F32, b.add(tops, b.mul(number, emit_int(4))))
+                dot_at = b.add(b.mul(number, emit_int(4 * ROWS)), emit_int(4 * row))
+                factor, dot = (
+                    emit_splat(b, b.fmul(row_step, top)),
+                    emit_splat(b, emit_load(b, F32, b.add(dots, dot_at))),
+                )
+                score = emit_fma(b, emit_fma(b, high, float_lanes(256.0), low), factor, dot)
+                to = b.add(b.mul(number, emit_int(4 * LANES)), emit_int(4 * row * TILE))
+                emit_store(b, score, b.add(scores, to))
+
+
+def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
+    """Integer sums of a tile table's first strips and a query's first planes, into int32 [4, strips, 2, 16]."""
+    planes, table, dim, out = arguments
     form = coded_dot_form()
+    strips = range(_STRIPS_AT_ONCE)
     keys, steps = ([_column(b, table, row, strip) for strip in strips] for row in (0, 1))
-    sums = {
-        (row, strip, plane): slot
-        for (row, strip, plane), slot in zip(
-            [(row, strip, plane) for row in range(ROWS) for strip in strips for plane in range(2)],
-            emit_slots(b, int_lanes(0), ROWS * len(strips) * 2),
-            strict=True,
-        )
-    }
-    rows_of_lines = LANES // 4 * bits // 8
-    with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
-        first = b.mul(loop.index, emit_int(rows_of_lines))
-        codes = [
-            _quads(b, bits, b.add(keys[i], b.mul(steps[i], first)), steps[i], LANES // 4) for i in range(len(strips))
-        ]
-        at = b.add(planes, b.mul(loop.index, emit_int(ROWS * STRIPS * 2 * LANES)))
-        for quad in range(LANES // 4):
-            for i, strip in enumerate(strips):
-                for row in range(ROWS):
-                    for plane in range(2):
-                        four = emit_load_i32(b, b.add(at, emit_int(plane_offset(row, strip, plane, quad))))
-                        slot = sums[row, strip, plane]
-                        b.store(emit_dot(b, form, b.load(slot), codes[i][quad], emit_splat_int(b, four)), slot)
-    for row in range(ROWS):
-        row_step = emit_load(b, F32, b.add(row_steps, emit_int(4 * row)))
-        for strip in strips:
-            high, low = (b.sitofp(b.load(sums[row, strip, plane]), V16) for plane in range(2))
-            factor = emit_splat(b, b.fmul(row_step, emit_load(b, F32, b.add(tops, emit_int(4 * strip)))))
-            dot = emit_splat(b, emit_load(b, F32, b.add(dots, emit_int(4 * (strip * ROWS + row)))))
-            score = emit_fma(b, emit_fma(b, high, float_lanes(256.0), low), factor, dot)
-            emit_store(b, score, b.add(scores, emit_int(4 * (row * TILE + strip * LANES))))
+    places = [(row, strip, plane) for row in range(ROWS) for strip in strips for plane in range(_PLANES_AT_ONCE)]
+    slots = emit_slots(b, int_lanes(0), len(places))
+    with emit_loop(b, b.udiv(dim, emit_int(LANES))) as group, emit_loop(b, emit_int(_PAIRS)) as pair:
+        line = b.mul(b.add(b.mul(group, emit_int(_PAIRS)), pair), emit_int(bits // 4))
+        codes = [_quads(b, bits, b.add(keys[i], b.mul(steps[i], line)), steps[i]) for i in strips]
+        at = b.add(planes, b.mul(group, emit_int(ROWS * STRIPS * 2 * LANES)))
+        at = b.add(at, b.mul(pair, emit_int(plane_offset(0, 0, 0, 2))))
+        for quad in range(2):
+            for slot, (row, strip, plane) in zip(slots, places, strict=True):
+                four = emit_load_i32(b, b.add(at, emit_int(plane_offset(row, strip, plane, quad))))
+                b.store(emit_dot(b, form, b.load(slot), codes[strip][quad], emit_splat_int(b, four)), slot)
+    for slot, (row, strip, plane) in zip(slots, places, strict=True):
+        to = b.add(out, emit_int(((row * _STRIPS_AT_ONCE + strip) * 2 + plane) * LINE))
+        b.store(b.load(slot), b.inttoptr(to, ir.PointerType()), align=4)
 
 
 def _coded_scores(bits: int) -> Any:
@@ -121,8 +136,7 @@ def _coded_scores(bits: int) -> Any:
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            for strips in ((0, 1), (2, 3)):
-                _emit_score_pair(b, arguments, bits, strips)
+            _emit_scores(b, arguments, bits)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
@@ -182,19 +196,25 @@ def weigh_rows(typing: Any, weights: Any, scales: Any, middles: Any, codes: Any,
 
 def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
     codes, table, channel, numbers, out, row_bytes = arguments
+    at_once = min(num_vectors, _VECTORS_AT_ONCE)
+    with emit_loop(b, emit_int(num_vectors // at_once)) as part:
+        offset = b.mul(b.add(channel, b.mul(part, emit_int(at_once * LANES))), emit_int(4))
+        _emit_channels(b, (codes, table, offset, numbers, b.add(out, offset), row_bytes), bits, at_once)
+
+
+def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
+    codes, table, offset, numbers, out, row_bytes = arguments
     form = coded_dot_form()
-    offset = b.mul(channel, emit_int(4))
     sums = emit_slots(b, int_lanes(0), ROWS * num_vectors)
-    for strip in range(STRIPS):
-        base, step = b.add(_column(b, table, 2, strip), offset), _column(b, table, 3, strip)
-        vectors = [
-            _quads(b, bits, b.add(base, emit_int(LINE * vector)), step, _QUADS_PER_STRIP)
-            for vector in range(num_vectors)
-        ]
-        for quad in range(_QUADS_PER_STRIP):
+    with emit_loop(b, emit_int(STRIPS)) as strip, emit_loop(b, emit_int(_PAIRS)) as pair:
+        column = b.add(table, b.mul(strip, emit_int(8)))
+        base, step = b.add(_column(b, column, 2, 0), offset), _column(b, column, 3, 0)
+        base = b.add(base, b.mul(step, b.mul(pair, emit_int(bits // 4))))
+        at = b.add(codes, b.add(b.mul(strip, emit_int(LANES)), b.mul(pair, emit_int(8))))
+        vectors = [_quads(b, bits, b.add(base, emit_int(LINE * vector)), step) for vector in range(num_vectors)]
+        for quad in range(2):
             for row in range(ROWS):
-                four = emit_load_i32(b, b.add(codes, emit_int(row * TILE + strip * LANES + 4 * quad)))
-                weights = emit_splat_int(b, four)
+                weights = emit_splat_int(b, emit_load_i32(b, b.add(at, emit_int(row * TILE + 4 * quad))))
                 for vector in range(num_vectors):
                     signed = vectors[vector][quad]
                     if bits == 4:
@@ -207,7 +227,7 @@ def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors:
             emit_splat(b, emit_load(b, F32, b.add(numbers, emit_int(4 * (ROWS * index + row))))) for index in range(3)
         )
         for vector in range(num_vectors):
-            place = b.add(b.add(out, offset), b.add(b.mul(row_bytes, emit_int(row)), emit_int(LINE * vector)))
+            place = b.add(out, b.add(b.mul(row_bytes, emit_int(row)), emit_int(LINE * vector)))
             old = emit_fma(b, emit_load(b, V16, place), rescale, shift)
             total = b.sitofp(b.load(sums[row * num_vectors + vector]), V16)
             emit_store(b, emit_fma(b, total, factor, old), place)

@@ -62,6 +62,7 @@ class GroupDot:
     prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of tokens
     add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32> in every lane
     sums(state, seed)      the exact sums of (weight - OFFSET) * code, <16 x i32>
+    seeded                 whether weights are summed as they are stored, so that the seed belongs to the sums
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
@@ -71,16 +72,16 @@ class GroupDot:
         self._short = self.form in ("avx2", "plain") and kind != KIND_INT8
         self._quads = _SHORT_MOST // (2 * ((1 << CODE_BITS[kind]) - 1) * 127)
         # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6 bits are signed bytes.
-        self._seeded = self.form in ("vnni512", "vnni256") or self._short or (self.form, kind) == ("neon", KIND_Q6K)
+        self.seeded = self.form in ("vnni512", "vnni256") or self._short or (self.form, kind) == ("neon", KIND_Q6K)
 
     def start(self, seed: Value) -> Any:
         if self._short:
             return _Short(None, ir.Constant(_V32S, [0] * 32), 0)
-        return seed if self._seeded else ir.Constant(V16I, [0] * LANES)
+        return seed if self.seeded else ir.Constant(V16I, [0] * LANES)
 
     def prepare(self, quad: Value) -> Any:
         b = self._b
-        if self._seeded:
+        if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
         offset = OFFSET[self._kind]
         signed = b.bitcast(
@@ -127,6 +128,23 @@ class GroupDot:
     def _widened(self, state: _Short) -> Value:
         pairs = self._pairs(state.sums)
         return pairs if state.wide is None else self._b.add(state.wide, pairs)
+
+    # The same in steps, for sums in loops of the machine: a sum starts as `zero`, takes `quads_at_once` quads by
+    # `add_to`, and is `widened` to <16 x i32>. The seed is to be added where sums are `seeded`.
+
+    @property
+    def zero(self) -> ir.Constant:
+        return ir.Constant(_V32S, [0] * 32) if self._short else ir.Constant(V16I, [0] * LANES)
+
+    @property
+    def quads_at_once(self) -> int:
+        return self._quads if self._short else GROUP // 4
+
+    def add_to(self, sums: Value, quad: Any, x: Value) -> Value:
+        return self._add_short(sums, quad, x) if self._short else self.add(sums, quad, x)
+
+    def widened(self, sums: Value) -> Value:
+        return self._pairs(sums) if self._short else sums
 
     def _add_avx2(self, state: Value, quad: Any, x: Value) -> Value:
         """int8: sums of two products, at most 2 * 128 * 127, fit 16 bits."""

@@ -34,6 +34,7 @@ __all__ = [
     "MATRIX_TOKENS",
     "SMALL_TOKENS",
     "TILES_AT_ONCE",
+    "UNPACKED",
     "WIDE_FINE_TOKENS",
     "WIDE_TOKENS",
     "bytes_of_cell",
@@ -56,6 +57,7 @@ class _Shapes(NamedTuple):
 
     small, fine      sizes of panels against one tile, coarse and fine
     wide, wide_fine  the size where there are more tokens than the largest of `small`, against `tiles` tiles
+    unpacked         sizes, and whether fine, that take weights unpacked beforehand (see unpacked.py)
     """
 
     small: tuple[int, ...]
@@ -63,6 +65,7 @@ class _Shapes(NamedTuple):
     wide: int
     wide_fine: int
     tiles: int
+    unpacked: tuple[tuple[int, bool], ...] = ()
 
 
 # 512-bit registers hold 6 tokens x 2 tiles of sums twice over (integers and floats; fine: 3 tokens, three times over)
@@ -70,11 +73,11 @@ class _Shapes(NamedTuple):
 _SHAPES = {
     "vnni512": _Shapes((1, 2, 4, 8), (1, 2, 4), 6, 3, 2),
     "vnni256": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
-    "avx2": _Shapes((1, 2), (1, 2), 2, 2, 1),
+    "avx2": _Shapes((1, 2, 4), (1, 2), 4, 2, 1, ((4, False), (2, True))),
     "neon": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
 }
-SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE = _SHAPES[dot_form()]
+SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[dot_form()]
 # Panels for tile registers, see amx.py; where there are none, no panel is as large as this.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 

@@ -1,19 +1,17 @@
-"""Microkernels of the linear layers: one or two tiles of 16 output rows against a panel of a few tokens.
+"""Microkernels of the linear layers as intrinsics, by kind of weights and number of tokens.
 
-A lane is an output row, so there is no horizontal sum. Integer formats: the sum over a group of 32 inputs is exact,
-and groups are added in order by one float epilogue; float formats: one fma chain per output in input order. Either
-way an output depends on its own row and token only, not on how many tokens or tiles share the call.
+Integer weights: see int_tiles.py; on AVX2 for many tokens unpacked.py. Float weights, here: one fma chain per output in
+input order. Either way an output depends on its own row and token only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils, types
 
-from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
+from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import (
     BLOCK_KINDS,
@@ -24,33 +22,34 @@ from kvboost_edge.kernels.linear.dot import (
     KIND_Q4K,
     KIND_Q5K,
     KIND_Q6K,
-    OFFSET,
-    GroupDot,
 )
-from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
-from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
+from kvboost_edge.kernels.linear.int_tiles import (
+    AHEAD,
+    IntTiles,
+    Target,
+    Tile,
+    emit_place,
+    emit_target,
+    emit_zeros,
+    splat_f32_at,
+)
 from kvboost_edge.kernels.linear.panel import (
-    FINE_BASE,
     FINE_TOKENS,
     SMALL_TOKENS,
     TILES_AT_ONCE,
+    UNPACKED,
     WIDE_FINE_TOKENS,
     WIDE_TOKENS,
-    bytes_of_cell,
 )
+from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
 from kvboost_edge.kernels.vectors import (
-    F32,
     I64,
     KIND_BF16,
     KIND_F32,
     LANES,
-    V16,
     emit_fma,
-    emit_load,
     emit_load_as_f32,
     emit_prefetch,
-    emit_splat,
-    emit_store,
 )
 
 __all__ = [
@@ -73,249 +72,25 @@ __all__ = [
 
 FLOAT_TOKENS = (1, 2, 4, 8)
 INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM, *BLOCK_KINDS)
-_QUADS = GROUP // 4
-_LINE = 64
-# Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse.
-_AHEAD = 8192
 
 Value = Any
 Builder = Any
-_I32 = ir.IntType(32)
-
-
-class Tile(NamedTuple):
-    """Where the weights of a run of tiles are.
-
-    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym only); of block kinds
-                             see layout.py
-    weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
-    groups                   groups of 32 inputs, or inputs for float formats
-    runs                     tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1
-    panel_step               0; or the runs are panels against one tile (or pair), this the bytes from one to the next
-    """
-
-    weights: int
-    scales: int
-    minima: int
-    weights_step: int
-    scales_step: int
-    minima_step: int
-    groups: int
-    runs: int
-    panel_step: int
-
-
-class Target(NamedTuple):
-    """Where results go: out = factor * (result + bias), or out += that where `add` is not 0.
-
-    out, out_step  address of float32 [tokens, 16], bytes from one token to the next
-    tile_step      bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that is one tile twice
-    bias           address of float32 [16] (the next tile's follow `tile_step` bytes behind), or 0
-    """
-
-    out: int
-    out_step: int
-    tile_step: int
-    bias: int
-    add: int
-    factor: Any
-
-
-def _bytes(b: Builder, address: Value, index: Value, size: int, offset: int = 0) -> Value:
-    return b.add(b.add(address, b.mul(index, int_constant(size))), int_constant(offset))
-
-
-def _splat_i32_at(b: Builder, address: Value) -> Value:
-    return emit_splat_int(b, b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32))
-
-
-def _splat_f32_at(b: Builder, address: Value) -> Value:
-    return emit_splat(b, emit_load(b, F32, address))
-
-
-def _zeroed(b: Builder, count: int) -> list[Value]:
-    slots = [cgutils.alloca_once(b, V16) for _ in range(count)]
-    for slot in slots:
-        b.store(ir.Constant(V16, [0.0] * LANES), slot)
-    return slots
-
-
-def _place(b: Builder, target: Target, tile: int, token: int) -> Value:
-    """Address of a tile's 16 outputs for a token."""
-    at = b.add(target.out, b.mul(target.tile_step, int_constant(tile)))
-    return b.add(at, b.mul(target.out_step, int_constant(token)))
-
-
-def _emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> None:
-    """Add the bias, then store, or add to what is there: out = out + factor * result. sums[tile][token]."""
-    factors = emit_splat(b, target.factor)
-    zero = int_constant(0)
-    for tile, slots in enumerate(sums):
-        offset = b.mul(target.tile_step, int_constant(tile))
-        with b.if_then(b.icmp_signed("!=", target.bias, zero)):
-            bias = emit_load(b, V16, b.add(target.bias, offset))
-            for slot in slots:
-                b.store(b.fadd(b.load(slot), bias), slot)
-    places = [[_place(b, target, tile, token) for token in range(len(slots))] for tile, slots in enumerate(sums)]
-    flat = [
-        (slot, place) for slots, row in zip(sums, places, strict=True) for slot, place in zip(slots, row, strict=True)
-    ]
-    with b.if_else(b.icmp_signed("!=", target.add, zero)) as (adds, stores):
-        with adds:
-            # All are read before any is written: without a second tile both write the same numbers to one place.
-            results = [emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)) for slot, place in flat]
-            for (_, place), result in zip(flat, results, strict=True):
-                emit_store(b, result, place)
-        with stores:
-            for slot, place in flat:
-                emit_store(b, b.fmul(b.load(slot), factors), place)
-
-
-class IntTiles:
-    """Emits `tiles` tiles of a kind against a panel of `tokens` tokens; `fine`: 16-bit codes in two planes of bytes.
-
-    form: of the dot product; None for the one that kernels of this process use.
-    """
-
-    def __init__(self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None) -> None:
-        self.kind, self.tiles, self.tokens, self.fine, self.form = kind, tiles, tokens, fine, form
-        self.group_bytes = group_bytes(kind)
-        self.planes = 2 if fine else 1
-        # A part of a group has its own scales and its own sums.
-        self.parts = PARTS[kind]
-        self.quads = _QUADS // self.parts
-        self.cell = tokens * bytes_of_cell(fine, kind)
-
-    def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """All runs: between two of them there is no call, and memory is kept busy."""
-        over_tokens = b.icmp_signed("!=", tile.panel_step, int_constant(0))
-        with cgutils.for_range(b, tile.runs, intp=I64) as loop:
-            index = b.select(over_tokens, int_constant(0), b.mul(loop.index, int_constant(self.tiles)))
-            tokens = b.select(over_tokens, b.mul(loop.index, int_constant(self.tokens)), int_constant(0))
-            weights = b.add(tile.weights, b.mul(index, tile.weights_step))
-            scales = b.add(tile.scales, b.mul(index, tile.scales_step))
-            minima = b.add(tile.minima, b.mul(index, tile.minima_step))
-            here = tile._replace(weights=weights, scales=scales, minima=minima)
-            behind = b.mul(index, target.tile_step)
-            bias = b.select(b.icmp_signed("!=", target.bias, int_constant(0)), b.add(target.bias, behind), target.bias)
-            out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
-            at = b.add(panel, b.mul(loop.index, tile.panel_step))
-            self._emit_one(b, here, at, target._replace(out=out, bias=bias))
-
-    def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        weights = [b.add(tile.weights, b.mul(tile.weights_step, int_constant(t))) for t in range(self.tiles)]
-        scales = [b.add(tile.scales, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
-        minima = [b.add(tile.minima, b.mul(tile.minima_step, int_constant(t))) for t in range(self.tiles)]
-        sums = [_zeroed(b, self.tokens) for _ in range(self.tiles)]
-        for index in range(self.tiles):
-            for token in range(self.tokens):
-                emit_prefetch(b, _place(b, target, index, token), write=True)
-        with cgutils.for_range(b, tile.groups, intp=I64) as loop:
-            here = _bytes(b, panel, loop.index, self.cell)
-            places = [_bytes(b, at, loop.index, self.group_bytes) for at in weights]
-            self._prefetch(b, tile, places, [_bytes(b, at, loop.index, SCALE_BYTES) for at in scales])
-            for part in range(self.parts):
-                dots = self._dots(b, here, places, part)
-                index = b.add(b.mul(loop.index, int_constant(self.parts)), int_constant(part))
-                factors = [emit_scales(b, self.kind, *at, index) for at in zip(scales, minima, strict=True)]
-                self._add_group(b, here, sums, dots, factors)
-        _emit_target(b, sums, target)
-
-    def _prefetch(self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]) -> None:
-        """Ask for the weights read a while later: of one tile a fixed distance on, of two the next two's same group."""
-        ahead, scales_ahead = int_constant(_AHEAD), int_constant(_AHEAD * SCALE_BYTES // self.group_bytes)
-        if self.tiles > 1:
-            ahead = b.mul(tile.weights_step, int_constant(self.tiles))
-            scales_ahead = b.mul(tile.scales_step, int_constant(self.tiles))
-        for place, scale in zip(places, scales, strict=True):
-            start = b.add(place, ahead)
-            for line in range(self.group_bytes // _LINE):
-                emit_prefetch(b, b.add(start, int_constant(_LINE * line)))
-            emit_prefetch(b, b.add(scale, scales_ahead))
-
-    def _term(self, b: Builder, here: Value, token: int) -> Value:
-        return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
-
-    def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
-        """Address of minus OFFSET times the sum of the codes."""
-        term = self._term(b, here, token)
-        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind in BLOCK_KINDS else term
-
-    def _dots(self, b: Builder, here: Value, groups: Sequence[Value], part: int) -> list[list[Value]]:
-        """The integer sums of a part of a group, [tile][token]."""
-        dot, zero = GroupDot(b, self.kind, self.form), ir.Constant(V16I, [0] * LANES)
-        places = [b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups]
-        seeds = [zero] * self.tokens
-        if OFFSET[self.kind]:
-            seeds = [_splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)]
-        # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
-        starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
-        states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]
-        for pair in range(self.quads // 2):
-            loaded = [emit_load_pair(b, self.kind, place, pair) for place in places]
-            for half in range(2):
-                quads = [dot.prepare(two[half]) for two in loaded]
-                for plane in range(self.planes):
-                    for token in range(self.tokens):
-                        offset = (plane * self.tokens + token) * GROUP + 4 * (part * self.quads + 2 * pair + half)
-                        x = _splat_i32_at(b, b.add(here, int_constant(offset)))
-                        for state, quad in zip(states, quads, strict=True):
-                            state[plane][token] = dot.add(state[plane][token], quad, x)
-        result = []
-        for state in states:
-            planes = [
-                [dot.sums(one, seed) for one, seed in zip(*both, strict=True)]
-                for both in zip(state, starts, strict=True)
-            ]
-            result.append([self._joined(b, [plane[token] for plane in planes]) for token in range(self.tokens)])
-        return result
-
-    def _joined(self, b: Builder, planes: Sequence[Value]) -> Value:
-        """FINE_BASE * first + second, where there are two planes."""
-        if not self.fine:
-            return planes[0]
-        shifted = b.shl(planes[0], ir.Constant(V16I, [(FINE_BASE + 1).bit_length() - 1] * LANES))
-        return b.add(b.sub(shifted, planes[0]), planes[1])
-
-    def _add_group(
-        self,
-        b: Builder,
-        here: Value,
-        sums: Sequence[Sequence[Value]],
-        dots: Sequence[Sequence[Value]],
-        scales: Sequence[tuple[Value, Value | None]],
-    ) -> None:
-        for token in range(self.tokens):
-            term = self._term(b, here, token)
-            for tile, slots in enumerate(sums):
-                result = self._epilogue(b, dots[tile][token], term, scales[tile], b.load(slots[token]))
-                b.store(result, slots[token])
-
-    def _epilogue(self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value) -> Value:
-        """The float epilogue, the only one there is; `reference.linear.linear_int` says the same in NumPy.
-
-        term: address of the token's term, scales: of 16 rows, and their minima, or None.
-        """
-        half, low = scales
-        scale = _splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
-        result = emit_fma(b, b.fmul(b.sitofp(dots, V16), scale), half, sums)
-        return result if low is None else emit_fma(b, _splat_f32_at(b, term), low, result)
 
 
 def _emit_float_tile(
     b: Builder, kind: int, tokens: int, tile: Tile, inputs: Value, step: Value, target: Target
 ) -> None:
     size = 4 if kind == KIND_F32 else 2
-    sums = _zeroed(b, tokens)
+    sums = emit_zeros(b, tokens)
     with cgutils.for_range(b, tile.groups, intp=I64) as loop:
-        place = _bytes(b, tile.weights, loop.index, size * LANES)
-        emit_prefetch(b, b.add(place, int_constant(_AHEAD)))
+        place = emit_place(b, tile.weights, loop.index, size * LANES)
+        emit_prefetch(b, b.add(place, int_constant(AHEAD)))
         row = emit_load_as_f32(b, kind, place)
-        at = _bytes(b, inputs, loop.index, 4)
+        at = emit_place(b, inputs, loop.index, 4)
         for token in range(tokens):
-            value = _splat_f32_at(b, b.add(at, b.mul(step, int_constant(token))))
+            value = splat_f32_at(b, b.add(at, b.mul(step, int_constant(token))))
             b.store(emit_fma(b, row, value, b.load(sums[token])), sums[token])
-    _emit_target(b, [sums], target)
+    emit_target(b, [sums], target)
 
 
 def fields_of(b: Builder, kind: Any, value: Value) -> Any:
@@ -323,12 +98,14 @@ def fields_of(b: Builder, kind: Any, value: Value) -> Any:
 
 
 def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
+    unpacks = (tokens, fine) in UNPACKED
+    emitter = UnpackedTiles(kind, tokens, fine) if unpacks else IntTiles(kind, tiles, tokens, fine)
+
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
         """tile: `Tile`; panel: address of the tokens' panel, see panel.py; target: `Target`."""
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-            emitter = IntTiles(kind, tiles, tokens, fine)
             emitter.emit(b, fields_of(b, Tile, arguments[0]), arguments[1], fields_of(b, Target, arguments[2]))
             return context.get_dummy_value()
 

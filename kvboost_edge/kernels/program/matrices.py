@@ -13,6 +13,7 @@ from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, 
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
+    UNPACKED,
     cell_bytes,
     panel_tokens,
     takes_pair,
@@ -36,9 +37,10 @@ __all__ = ["run_unit", "units_of"]
 _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels at once
 _GATED_GROUP_ROW = 2 * 4 * GROUP  # bytes of a token in a group: of the gate, then of the way up
-_GATED_TOKENS = 32  # of one group at once; of several, as many fewer
-# Panels at once, where a group's tiles are one call; what they read and write stays in the first cache.
-_GATED_PANELS = 4 if GROUP // LANES == TILES_AT_ONCE else 1
+_GATED_TOKENS = 64 if UNPACKED else 32  # of one group at once; of several, as many fewer
+# Panels at once, where a group's tiles are one call; what they read and write stays in the first cache. All tokens
+# there may be, where weights are unpacked first.
+_GATED_PANELS = _GATED_TOKENS if UNPACKED else 4 if GROUP // LANES == TILES_AT_ONCE else 1
 _FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
 
 
@@ -186,10 +188,13 @@ def _gated(job: ProgramJob, op: Any, unit: int) -> None:
             n = panel_tokens(job.tokens - token, job.tokens, 0, job.matrix)
             panels = _panels(job.tokens, token, n, min(_GATED_PANELS, _GATED_TOKENS // n))
             for part in range(2):
-                tile = tiles * (group + part * groups)
-                bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0
-                target = Target(scratch + part * (row // 2), row, 4 * LANES, bias, 0, np.float32(1.0))
-                _int_tiles(job, op, tile, tiles * count, token, n, panels, target)
+                each = TILES_AT_ONCE if panels > 1 else tiles * count
+                for begin in range(0, tiles * count, each):
+                    tile = tiles * (group + part * groups) + begin
+                    bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0
+                    out = scratch + part * (row // 2) + 4 * LANES * begin
+                    target = Target(out, row, 4 * LANES, bias, 0, np.float32(1.0))
+                    _int_tiles(job, op, tile, each, token, n, panels, target)
             for panel in range(panels):
                 for index in range(count):
                     rows = scratch + panel * n * row + 4 * GROUP * index

@@ -7,7 +7,7 @@ test_forms.py and test_amx.py run the forms that are here as they are.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles, Target, Tile
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
-from tile_assembly import tile_module
+from tile_assembly import compiled_tile, tile_module
 
 GROUPS, TILES = 17, 2
 NAMES = {number: name for name, number in NUMBERS.items()}
@@ -95,21 +95,6 @@ class _Registers:
         self.tiles[sums].view(np.int32)[:] += a @ quads
 
 
-def _compiled(text: str, functions: dict[str, Any]) -> tuple[Callable[..., None], Any]:
-    """The function "tile" of a module for this machine; the engine must outlive it."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    for name, function in functions.items():
-        binding.add_symbol(f"emulated_{name}", ctypes.cast(function, ctypes.c_void_p).value)
-    target = binding.Target.from_default_triple()
-    features = binding.get_host_cpu_features().flatten()
-    machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=1)
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
-    engine.finalize_object()
-    arguments = [ctypes.c_int64] * (len(Tile._fields) + len(Target._fields)) + [ctypes.c_float]
-    return ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address("tile")), engine
-
-
 def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> npt.NDArray[np.float32]:
     """Two tiles of random weights, with extremes among them, against a panel; float32 [tokens, 32]."""
     text = tile_module(tiles, binding.get_default_triple())
@@ -118,7 +103,7 @@ def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> n
             lines = [line for line in text.splitlines() if not (line.startswith("declare") and form_name in line)]
             text = "\n".join(lines).replace(f'@"{form_name}"', "@emulated_dot") + definitions
     text = text.replace('@"llvm.x86.t', '@"emulated_t').replace('@"llvm.x86.ldt', '@"emulated_ldt')
-    run, engine = _compiled(text, functions)
+    run, engine = compiled_tile(text, functions)
     kind, tokens = tiles.kind, tiles.tokens
     rng = np.random.default_rng(kind)
     sizes = [GROUPS * group_bytes(kind), GROUPS * SCALE_BYTES, max(minima_bytes(kind, GROUPS), 2)]

@@ -1,0 +1,188 @@
+"""Microkernel for many tokens on AVX2: a tile's weights are unpacked once, a few groups at a time, for all panels.
+
+Sixteen registers of half a cache line hold the sums of 16 rows and 4 tokens in 16 bits, and the weights of two quads.
+They do so only while no loop is unrolled: the compiler hoists what it can and keeps the rest on the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, int_constant
+from kvboost_edge.kernels.linear.dot import CODE_BITS, GROUP, OFFSET, GroupDot
+from kvboost_edge.kernels.linear.int_tiles import (
+    IntTiles,
+    Target,
+    Tile,
+    emit_place,
+    emit_slots,
+    emit_target,
+    splat_i32_at,
+)
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, has_minima
+from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
+from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
+
+__all__ = ["UnpackedTiles"]
+
+_LINE = 64
+_QUADS = GROUP // 4
+# What a pass holds stays in the first cache: 18 KB with the sums of 4 tokens a panel.
+_GROUPS, _PANELS = 16, 32
+
+Value = Any
+Builder = Any
+
+
+def _lesser(b: Builder, x: Value, y: Value) -> Value:
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+class _Places(NamedTuple):
+    """Byte addresses on the stack: what is unpacked of some groups of a tile, and the sums of some panels.
+
+    codes   uint8 [groups][8 quads][64];  scales float32 [groups][parts, and one for minima][16]
+    sums    float32 [panels][tokens][16]
+    """
+
+    codes: Value
+    scales: Value
+    sums: Value
+
+
+class UnpackedTiles(IntTiles):
+    """`IntTiles` for one tile at a time, form "avx2"."""
+
+    def __init__(self, kind: int, tokens: int, fine: bool) -> None:
+        super().__init__(kind, 1, tokens, fine, "avx2")
+        self.scale_bytes = _LINE * (self.parts + has_minima(kind))
+
+    def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        """All runs: a tile after the other, each against one panel, or one tile against panels, some at a time."""
+        places = _Places(
+            emit_scratch(b, _GROUPS * _QUADS * _LINE),
+            emit_scratch(b, _GROUPS * self.scale_bytes),
+            emit_scratch(b, _PANELS * self.tokens * _LINE),
+        )
+        zero, one, most = int_constant(0), int_constant(1), int_constant(_PANELS)
+        over_tokens = b.icmp_signed("!=", tile.panel_step, zero)
+        rounds = b.select(over_tokens, b.sdiv(b.add(tile.runs, int_constant(_PANELS - 1)), most), tile.runs)
+        with emit_loop(b, rounds) as index:
+            number = b.select(over_tokens, zero, index)
+            first = b.select(over_tokens, b.mul(index, most), zero)
+            count = b.select(over_tokens, _lesser(b, most, b.sub(tile.runs, first)), one)
+            behind = b.mul(number, target.tile_step)
+            bias = b.select(b.icmp_signed("!=", target.bias, zero), b.add(target.bias, behind), zero)
+            tokens = b.mul(first, int_constant(self.tokens))
+            out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
+            here = tile._replace(
+                weights=b.add(tile.weights, b.mul(number, tile.weights_step)),
+                scales=b.add(tile.scales, b.mul(number, tile.scales_step)),
+                minima=b.add(tile.minima, b.mul(number, tile.minima_step)),
+            )
+            at = b.add(panel, b.mul(first, tile.panel_step))
+            self._emit_panels(b, here, at, count, target._replace(out=out, bias=bias), places)
+
+    def _emit_panels(self, b: Builder, tile: Tile, panel: Value, count: Value, target: Target, places: _Places) -> None:
+        """`count` panels against a tile."""
+        lines = b.mul(count, int_constant(self.tokens))
+        with emit_loop(b, lines) as line:
+            emit_store(b, ir.Constant(V16, [0.0] * LANES), emit_place(b, places.sums, line, _LINE))
+        most = int_constant(_GROUPS)
+        with emit_loop(b, b.sdiv(b.add(tile.groups, int_constant(_GROUPS - 1)), most)) as index:
+            first = b.mul(index, most)
+            groups = _lesser(b, most, b.sub(tile.groups, first))
+            with emit_loop(b, groups) as group:
+                self._unpack(b, tile, first, group, places)
+            cells = emit_place(b, panel, first, self.cell)
+            with emit_loop(b, count) as number:
+                at = b.add(cells, b.mul(number, tile.panel_step))
+                sums = emit_place(b, places.sums, number, _LINE * self.tokens)
+                with emit_loop(b, groups) as group:
+                    self._add_unpacked(b, group, at, sums, places)
+        with emit_loop(b, lines) as line:
+            slot = b.inttoptr(emit_place(b, places.sums, line, _LINE), V16.as_pointer())
+            emit_target(b, [[slot]], target._replace(out=b.add(target.out, b.mul(line, target.out_step))))
+
+    def _unpack(self, b: Builder, tile: Tile, first: Value, group: Value, places: _Places) -> None:
+        """Group `first + group` of a tile into place `group`."""
+        number = b.add(first, group)
+        weights, scales = (
+            emit_place(b, tile.weights, number, self.group_bytes),
+            emit_place(b, tile.scales, number, SCALE_BYTES),
+        )
+        self._prefetch(b, tile, [weights], [scales])
+        codes, floats = (
+            emit_place(b, places.codes, group, _QUADS * _LINE),
+            emit_place(b, places.scales, group, self.scale_bytes),
+        )
+        with emit_loop(b, int_constant(self.parts)) as part:
+            at = emit_place(b, weights, part, self.group_bytes // self.parts)
+            place = emit_place(b, codes, part, _LINE * self.quads)
+            # Where all pairs are stored alike they are a loop, which is quicker to compile.
+            alike = CODE_BITS[self.kind] in (4, 8)
+            pairs = self.quads // 2
+            with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
+                here, out = emit_place(b, at, pair, self.group_bytes // pairs), emit_place(b, place, pair, 2 * _LINE)
+                for first_pair in range(1 if alike else pairs):
+                    for half, quad in enumerate(emit_load_pair(b, self.kind, here, first_pair)):
+                        to = b.add(out, int_constant(_LINE * (2 * first_pair + half)))
+                        b.store(quad, b.inttoptr(to, ir.PointerType()), align=_LINE)
+            index = b.add(b.mul(number, int_constant(self.parts)), part)
+            factors, low = emit_scales(b, self.kind, tile.scales, tile.minima, index)
+            emit_store(b, factors, emit_place(b, floats, part, _LINE))
+            if low is not None:
+                emit_store(b, low, b.add(floats, int_constant(_LINE)))
+
+    def _add_unpacked(self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places) -> None:
+        """The group at place `group` against the panel whose cells start at `panel`."""
+        floats = emit_place(b, places.scales, group, self.scale_bytes)
+        codes, here = emit_place(b, places.codes, group, _QUADS * _LINE), emit_place(b, panel, group, self.cell)
+        with emit_loop(b, int_constant(self.parts)) as part:
+            dots = self._unpacked_dots(b, here, codes, part)
+            scale = emit_load(b, V16, emit_place(b, floats, part, _LINE))
+            low = emit_load(b, V16, b.add(floats, int_constant(_LINE))) if has_minima(self.kind) else None
+            for token, dot in enumerate(dots):
+                place = b.add(sums, int_constant(_LINE * token))
+                result = self._epilogue(b, dot, self._term(b, here, token), (scale, low), emit_load(b, V16, place))
+                emit_store(b, result, place)
+
+    def _unpacked_dots(self, b: Builder, here: Value, codes: Value, part: Value) -> list[Value]:
+        """The integer sums of a part of a group, [token]."""
+        dot = GroupDot(b, self.kind, self.form)
+        count = self.planes * self.tokens
+        codes, x_codes = emit_place(b, codes, part, _LINE * self.quads), emit_place(b, here, part, 4 * self.quads)
+        run = min(dot.quads_at_once, self.quads)
+        totals: list[Value] = [ir.Constant(V16I, [0] * LANES)] * count
+        for start in range(0, self.quads, run):
+            at, x_at = b.add(codes, int_constant(_LINE * start)), b.add(x_codes, int_constant(4 * start))
+            sums = self._add_pair(b, dot, [dot.zero] * count, at, x_at)
+            if run > 2:
+                slots = [emit_slots(b, one, 1)[0] for one in sums]
+                at, x_at = b.add(at, int_constant(2 * _LINE)), b.add(x_at, int_constant(8))
+                with emit_loop(b, int_constant(run // 2 - 1)) as pair:
+                    place, x_place = emit_place(b, at, pair, 2 * _LINE), emit_place(b, x_at, pair, 8)
+                    sums = self._add_pair(b, dot, [b.load(slot) for slot in slots], place, x_place)
+                    for one, slot in zip(sums, slots, strict=True):
+                        b.store(one, slot)
+                sums = [b.load(slot) for slot in slots]
+            totals = [b.add(total, dot.widened(one)) for total, one in zip(totals, sums, strict=True)]
+        if OFFSET[self.kind] and dot.seeded:
+            for token in range(self.tokens):
+                seed = splat_i32_at(b, emit_place(b, self._seed(b, here, token, 0), part, 4 * self.tokens))
+                totals[token - self.tokens] = b.add(totals[token - self.tokens], seed)
+        planes = [totals[start : start + self.tokens] for start in range(0, count, self.tokens)]
+        return [self._joined(b, one) for one in zip(*planes, strict=True)]
+
+    def _add_pair(self, b: Builder, dot: GroupDot, sums: Sequence[Value], codes: Value, here: Value) -> list[Value]:
+        """The sums, [planes * tokens], and the products of two quads at `codes` with the tokens' codes from `here`."""
+        sums = list(sums)
+        for half in range(2):
+            quad = dot.prepare(emit_load_bytes(b, b.add(codes, int_constant(_LINE * half))))
+            for index, one in enumerate(sums):
+                x = splat_i32_at(b, b.add(here, int_constant(GROUP * index + 4 * half)))
+                sums[index] = dot.add_to(one, quad, x)
+        return sums
