@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from kvboost_edge.cli.render import reuse_words
 from kvboost_edge.models.locate import locate_model
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def answer(
 def timing_line(result: GenerationResult) -> str:
     """One line under an answer: what was reused and how long it took."""
     return (
-        f"{result.prompt_tokens} prompt tokens, {result.cached_tokens} from the cache · "
+        f"{reuse_words(result.prompt_tokens, result.cached_tokens, result.hit_tokens)} · "
         f"first token {result.ttft_ms:.0f} ms · {result.generated_tokens} tokens, "
         f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
     )
