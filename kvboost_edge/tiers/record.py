@@ -26,9 +26,9 @@ import xxhash
 
 from kvboost_edge.tiers.base import BlockAddress
 
-__all__ = ["ALIGNMENT", "FIXED_BYTES", "Header", "decode_header", "encode_header", "header_bytes", "is_intact"]
+__all__ = ["ALIGNMENT", "FIXED_BYTES", "MAGIC", "Header", "decode_header", "encode_header", "header_bytes", "is_intact"]
 
-_MAGIC = b"KVBREC\x00\x01"
+MAGIC = b"KVBREC\x00\x01"
 _FIXED = struct.Struct("<8sIIQ16s32s32s32s")
 _SUM_BYTES = 16
 ALIGNMENT = 64
@@ -56,7 +56,7 @@ def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> b
     num_tokens = len(address.tokens) // 4
     length = header_bytes(num_tokens)
     fixed = _FIXED.pack(
-        *(_MAGIC, length, num_tokens, payload.nbytes, xxhash.xxh3_128_digest(payload)),
+        *(MAGIC, length, num_tokens, payload.nbytes, xxhash.xxh3_128_digest(payload)),
         *(space, address.prefix_hash, address.parent_hash),
     )
     body = (fixed + address.tokens).ljust(length - _SUM_BYTES, b"\0")
@@ -68,7 +68,7 @@ def decode_header(data: bytes | memoryview) -> Header | None:
     if len(data) < FIXED_BYTES:
         return None
     magic, length, num_tokens, payload_bytes, payload_sum, space, prefix_hash, parent_hash = _FIXED.unpack_from(data)
-    if magic != _MAGIC or length > len(data) or length != header_bytes(num_tokens):
+    if magic != MAGIC or length > len(data) or length != header_bytes(num_tokens):
         return None
     body = bytes(data[: length - _SUM_BYTES])
     if xxhash.xxh3_128_digest(body) != bytes(data[length - _SUM_BYTES : length]):
