@@ -35,7 +35,7 @@ def find_redis() -> Path | None:
 
 @dataclasses.dataclass
 class RedisServer:
-    """`url` and `client` reach it by its socket file; `port` is the free one that an option took as PORT, or its own."""
+    """`url` and `client` reach it by its socket file; `port` is its own, or what PORT in an option stood for."""
 
     folder: Path
     port: int
