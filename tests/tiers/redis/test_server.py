@@ -116,10 +116,11 @@ def test_a_full_server_is_read_and_written_to_again_when_there_is_room(caplog):
 
 @pytest.fixture(scope="module")
 def with_users():
-    """Users: a may all, r may read, n nothing; none without a password."""
+    """Users: a may all, w what the documentation says, r may read, n nothing; none without a password."""
     rules = {
         "a": "on >pass-a-phrase ~kvb:* +@all",
         "r": "on >pass-r-phrase ~kvb:* +getrange +strlen +exists",
+        "w": "on >pass-w-phrase ~kvb:* +getrange +strlen +exists +set +expire +unlink",
         "n": "on >pass-n-phrase",
     }
     with (
@@ -139,11 +140,19 @@ def test_users_with_rights_read_and_write(with_users):
     blocks, payloads = chain(2)
     writer = opened(as_user(with_users, "a", "pass-a-phrase"))
     reader = opened(as_user(with_users, "r", "pass-r-phrase"))
+    named = opened(as_user(with_users, "w", "pass-w-phrase"))
     default = opened(with_users.url, environment={"KVBOOST_EDGE_REDIS_PASSWORD": "pass-of-default"})
     assert writer.write(blocks, payloads) == 2
     for tier in (writer, reader, default):
         assert reads(tier, blocks, payloads) == 2
         tier.close()
+    named.drop([block.prefix_hash for block in blocks])
+    assert reads(named, blocks, payloads) == 0
+    assert named.write(blocks, payloads) == 2
+    named.touch([block.prefix_hash for block in blocks])
+    assert reads(named, blocks, payloads) == 2
+    assert (named.stat().errors, named.stat().state) == (0, "")
+    named.close()
 
 
 def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
