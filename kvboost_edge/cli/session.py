@@ -34,6 +34,7 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
     started = time.perf_counter()
     with found_model(model, options, notes) as path, _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
+        from kvboost_edge.engine.tiering import tier_places
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
@@ -46,9 +47,10 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
             f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
             f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
         )
+        places = tier_places(engine.config)
         for name, tier in stats["tiers"].items():
-            where = tier["state"] or f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
-            notes.print(f"[dim]tier {name}: {where}, below {engine.config.disk_cache_dir}[/dim]")
+            held = "shared" if tier["blocks"] is None else f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
+            notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim", markup=False)
         yield engine
 
 

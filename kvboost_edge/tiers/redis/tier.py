@@ -34,6 +34,8 @@ _PIPELINE_BYTES = 8 << 20
 _SMALL_COMMANDS = 1024  # in a pipeline, of those that carry no payload
 _HEAD_BLOCKS = 64  # of a chain: what many prompts share is at its head
 _MOST_TOUCHED = 4096
+_MOST_SEEN = 1 << 16
+_SEEN_S = 600.0
 _NO_WRITES_S = 30.0
 _DAY_S = 86_400
 
@@ -78,6 +80,10 @@ class RedisTier:
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         self._touched: dict[bytes, None] = {}
+        # When blocks were last known to be on the server, so that they are not copied and sent again: it may drop any
+        # of them, which a read would tell.
+        self._seen: dict[bytes, float] = {}
+        self._seen_s = min(_SEEN_S, ttl_s / 2)
         self._no_writes = ""
         self._writes_again_at = 0.0
         self._advice = ""
@@ -86,9 +92,19 @@ class RedisTier:
     def __repr__(self) -> str:
         return f"RedisTier({self.place!r})"
 
+    def begin(self) -> None:
+        """Ask the server whether it is there; what is wrong is one line in the log. I/O."""
+        if not self.ping() or self._advice:
+            _LOG.warning("%s", self.stat().state)
+
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """None: only the server knows; False while it is left alone."""
-        return False if self._closed or self._server.is_off else None
+        """True for what was written or read in the last minutes, None: only the server knows; False while it is left
+        alone."""
+        if self._closed or self._server.is_off:
+            return False
+        with self._lock:
+            seen = self._seen.get(prefix_hash)
+        return True if seen is not None and self._clock() - seen < self._seen_s else None
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         """The first blocks of the chain get their full time to live again, with the next read or write."""
@@ -151,6 +167,8 @@ class RedisTier:
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
         """Delete all pieces of these blocks on the server, for everybody."""
+        for prefix_hash in prefix_hashes:
+            self._lost(prefix_hash)
         names = self._names_of(prefix_hashes)
         self._ask([("UNLINK", *keys) for keys in names], _SMALL_COMMANDS)
 
@@ -179,13 +197,16 @@ class RedisTier:
     def _accept(self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview) -> bool:
         if any(isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces) or not any(pieces):
             self._count(missing=1)
+            self._lost(block.prefix_hash)
             return False
         if all(isinstance(piece, bytes) for piece in pieces):
             value = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             if self._seal.open(value, block, into.cast("B")):
                 self._count(read_blocks=1, read_bytes=len(value))
+                self._saw(block.prefix_hash)
                 return True
         self._count(refused=1)
+        self._lost(block.prefix_hash)
         self._ask([("UNLINK", *keys)], 1)
         return False
 
@@ -201,6 +222,7 @@ class RedisTier:
         for index, names in enumerate(keys):
             held = [next(found) for _ in names]
             if held == piece_lengths(sizes[index]):
+                self._saw(blocks[index].prefix_hash)
                 continue
             missing.append(index)
             pieces = pieces_of(self._seal.value(blocks[index], payloads[index].cast("B")))
@@ -222,6 +244,7 @@ class RedisTier:
                 self._stop_writing(str(errors[0]))
             else:
                 self._count(written_blocks=1, written_bytes=sizes[index])
+                self._saw(blocks[index].prefix_hash)
         if missing and not not_stored and self._no_writes:
             _LOG.info("%s takes blocks again", self.place)
             self._no_writes = ""
@@ -259,6 +282,18 @@ class RedisTier:
         failed = answers is None or any(isinstance(answer, ServerError) for answer in answers)
         self._count(errors=int(failed))
         return answers
+
+    def _saw(self, prefix_hash: bytes) -> None:
+        """The block is on the server, now."""
+        with self._lock:
+            self._seen.pop(prefix_hash, None)
+            self._seen[prefix_hash] = self._clock()
+            if len(self._seen) > _MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
+
+    def _lost(self, prefix_hash: bytes) -> None:
+        with self._lock:
+            self._seen.pop(prefix_hash, None)
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.tiers.redis import tier as tier_module
 from kvboost_edge.tiers.redis.tier import SECRET_VARIABLE
 from kvboost_edge.tiers.redis.values import PIECE_BYTES, Seal, pieces_of
 from redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
@@ -253,3 +254,39 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
 def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
     code = "import sys, kvboost_edge.tiers.redis.tier; sys.exit('redis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
+
+
+def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(server, client):
+    blocks, payloads = chain(4, 2 * MIB)
+    hashes = [block.prefix_hash for block in blocks]
+    clock = Clock()
+    tier, reader = opened(server.url, clock=clock, ttl_s=100), opened(server.url)
+
+    def held(by) -> list[bool | None]:
+        return [by.holds(prefix_hash) for prefix_hash in hashes]
+
+    assert held(tier) == [None] * 4
+    tier.write(blocks[:3], payloads[:3])
+    assert held(tier) == [True, True, True, None]
+    assert reads(reader, blocks[:2], payloads[:2]) == 2
+    assert held(reader) == [True, True, None, None]
+    reader.write(blocks, payloads)  # it finds the third there
+    assert held(reader) == [True] * 4
+    client.flushall()
+    assert reads(reader, blocks, payloads) == 0
+    assert held(reader) == [None, True, True, True]
+    reader.drop(hashes[1:2])
+    assert held(reader) == [None, None, True, True]
+    clock.now += 51  # by then the server may have let go of it
+    assert held(tier) == [None] * 4
+    tier.close()
+    reader.close()
+
+
+def test_what_it_remembers_is_bounded(server, client, monkeypatch):
+    monkeypatch.setattr(tier_module, "_MOST_SEEN", 3)
+    blocks, payloads = chain(5)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    assert [tier.holds(block.prefix_hash) for block in blocks] == [None, None, True, True, True]
+    tier.close()
