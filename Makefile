@@ -17,7 +17,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool bench-eviction \
-	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers real-model quality clean test-arm64
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -76,7 +76,10 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-mutants: setup  ## plant about 30 faults one at a time; each must turn the tests red
+redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ubuntu; nothing is installed)
+	tests/unpack_redis.sh .redis
+
+mutants: setup  ## plant about 35 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
 bench: bench-kernels bench-block-pool bench-eviction bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes

@@ -79,6 +79,9 @@ class EngineConfig:
     answers, the same in every run in which a tenant sends the same requests in the same order.
     `disk_cache_dir` keeps blocks of keys and values below that directory, so that they survive a restart; None or
     "off": nowhere. `max_disk_bytes` (floats such as 8e9 allowed) bounds it; None: min(16 GiB, 20% of what is free).
+    `redis_url` shares blocks with other machines through a Redis or Valkey server (extra [redis]). Its values are
+    sealed with the secret in KVBOOST_EDGE_REDIS_SECRET, the same on all machines; without a secret the URL is refused,
+    unless `redis_trust` says that whoever writes to the server is believed.
     """
 
     runner: str = "auto"
@@ -105,6 +108,8 @@ class EngineConfig:
     debug_checks: bool = False
     disk_cache_dir: str | os.PathLike[str] | None = None
     max_disk_bytes: int | None = None
+    redis_url: str | None = dataclasses.field(default=None, repr=False)
+    redis_trust: bool = False
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -128,10 +133,10 @@ class EngineConfig:
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {choices}")
         self._check_sizes()
-        self._check_disk()
+        self._check_tiers()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
-        for name in ("strict", "local_files_only", "pack_cache", "debug_checks"):
+        for name in ("strict", "local_files_only", "pack_cache", "redis_trust", "debug_checks"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.tenant, str):
@@ -167,7 +172,7 @@ class EngineConfig:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16, at most 256")
         self._check_kv_bits()
 
-    def _check_disk(self) -> None:
+    def _check_tiers(self) -> None:
         value = self.disk_cache_dir
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(f"disk_cache_dir={value!r} must be a path, 'off' or None")
@@ -177,6 +182,11 @@ class EngineConfig:
             object.__setattr__(self, "disk_cache_dir", None)
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off")
+        if self.redis_url is not None and (not isinstance(self.redis_url, str) or not self.redis_url):
+            # The value stays out of the message: it may hold a password.
+            raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
+        if self.redis_trust and self.redis_url is None:
+            raise ConfigError("redis_trust=True needs a redis_url, and there is none")
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits

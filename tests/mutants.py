@@ -251,6 +251,35 @@ FAULTS = (
         "pass",
         "tests/engine/test_native_schedules.py",
     ),
+    # Tiers and other systems' interfaces.
+    fault(
+        "a sealed value is believed without its MAC",
+        "tiers/redis/values.py",
+        " or not hmac.compare_digest(self._mac(view[:end]), view[end:])",
+        "",
+        "tests/tiers/redis/test_values.py",
+    ),
+    fault(
+        "a value of another block is opened",
+        "tiers/redis/values.py",
+        " or header.address != address",
+        "",
+        "tests/tiers/redis/test_values.py",
+    ),
+    fault(
+        "a partial hit of LMCache counts no misses",
+        "compat/lmcache/engine.py",
+        "self.miss_tokens_count += num_tokens - end",
+        "self.miss_tokens_count += 0 if kv else num_tokens - end",
+        "tests/compat/lmcache/test_engine.py",
+    ),
+    fault(
+        "LMCache's memory forgets heads first",
+        "compat/lmcache/stores.py",
+        "for address in reversed(addresses):",
+        "for address in addresses:",
+        "tests/compat/lmcache/test_stores.py",
+    ),
     # Text and files.
     fault(
         "half a character is shown",

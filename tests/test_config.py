@@ -62,6 +62,22 @@ def test_threads_are_bounded() -> None:
         EngineConfig.from_options(num_threads=1025)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"redis_url": ["redis://:hidden@host"]}, "redis_url must be a URL"),
+        ({"redis_url": ""}, "redis_url must be a URL"),
+        ({"redis_trust": True}, "redis_trust=True needs a redis_url"),
+        ({"redis_url": "redis://:hidden@host", "redis_trust": "yes"}, "redis_trust='yes'"),
+    ],
+)
+def test_a_redis_server_is_named_by_a_url_that_is_never_shown(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        EngineConfig.from_options(**options)
+    assert "hidden" not in str(caught.value)
+    assert "hidden" not in repr(EngineConfig(redis_url="redis://:hidden@host"))
+
+
 def test_a_token_is_never_shown() -> None:
     assert "hf_secret" not in repr(EngineConfig(token="hf_secret"))
     with pytest.raises(ConfigError) as caught:

@@ -133,7 +133,8 @@ def chat(
         from kvboost_edge.tiers.disk.survey import default_directory
 
         # A conversation that is taken up again finds its keys and values; "off" keeps none.
-        options.setdefault("disk_cache_dir", str(default_directory()))
+        if pack_cache:  # else nothing is kept in the cache directory
+            options.setdefault("disk_cache_dir", str(default_directory()))
         run_chat(model or DEMO_MODEL, options, settings, system)
     else:
         run_remote_chat(url, api_key, model or "", settings, system)

@@ -14,7 +14,7 @@ from kvboost_edge.backends.select import BackendChoice, choose_backend, make_bac
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, select_path
-from kvboost_edge.engine.tiering import open_tiers
+from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -67,6 +67,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
 
     progress: called with (bytes done, bytes in all) while weights are packed, which happens once per model and format.
     """
+    check_tiers(config)
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,7 +23,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
 from kvboost_edge.tiers.mover import Mover, Piece
 
-__all__ = ["MoverShelf", "Tiering", "Untiered", "make_tiering", "open_tiers"]
+__all__ = ["MoverShelf", "Tiering", "Untiered", "check_tiers", "make_tiering", "open_tiers", "tier_places"]
 
 _LOG = logging.getLogger(__name__)
 # Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each millisecond.
@@ -34,13 +35,14 @@ _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architecture: str) -> tuple[Tier, ...]:
     """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
-    statistics, and the engine does without."""
-    if config.disk_cache_dir is None:
-        return ()
-    from kvboost_edge.tiers.disk.tier import DiskTier
-
+    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`."""
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
+    shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
+    if config.disk_cache_dir is None:
+        return shared
+    from kvboost_edge.tiers.disk.tier import DiskTier
+
     description = {"model": fingerprint[:16], "architecture": architecture, "kv_format": kv_format}
     try:
         disk: Tier = DiskTier.open(
@@ -49,7 +51,32 @@ def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architect
     except ConfigError as error:
         _LOG.warning("no blocks are kept on disk: %s", error)
         disk = ClosedTier("disk", str(error))
-    return (disk,)
+    return (disk, *shared)
+
+
+def check_tiers(config: EngineConfig) -> None:
+    """ConfigError for a redis_url that cannot be read or has no secret, BackendUnavailable where the package for it is
+    missing: before a model is loaded. Connects to nothing."""
+    if config.redis_url is not None:
+        _redis_tier(config, bytes(32)).close()
+
+
+def tier_places(config: EngineConfig) -> dict[str, str]:
+    """Where each tier lies, by name, for people: no user, no password."""
+    places = {} if config.disk_cache_dir is None else {"disk": os.fspath(config.disk_cache_dir)}
+    if config.redis_url is not None:
+        from kvboost_edge.tiers.redis.address import parse_url
+        from kvboost_edge.tiers.redis.tier import PASSWORD_VARIABLE
+
+        places["redis"] = parse_url(config.redis_url, os.environ.get(PASSWORD_VARIABLE, "")).place
+    return places
+
+
+def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
+    from kvboost_edge.tiers.redis.tier import RedisTier
+
+    assert config.redis_url is not None
+    return RedisTier(config.redis_url, space, trust=config.redis_trust)
 
 
 class MoverShelf:

@@ -7,7 +7,7 @@ asks. Every server has a registry of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -106,6 +106,10 @@ class Metrics:
             "prompt_tokens_per_second": round(prompt, 3),
             "generated_tokens_per_second": round(generated, 3),
         }
+
+    def recent_prompts(self) -> tuple[Mapping[str, int], int]:
+        """Prompt tokens of the last minute: found in each tier, and computed."""
+        return self._speeds.recent_prompts()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -65,6 +65,10 @@ class Tier(Protocol):
 
     name: str
 
+    def begin(self) -> None:
+        """Find out whether it works, so that `stat` can say so. The mover calls it before anything else."""
+        ...
+
     def holds(self, prefix_hash: bytes) -> bool | None:
         """Whether the block is there, as far as is known without I/O; None: only `read` can tell."""
         ...
@@ -101,6 +105,9 @@ class ClosedTier:
 
     def __init__(self, name: str, state: str) -> None:
         self.name, self._state = name, state
+
+    def begin(self) -> None:
+        pass
 
     def holds(self, prefix_hash: bytes) -> bool:
         return False

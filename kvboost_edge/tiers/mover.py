@@ -158,6 +158,11 @@ class Mover:
         return [tier for tier in self._tiers if tier.name not in self._broken]
 
     def _run(self) -> None:
+        for tier in self._tiers:
+            try:
+                tier.begin()
+            except Exception:
+                self._give_up(tier)
         while True:
             with self._changed:
                 while not (self._loads or self._stores or self._closing):

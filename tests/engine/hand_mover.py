@@ -20,6 +20,9 @@ class DictTier:
         self.num_read = self.num_written = 0
         self._knows, self._losses, self._rng = knows, losses, random.Random(seed)
 
+    def begin(self) -> None:
+        pass
+
     def holds(self, prefix_hash: bytes) -> bool | None:
         return prefix_hash in self.blocks if self._knows else None
 

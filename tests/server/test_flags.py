@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("kept_logging")
 
 @pytest.fixture(autouse=True)
 def no_keys_in_the_environment(monkeypatch):
-    for name in ("KVBOOST_API_KEY", "KVBOOST_API_KEYS"):
+    for name in ("KVBOOST_API_KEY", "KVBOOST_API_KEYS", "KVBOOST_EDGE_REDIS_URL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -102,6 +102,19 @@ def test_flags_of_the_engine(flag, text, name, value):
 
 def test_nothing_is_kept_in_the_cache_directory():
     assert parse_flags(["--no-pack-cache"], "p").engine == {"pack_cache": False}
+    asked = parse_flags(["--no-pack-cache", "--disk-cache-dir", "/elsewhere"], "p").engine
+    assert asked == {"pack_cache": False, "disk_cache_dir": "/elsewhere"}
+
+
+def test_a_redis_server_by_flag_or_environment(monkeypatch):
+    url, another = "redis://:hidden@host:1/2", "redis://another"
+    assert parse("--redis-url", url, "--redis-trust").engine | {"disk_cache_dir": ""} == {
+        "disk_cache_dir": "", "redis_url": url, "redis_trust": True,
+    }  # fmt: skip
+    monkeypatch.setenv("KVBOOST_EDGE_REDIS_URL", url)
+    assert parse().engine["redis_url"] == url
+    assert parse("--redis-url", another).engine["redis_url"] == another
+    assert "hidden" not in repr(parse())
 
 
 def test_every_setting_has_a_flag(capsys):

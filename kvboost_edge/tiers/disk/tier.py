@@ -90,6 +90,9 @@ class DiskTier:
         """Where the space's files lie; None once closed."""
         return None if self._store is None else self._store.directory.path
 
+    def begin(self) -> None:
+        """Nothing is left to be found out: it was opened."""
+
     def holds(self, prefix_hash: bytes) -> bool:
         """Whether the block is there, unless it turns out to be damaged."""
         return self._store is not None and prefix_hash in self._store.index

@@ -208,7 +208,9 @@ async def test_stats_are_the_engines(tiny_app: httpx.AsyncClient, tiny_engine: A
     assert stats["model"] == "tiny"
     assert stats["cache"] == tiny_engine.cache_stats()
     expected = tiny_engine.paged_stats()
-    assert stats["pool"] == {name: value for name, value in expected.items() if not name.endswith("_bytes")}
+    beside = {name for name in expected if name.endswith("_bytes")} | {"tiers"}
+    assert stats["pool"] == {name: value for name, value in expected.items() if name not in beside}
+    assert stats["tiers"] == {}
     assert stats["memory"]["pool_bytes"] == expected["pool_bytes"]
     queue = stats["queue"]
     assert (queue["running"], queue["waiting"], queue["waiting_tokens"], queue["in_flight"]) == (0, 0, 0, 0)
@@ -230,8 +232,17 @@ async def test_blocks_are_the_engines_map(tiny_app: httpx.AsyncClient, tiny_engi
     details = tiny_engine.block_details(10**6)
     assert list(base64.b64decode(blocks["refs"])) == [detail.refs for detail in details]
     assert list(base64.b64decode(blocks["tokens"])) == [detail.tokens for detail in details]
-    assert blocks["memory"]["pool_bytes"] == tiny_engine.paged_stats()["pool_bytes"]
+    pool = tiny_engine.paged_stats()
+    assert blocks["memory"]["pool_bytes"] == pool["pool_bytes"]
     assert blocks["hit_rate"] == 0.0
+    chunks = pool["loaded_chunks"]
+    assert blocks["tiers"] == {
+        "pool": {
+            "blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"],
+            "writable": True, "state": "", "recent_hit_tokens": 0,
+        }
+    }  # fmt: skip
+    assert blocks["recent_computed_tokens"] == pool["miss_tokens"] > 0
 
 
 @pytest.mark.alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -15,7 +15,17 @@ from starlette.types import Send
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.api.answers import ERRORS, BlockCounts, Blocks, Memory, Reset, Stats, Unpinned, Warmed
+from kvboost_edge.server.api.answers import (
+    ERRORS,
+    BlockCounts,
+    Blocks,
+    Memory,
+    Reset,
+    Stats,
+    TierView,
+    Unpinned,
+    Warmed,
+)
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
@@ -35,6 +45,7 @@ T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
+_TIER_FIELDS = [name for name in TierView.model_fields if name != "recent_hit_tokens"]
 _MOST_DETAILS = 4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
 
 
@@ -87,7 +98,7 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
 
 @router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
 async def stats(request: Request) -> Response:
-    """Queue, cache, pool, memory and throughput."""
+    """Queue, cache, pool, tiers, memory and throughput."""
     state = state_of(request)
     return json_response(await _of_engine(state, lambda: _stats(state)), headers=_NO_STORE)
 
@@ -163,7 +174,8 @@ def _stats(state: ServerState) -> dict[str, Any]:
             "refused": admission.refused,
         },
         "cache": engine.cache_stats(),
-        "pool": {name: value for name, value in pool.items() if name not in memory},
+        "pool": {name: value for name, value in pool.items() if name not in memory and name != "tiers"},
+        "tiers": pool["tiers"],
         "memory": memory,
         "throughput": state.metrics.throughput(),
     }
@@ -176,6 +188,7 @@ def _blocks(state: ServerState) -> dict[str, Any]:
     details = engine.block_details(_MOST_DETAILS) if detailed else []
     states = bytes(detail.state for detail in details) if detailed else bytes(engine.block_map())
     looked_up = pool["hit_tokens"] + pool["miss_tokens"]
+    recent_hits, recent_computed = state.metrics.recent_prompts()
     return {
         "num_blocks": pool["num_blocks"],
         "block_size": pool["block_size"],
@@ -189,9 +202,22 @@ def _blocks(state: ServerState) -> dict[str, Any]:
         "miss_tokens": pool["miss_tokens"],
         "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
         "memory": {name: pool[name] for name in Memory.model_fields},
+        "tiers": _tier_views(pool, recent_hits),
+        "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
         "preemptions": pool["preemptions"],
+    }
+
+
+def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The pool and the tiers below it, the nearest first. Of the pool what can be matched counts."""
+    chunks = pool["loaded_chunks"]
+    own = {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
+    tiers = {"pool": {**own, "writable": True, "state": ""}, **pool["tiers"]}
+    return {
+        name: {**{field: tier[field] for field in _TIER_FIELDS}, "recent_hit_tokens": recent_hits.get(name, 0)}
+        for name, tier in tiers.items()
     }
 
 
