@@ -193,6 +193,8 @@ class Tiering(Untiered):
     def save_evicted(self) -> None:
         self._note_published()
         evicted = self._manager.content.drain_evicted()
+        if not evicted:
+            return
         unsaved = {block_id: evicted[block_id] for block_id in evicted.keys() & self._unsaved.keys()}
         for block_id in unsaved:
             del self._unsaved[block_id]
@@ -212,6 +214,8 @@ class Tiering(Untiered):
     def _save_next(self, most_bytes: int) -> None:
         """Copy out the oldest ones, at least one of them where there is room."""
         self._note_published()
+        if not self._unsaved:
+            return
         most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
         oldest = list(itertools.islice(self._unsaved, most))
         keys = {block_id: self._manager.content.key(block_id) for block_id in oldest}
@@ -228,9 +232,15 @@ class Tiering(Untiered):
         self._unsaved.update(dict.fromkeys(self._manager.content.drain_published()))
 
     def _save(self, blocks: Mapping[int, ContentKey]) -> None:
-        if blocks:
+        if not blocks:
+            return
+        try:
             data = self._backend.read_blocks(list(blocks))
-            self._mover.store([BlockAddress(*key) for key in blocks.values()], data)
+        except MemoryError:
+            _LOG.warning("no memory to copy %d blocks for the tiers; they are not kept", len(blocks))
+            self._mover.note_lost(len(blocks))
+            return
+        self._mover.store([BlockAddress(*key) for key in blocks.values()], data)
 
     def stats(self) -> Mapping[str, TierStats]:
         return self._mover.stats()

@@ -196,7 +196,7 @@ class Mover:
                 return
 
     def _stage(self, ticket: int, count: int) -> Bytes:
-        """Room for so many blocks, waited for; none where nobody wants them any more."""
+        """Room for so many blocks, waited for; none where nobody wants them any more, or where memory is refused."""
         nbytes = count * self._block_bytes
 
         def is_unwanted() -> bool:
@@ -205,9 +205,16 @@ class Mover:
         with self._changed:
             while self._staged and self._staged + nbytes > _STAGING_BYTES and not is_unwanted():
                 self._changed.wait()
-            count = 0 if is_unwanted() else count
-            self._staged += count * self._block_bytes
-        return np.empty((count, self._block_bytes), dtype=np.uint8)
+            data = self._allocated(0 if is_unwanted() else count)
+            self._staged += data.nbytes
+        return data
+
+    def _allocated(self, count: int) -> Bytes:
+        try:
+            return np.empty((count, self._block_bytes), dtype=np.uint8)
+        except MemoryError:
+            _LOG.warning("no memory to load %d blocks; they are computed", count)
+            return np.empty((0, self._block_bytes), dtype=np.uint8)
 
     def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:
         """The nearest tier that has the first blocks, and how many of them it has."""
@@ -215,10 +222,8 @@ class Mover:
             return "", 0
         rows = [memoryview(row) for row in data]
         for tier in self._working():
-            if tier.holds(addresses[0].prefix_hash) is False:
-                continue
             try:
-                count = tier.read(addresses, rows)
+                count = 0 if tier.holds(addresses[0].prefix_hash) is False else tier.read(addresses, rows)
             except Exception:
                 self._give_up(tier)
                 continue
@@ -228,14 +233,12 @@ class Mover:
 
     def _write(self, store: _Store) -> None:
         for tier in self._working():
-            lacking = [i for i, address in enumerate(store.addresses) if tier.holds(address.prefix_hash) is not True]
-            if not lacking:
-                continue
             try:
-                tier.write(
-                    [store.addresses[i] for i in lacking],
-                    [memoryview(store.data[i]) for i in lacking],
-                )
+                lacking = [
+                    i for i, address in enumerate(store.addresses) if tier.holds(address.prefix_hash) is not True
+                ]
+                if lacking:
+                    tier.write([store.addresses[i] for i in lacking], [memoryview(store.data[i]) for i in lacking])
             except Exception:
                 self._give_up(tier)
         with self._changed:

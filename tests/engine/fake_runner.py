@@ -179,6 +179,7 @@ def fake_parts(
     max_context: int = CONTEXT,
     max_num_seqs: int | None = None,
     max_pinned_blocks: int | None = None,
+    tiers: Sequence[Tier] = (),
 ) -> EngineParts:
     """All parts of an engine around a `FakeRunner`."""
     backend = FakeBackend(num_blocks, block_size)
@@ -192,14 +193,18 @@ def fake_parts(
         ledger=MemoryLedger(1000, backend.pool_bytes),
         backend_reason="a test",
         max_num_seqs=max_num_seqs or 16,
+        tiers=tuple(tiers),
     )
 
 
-def fake_engine(num_blocks: int = 64, max_context: int = CONTEXT, **options: Any) -> CPUPagedEngine:
+def fake_engine(
+    num_blocks: int = 64, max_context: int = CONTEXT, *, tiers: Sequence[Tier] = (), **options: Any
+) -> CPUPagedEngine:
     """A running engine around a `FakeRunner`, debug checks on; close it."""
     config = EngineConfig.from_options(**{"debug_checks": True, **options})
     return CPUPagedEngine._from_parts(
-        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks), config
+        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks, tiers),
+        config,
     )
 
 
