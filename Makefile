@@ -16,8 +16,8 @@ THREADED := tests/kernels tests/backends tests/runners tests/engine
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool \
-	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers real-model quality clean test-arm64
+.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool bench-eviction \
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers bench-tiers real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -76,16 +76,22 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-mutants: setup  ## plant about 30 faults one at a time; each must turn the tests red
+redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ubuntu; nothing is installed)
+	tests/unpack_redis.sh .redis
+
+mutants: setup  ## plant about 35 faults one at a time; each must turn the tests red
 	$(BIN)/python tests/mutants.py
 
-bench: bench-kernels bench-block-pool bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
+bench: bench-kernels bench-block-pool bench-eviction bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
 	$(BIN)/python benchmarks/bench_kernels.py
 
 bench-block-pool: setup  ## prefix lookup, allocate and free
 	$(BIN)/python benchmarks/bench_block_pool.py
+
+bench-eviction: setup  ## eviction orders on traces of requests; the same figures on every machine
+	$(BIN)/python benchmarks/bench_eviction.py
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py
@@ -109,6 +115,10 @@ quality: setup real-model  ## perplexity, KL and same top token of the real mode
 bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/bench_peers.py --out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
+
+bench-tiers: setup $(PEERS)/.setup-stamp  ## restarts from disk, what writing behind costs, an agent; beside llama.cpp's saved states
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/bench_tiers.py --out benchmarks/results/tiers-0.5b-q4_0.json
 
 # gcc 12 drops stores before ldtilecfg where the processor has AMX: these two flags keep them, at full speed.
 $(PEERS)/.setup-stamp:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
         group_by_prefix,
         pad_and_mask,
     )
+    from kvboost_edge.compat.lmcache.builder import LMCacheEngineBuilder
+    from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
+    from kvboost_edge.compat.lmcache.engine import LMCacheEngine
     from kvboost_edge.compat.page_cache import KVCache
     from kvboost_edge.config import EngineConfig, GenerationMode
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -59,6 +62,10 @@ _EXPORTS = {
     "KVBoost": "kvboost_edge.engine.engine:CPUPagedEngine",
     "KVBoostError": "kvboost_edge.errors",
     "KVCache": "kvboost_edge.compat.page_cache",
+    "LMCacheEngine": "kvboost_edge.compat.lmcache.engine",
+    "LMCacheEngineBuilder": "kvboost_edge.compat.lmcache.builder",
+    "LMCacheEngineConfig": "kvboost_edge.compat.lmcache.config",
+    "LMCacheEngineMetadata": "kvboost_edge.compat.lmcache.config",
     "ModelFormatError": "kvboost_edge.errors",
     "PromptCheck": "kvboost_edge.engine.results",
     "RequestError": "kvboost_edge.errors",
@@ -92,6 +99,10 @@ __all__ = [
     "KVBoost",
     "KVBoostError",
     "KVCache",
+    "LMCacheEngine",
+    "LMCacheEngineBuilder",
+    "LMCacheEngineConfig",
+    "LMCacheEngineMetadata",
     "ModelFormatError",
     "PromptCheck",
     "RequestError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,6 @@ _LATER: dict[str, dict[str, str]] = {
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 # Options whose feature does not exist yet: told apart from a misspelling.
 _LATER_OPTIONS: Mapping[str, str] = {
-    "disk_cache_dir": "the disk tier",
     **dict.fromkeys(
         (
             "chunk_size",
@@ -66,6 +66,7 @@ class EngineConfig:
     Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
     pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs, 16 if not given).
     `max_num_seqs` None: as many sequences run together as the pool has 512 tokens for, at least 1 and at most 64.
+    `max_pinned_blocks` None: half of the pool, which is also the most that can be given; 0: nothing can be pinned.
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
     models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
@@ -76,6 +77,11 @@ class EngineConfig:
     of this process alone (native runner).
     `seed`: None draws a random seed for each request that names none; a number makes those seeds, and with them sampled
     answers, the same in every run in which a tenant sends the same requests in the same order.
+    `disk_cache_dir` keeps blocks of keys and values below that directory, so that they survive a restart; None or
+    "off": nowhere. `max_disk_bytes` (floats such as 8e9 allowed) bounds it; None: min(16 GiB, 20% of what is free).
+    `redis_url` shares blocks with other machines through a Redis or Valkey server (extra [redis]). Its values are
+    sealed with the secret in KVBOOST_EDGE_REDIS_SECRET, the same on all machines; without a secret the URL is refused,
+    unless `redis_trust` says that whoever writes to the server is believed.
     """
 
     runner: str = "auto"
@@ -89,6 +95,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_bits: int | tuple[int, int] | None = 16
     max_num_seqs: int | None = None
+    max_pinned_blocks: int | None = None
     max_batch_tokens: int = 512
     num_threads: int | None = None
     strict: bool = True
@@ -99,6 +106,10 @@ class EngineConfig:
     tenant: str = ""
     seed: int | None = None
     debug_checks: bool = False
+    disk_cache_dir: str | os.PathLike[str] | None = None
+    max_disk_bytes: int | None = None
+    redis_url: str | None = dataclasses.field(default=None, repr=False)
+    redis_trust: bool = False
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -122,9 +133,10 @@ class EngineConfig:
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is not one of {choices}")
         self._check_sizes()
+        self._check_tiers()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
-        for name in ("strict", "local_files_only", "pack_cache", "debug_checks"):
+        for name in ("strict", "local_files_only", "pack_cache", "redis_trust", "debug_checks"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.tenant, str):
@@ -136,11 +148,13 @@ class EngineConfig:
             raise ConfigError(f"token must be a string or None, not {type(self.token).__name__}")
 
     def _check_sizes(self) -> None:
-        if isinstance(self.max_cache_bytes, float):
-            if not math.isfinite(self.max_cache_bytes):
-                raise ConfigError(f"max_cache_bytes={self.max_cache_bytes!r} must be a finite number of bytes")
-            object.__setattr__(self, "max_cache_bytes", int(self.max_cache_bytes))
-        for name in ("max_cache_bytes", "num_blocks", "max_chunks", "num_threads", "max_num_seqs"):
+        for name in ("max_cache_bytes", "max_disk_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, float):
+                if not math.isfinite(value):
+                    raise ConfigError(f"{name}={value!r} must be a finite number of bytes")
+                object.__setattr__(self, name, int(value))
+        for name in ("max_cache_bytes", "max_disk_bytes", "num_blocks", "max_chunks", "num_threads", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=1)
@@ -148,14 +162,31 @@ class EngineConfig:
             raise ConfigError(f"num_threads={self.num_threads} must be at most {_MAX_THREADS}")
         for name in ("block_size", "max_batch_tokens"):
             _check_int(name, getattr(self, name), low=1)
-        if self.seed is not None:
-            _check_int("seed", self.seed, low=0)
+        for name in ("seed", "max_pinned_blocks"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0)
         given = [n for n in ("max_cache_bytes", "num_blocks", "max_chunks") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")
         if self.block_size % 16 or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16, at most 256")
         self._check_kv_bits()
+
+    def _check_tiers(self) -> None:
+        value = self.disk_cache_dir
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise ConfigError(f"disk_cache_dir={value!r} must be a path, 'off' or None")
+        if value is not None and not os.fspath(value):
+            raise ConfigError("disk_cache_dir='' names no directory; give a path, 'off' or None")
+        if value == "off":
+            object.__setattr__(self, "disk_cache_dir", None)
+        if self.disk_cache_dir is None and self.max_disk_bytes is not None:
+            raise ConfigError(f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off")
+        if self.redis_url is not None and (not isinstance(self.redis_url, str) or not self.redis_url):
+            # The value stays out of the message: it may hold a password.
+            raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
+        if self.redis_trust and self.redis_url is None:
+            raise ConfigError("redis_trust=True needs a redis_url, and there is none")
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits

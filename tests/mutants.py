@@ -153,6 +153,21 @@ FAULTS = (
         *KVCACHE,
     ),
     fault(
+        "what is used once has no share",
+        "kvcache/order.py",
+        "len(once) > self.once_share or once.first < again.first",
+        "once.first < again.first",
+        *KVCACHE,
+    ),
+    fault("a pin's time is never over", "kvcache/pins.py", "pin.until <= now]", "pin.until < 0]", *KVCACHE),
+    fault(
+        "what two pins share goes with the first",
+        "kvcache/pins.py",
+        "            if not self._counts[block_id]:\n",
+        "            if self._counts[block_id] >= 0:\n",
+        *KVCACHE,
+    ),
+    fault(
         "a half-filled block is published",
         "kvcache/block_table.py",
         "return whole // block_size",
@@ -235,6 +250,35 @@ FAULTS = (
         "self._backend.release_blocks([block for block in self._kept if block not in wanted])",
         "pass",
         "tests/engine/test_native_schedules.py",
+    ),
+    # Tiers and other systems' interfaces.
+    fault(
+        "a sealed value is believed without its MAC",
+        "tiers/redis/values.py",
+        " or not hmac.compare_digest(self._mac(view[:end]), view[end:])",
+        "",
+        "tests/tiers/redis/test_values.py",
+    ),
+    fault(
+        "a value of another block is opened",
+        "tiers/redis/values.py",
+        " or header.address != address",
+        "",
+        "tests/tiers/redis/test_values.py",
+    ),
+    fault(
+        "a partial hit of LMCache counts no misses",
+        "compat/lmcache/engine.py",
+        "self.miss_tokens_count += num_tokens - end",
+        "self.miss_tokens_count += 0 if kv else num_tokens - end",
+        "tests/compat/lmcache/test_engine.py",
+    ),
+    fault(
+        "LMCache's memory forgets heads first",
+        "compat/lmcache/stores.py",
+        "for address in reversed(addresses):",
+        "for address in addresses:",
+        "tests/compat/lmcache/test_stores.py",
     ),
     # Text and files.
     fault(

@@ -12,7 +12,7 @@ from kvboost_edge.errors import ConfigError
 
 TEXT_OPTIONS = ("runner", "backend", "dtype", "device", "revision", "token", "tenant")
 LATER = (
-    "disk_cache_dir", "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens",
+    "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens",
     "recompute_strategy", "recompute_overlap", "recompute_ratio",
 )  # fmt: skip
 
@@ -60,6 +60,22 @@ def test_threads_are_bounded() -> None:
     assert EngineConfig.from_options(num_threads=1024).num_threads == 1024
     with pytest.raises(ConfigError, match="num_threads=1025 must be at most 1024"):
         EngineConfig.from_options(num_threads=1025)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"redis_url": ["redis://:hidden@host"]}, "redis_url must be a URL"),
+        ({"redis_url": ""}, "redis_url must be a URL"),
+        ({"redis_trust": True}, "redis_trust=True needs a redis_url"),
+        ({"redis_url": "redis://:hidden@host", "redis_trust": "yes"}, "redis_trust='yes'"),
+    ],
+)
+def test_a_redis_server_is_named_by_a_url_that_is_never_shown(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        EngineConfig.from_options(**options)
+    assert "hidden" not in str(caught.value)
+    assert "hidden" not in repr(EngineConfig(redis_url="redis://:hidden@host"))
 
 
 def test_a_token_is_never_shown() -> None:

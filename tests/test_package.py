@@ -57,7 +57,8 @@ def test_every_exported_name_resolves(name):
 def test_exports_are_complete_and_fixed():
     assert set(kvboost_edge.__all__) >= {
         "CPUPagedEngine", "KVBoost", "InferenceEngine", "EngineConfig", "GenerationMode", "SamplingParams",
-        "GenerationResult", "WarmResult", "CorrectnessReport", "KVCache", "check_model_compatibility",
+        "GenerationResult", "WarmResult", "CorrectnessReport", "KVCache", "LMCacheEngine", "LMCacheEngineBuilder",
+        "LMCacheEngineConfig", "LMCacheEngineMetadata", "check_model_compatibility",
         "TokenLogprobs", "PromptCheck", "CompatibilityReport",
         "SUPPORTED_ARCHITECTURES", "find_common_chunk_prefix", "broadcast_kv", "pad_and_mask", "group_by_prefix",
         "batched_decode", "KVBoostError", "ConfigError", "ModelFormatError", "CapacityError", "BackendUnavailable",

@@ -14,8 +14,13 @@ class Engine:
     """CPUPagedEngine on the file's own weights."""
 
     def __init__(self, options: Any) -> None:
+        disk = {"disk_cache_dir": options.disk, "max_disk_bytes": options.disk_bytes} if options.disk else {}
         self.engine = CPUPagedEngine.from_pretrained(
-            options.model, num_blocks=options.capacity // 16, num_threads=options.threads, kv_cache_bits=options.kv
+            options.model,
+            num_blocks=options.capacity // 16,
+            num_threads=options.threads,
+            kv_cache_bits=options.kv,
+            **disk,
         )
         stats = self.engine.paged_stats()
         keys = (
@@ -50,6 +55,23 @@ class Engine:
     def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
         return {"tokens": list(self._generate(tokens, count).output_token_ids)}
 
+    def ask(self, tokens: list[int], count: int) -> dict[str, Any]:
+        """With nothing forgotten: what came from where, the time to the first token and that of each later one."""
+        result = self._generate(tokens, count)
+        return {
+            "tokens": list(result.output_token_ids),
+            "cached": result.cached_tokens,
+            "hits": dict(result.hit_tokens),
+            "ttft_s": result.ttft_ms / 1000,
+            "load_s": result.load_ms / 1000,
+            "step_s": float(np.median(np.diff(result.token_times_ms))) / 1000 if count > 1 else None,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """As `paged_stats` has it."""
+        stats = self.engine.paged_stats()
+        return {key: stats[key] for key in ("tiers", "bytes_per_block", "lost_blocks", "pool_bytes", "miss_tokens")}
+
     def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
         prompts = [prefix + suffix for suffix in suffixes]
         self.engine.generate_batch(prompts, max_new_tokens=count, temperature=0.0, ignore_eos=True)
@@ -59,6 +81,10 @@ class Engine:
         """A plain read of what a token reads of the weights, by as many threads as the engine has."""
         address, nbytes = token_weights(self.engine._parts.runner._packed)
         return {"nbytes": nbytes, "gb_s": idle_read_gb_s(address, nbytes, self.num_threads)}
+
+    def close(self) -> None:
+        """What is left goes to the disk."""
+        self.engine.close()
 
     def logits(self, tokens: list[int]) -> list[float]:
         """Of the last token."""

@@ -61,6 +61,23 @@ class Engine:
         ll.llama_memory_seq_rm(self.memory, 0, cached, -1)
         return {"tokens": [self._prefill(tokens, cached, 0)]}
 
+    def save(self, tokens: list[int], path: str) -> dict[str, Any]:
+        """Write the keys and values of these tokens, which are held, to a file."""
+        array = (ll.llama_token * len(tokens))(*tokens)
+        nbytes = ll.llama_state_seq_save_file(self.context, path.encode(), 0, array, len(tokens))
+        if not nbytes:
+            raise RuntimeError(f"nothing was saved to {path}")
+        return {"nbytes": nbytes}
+
+    def restore(self, tokens: list[int], path: str) -> dict[str, Any]:
+        """The first token of a prompt whose keys and values are in a file: reading it, and one pass of one token."""
+        ll.llama_memory_clear(self.memory, True)
+        array, count = (ll.llama_token * len(tokens))(), ctypes.c_size_t()
+        if not ll.llama_state_seq_load_file(self.context, path.encode(), 0, array, len(tokens), ctypes.byref(count)):
+            raise RuntimeError(f"nothing was restored from {path}")
+        assert list(array)[: count.value] == tokens
+        return self.first_token(tokens, len(tokens) - 1)
+
     def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
         ll.llama_memory_seq_rm(self.memory, 0, len(tokens) - 1, -1)
         made = [self._prefill(tokens, len(tokens) - 1, 0)]
@@ -102,6 +119,9 @@ class Engine:
         ll.llama_memory_clear(self.memory, True)
         self._prefill(tokens, 0, 0)
         return np.ctypeslib.as_array(ll.llama_get_logits_ith(self.context, -1), shape=(self.vocab,)).tolist()
+
+    def close(self) -> None:
+        """The process ends."""
 
 
 @ll.llama_log_callback

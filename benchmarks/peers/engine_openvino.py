@@ -46,3 +46,6 @@ class Engine:
     def share(self, prefix: list[int], suffixes: list[list[int]], count: int) -> dict[str, Any]:
         self._generate([prefix + suffix for suffix in suffixes], count)
         return {}
+
+    def close(self) -> None:
+        """The process ends."""

@@ -6,8 +6,10 @@ Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n token
 {"do": "hold", "tokens": [...]}, {"do": "decode", "tokens": [...], "count": n} (all but the last tokens are held),
 {"do": "share", "prefix": [...], "suffixes": [[...], ...], "count": n}, {"do": "memory"},
 {"do": "logits", "tokens": [...]}, {"do": "all_logits", "tokens": [...], "path": FILE.npy} (llama.cpp only),
-{"do": "read"} (ours only: a plain read of the weights). One clock around the whole
-call for every engine. Runs in any environment: the engine is imported here and nothing of the project but it.
+{"do": "read"} (ours only: a plain read of the weights), {"do": "ask", "tokens": [...], "count": n} (ours only: with
+what came from where), {"do": "stats"} (ours only), {"do": "save", "tokens": [...], "path": ...}, {"do": "restore", ...}
+(llama.cpp only: what is held to a file, and from there to the first token). One clock around the whole call for every
+engine. Runs in any environment: the engine is imported here and nothing of the project but it.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if what == "all_logits":
         engine.all_logits(request["tokens"], request["path"])
         return {}
+    if what == "stats":
+        return dict(engine.stats())
     started = time.perf_counter()
     if what == "ttft":
         result = engine.first_token(request["tokens"], request["cached"])
@@ -58,6 +62,10 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         result = engine.decode(request["tokens"], request["count"])
     elif what == "share":
         result = engine.share(request["prefix"], request["suffixes"], request["count"])
+    elif what == "ask":
+        result = engine.ask(request["tokens"], request["count"])
+    elif what in ("save", "restore"):
+        result = getattr(engine, what)(request["tokens"], request["path"])
     elif what == "logits":
         result = {"logits": engine.logits(request["tokens"])}
     else:
@@ -72,6 +80,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=16384, help="tokens the KV cache holds")
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
+    parser.add_argument("--disk", help="ours only: directory of the disk tier")
+    parser.add_argument("--disk-bytes", type=float, help="ours only: its cap")
     options = parser.parse_args()
     # Engines print to standard output: the answers get a file of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -83,6 +93,7 @@ def main() -> None:
     print(json.dumps({"load_s": time.perf_counter() - started, "about": engine.about}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)
+    engine.close()
 
 
 if __name__ == "__main__":

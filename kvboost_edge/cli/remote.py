@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvboost_edge.cli.render import reuse_words
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ _KEY_VARIABLE = "KVBOOST_API_KEY"
 
 
 class RemoteAnswer(NamedTuple):
-    """One finished answer and its figures; tokens are None where the server does not tell them."""
+    """One finished answer and its figures; tokens are None where the server does not tell them, `hit_tokens` (by tier)
+    empty."""
 
     text: str
     finish_reason: str
@@ -31,13 +33,14 @@ class RemoteAnswer(NamedTuple):
     generated_tokens: int | None
     ttft_ms: float
     total_ms: float
+    hit_tokens: Mapping[str, int]
 
     @property
     def timing_line(self) -> str:
         """What was reused and how long it took, in one line."""
         parts = []
         if self.prompt_tokens is not None:
-            parts.append(f"{self.prompt_tokens} prompt tokens, {self.cached_tokens or 0} from the cache")
+            parts.append(reuse_words(self.prompt_tokens, self.cached_tokens or 0, self.hit_tokens))
         parts.append(f"first token {self.ttft_ms:.0f} ms")
         if self.generated_tokens is not None:
             rate = self.generated_tokens / self.total_ms * 1e3
@@ -85,6 +88,7 @@ class RemoteChat:
         pieces: list[str] = []
         reason = ""
         usage: dict[str, Any] = {}
+        hits: dict[str, int] = {}
         try:
             with self._client.stream("POST", "/v1/chat/completions", json={**body, **settings}) as response:
                 if response.status_code != 200:
@@ -94,6 +98,7 @@ class RemoteChat:
                     if "error" in chunk:
                         raise RequestError(f"the server ended the answer: {_message(chunk)}")
                     usage = chunk.get("usage") or usage
+                    hits = (chunk.get("kvboost") or {}).get("hit_tokens") or hits
                     for choice in chunk.get("choices", ()):
                         reason = choice.get("finish_reason") or reason
                         if piece := (choice.get("delta") or {}).get("content"):
@@ -112,6 +117,7 @@ class RemoteChat:
             generated_tokens=usage.get("completion_tokens"),
             ttft_ms=((first or now) - started) * 1e3,
             total_ms=(now - started) * 1e3,
+            hit_tokens=hits,
         )
 
     def stats(self) -> Any:

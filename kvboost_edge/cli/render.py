@@ -1,8 +1,8 @@
-"""Pictures of the pool for a terminal: the block map and the figures beside it."""
+"""What a terminal shows of the cache: the block map, the figures beside it, what an answer found in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["block_map", "pool_panel"]
+__all__ = ["block_map", "pool_panel", "reuse_words"]
 
 # State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without colour too.
 STATES = (
@@ -47,6 +47,13 @@ def pool_panel(states: Sequence[int], stats: dict[str, Any], *, width: int, titl
     picture = block_map(list(states), width=max(16, min(width, 120) - 6))
     columns = 3 if width >= 110 else 2
     return Panel(Group(picture, Text(), _stats_table(stats, columns)), title=title, expand=False)
+
+
+def reuse_words(prompt_tokens: int, cached_tokens: int, hit_tokens: Mapping[str, int]) -> str:
+    """ "90 prompt tokens, 64 from the cache (48 from disk)"; in brackets what came from tiers outside the pool."""
+    outside = [f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens]
+    more = f" ({', '.join(outside)})" if outside else ""
+    return f"{prompt_tokens} prompt tokens, {cached_tokens} from the cache{more}"
 
 
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:

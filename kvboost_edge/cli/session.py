@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from kvboost_edge.cli.render import reuse_words
 from kvboost_edge.models.locate import locate_model
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
     started = time.perf_counter()
     with found_model(model, options, notes) as path, _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
+        from kvboost_edge.engine.tiering import tier_places
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)
@@ -45,6 +47,10 @@ def loaded_engine(model: str, options: dict[str, Any], notes: Console) -> Iterat
             f"pool of {stats['num_blocks']} blocks ({stats['pool_bytes'] / 1e6:.0f} MB), "
             f"loaded in {time.perf_counter() - started:.1f} s[/dim]"
         )
+        places = tier_places(engine.config)
+        for name, tier in stats["tiers"].items():
+            held = "shared" if tier["blocks"] is None else f"{tier['blocks']} blocks, {tier['bytes'] / 1e6:.0f} MB"
+            notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim", markup=False)
         yield engine
 
 
@@ -89,7 +95,7 @@ def answer(
 def timing_line(result: GenerationResult) -> str:
     """One line under an answer: what was reused and how long it took."""
     return (
-        f"{result.prompt_tokens} prompt tokens, {result.cached_tokens} from the cache · "
+        f"{reuse_words(result.prompt_tokens, result.cached_tokens, result.hit_tokens)} · "
         f"first token {result.ttft_ms:.0f} ms · {result.generated_tokens} tokens, "
         f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
     )

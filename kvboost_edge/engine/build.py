@@ -14,6 +14,7 @@ from kvboost_edge.backends.select import BackendChoice, choose_backend, make_bac
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, select_path
+from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -34,6 +35,7 @@ from kvboost_edge.runners.torch.plan import compute_dtype
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.kept import kept_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.tiers.base import Tier
 
 __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer"]
 
@@ -57,6 +59,7 @@ class EngineParts:
     ledger: MemoryLedger
     backend_reason: str
     max_num_seqs: int
+    tiers: tuple[Tier, ...] = ()
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
@@ -64,6 +67,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
 
     progress: called with (bytes done, bytes in all) while weights are packed, which happens once per model and format.
     """
+    check_tiers(config)
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
@@ -167,11 +171,19 @@ def _assemble(
     )
     kv = info.kv_spec
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
+    # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.
+    kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    with _closed_on_error(runner), _closed_on_error(backend):
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
     return EngineParts(
         runner=runner,
         backend=backend,
         manager=KVCacheManager(
-            num_blocks, config.block_size, whole_blocks=info.kv_spec.is_quantized, policy=TenantFloors
+            num_blocks,
+            config.block_size,
+            whole_blocks=info.kv_spec.is_quantized,
+            policy=TenantFloors,
+            max_pinned_blocks=config.max_pinned_blocks,
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
@@ -180,6 +192,7 @@ def _assemble(
         ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend)),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
+        tiers=tiers,
     )
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,39 +24,29 @@ from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.batch import build_batch
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.messages import Arrived, Cancel, Close, Message, Submit
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
-from kvboost_edge.errors import CacheCorruption, KVBoostError
+from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.text.tokenizer import Tokenizer
+    from kvboost_edge.tiers.mover import Piece
 
 __all__ = ["EngineCore"]
-
-
-class _Submit(NamedTuple):
-    sequence: Sequence
-
-
-class _Cancel(NamedTuple):
-    request_index: int
-
-
-class _Close(NamedTuple):
-    pass
-
-
-_Message = _Submit | _Cancel | _Close
 
 _FORKED = (
     "this process was forked from the one that runs the engine, and the engine's thread did not come along; make an "
     "engine in this process, or start processes by 'spawn' instead of 'fork'"
 )
+_WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
+_LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
 
 
@@ -84,7 +74,7 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else Unwatched()
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that ended are left in it
         self._slack = Slack()
@@ -96,7 +86,17 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._is_copy = False
         self.answers = AnswerStore()
+        self.tiering = Untiered()
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
+
+    def use_tiers(self, tiering: Untiered) -> None:
+        """Keep blocks outside the pool too; before `start`."""
+        self.tiering = tiering
+        tiering.start(self.arrived)
+
+    def arrived(self, piece: Piece) -> None:
+        """Blocks of a load are there; called from the mover's thread."""
+        self._inbox.put(Arrived(piece))
 
     # The callers' side.
 
@@ -156,17 +156,17 @@ class EngineCore:
     def _submit(self, sequence: Sequence) -> None:
         with self._gate:
             self.check_open()
-            message = _Submit(sequence)  # first: Ctrl-C must find no place between the next two
+            message = Submit(sequence)  # first: Ctrl-C must find no place between the next two
             self._live[sequence.index] = sequence
             self._inbox.put(message)
 
     def cancel(self, index: int) -> None:
         """Ask for the end of a request; unknown or finished ones are ignored."""
-        self._inbox.put(_Cancel(index))
+        self._inbox.put(Cancel(index))
 
     def request_close(self) -> None:
         """Ask the thread to end; callable from a finalizer."""
-        self._inbox.put(_Close())
+        self._inbox.put(Close())
 
     def close(self) -> None:
         """End the thread and release runner and backend; running requests fail. Waits for the step in progress."""
@@ -210,27 +210,36 @@ class EngineCore:
                 else:
                     sequence.handle._finish(None, reason)
             self._live.clear()
+        self.tiering.close(save=self._failure is None)
         self._runner.close()
         self._backend.close()
 
     def _idle(self) -> None:
-        """Sleep until a message comes."""
+        """Sleep until a message comes, a deadline, or the end of a pin; copy blocks to the tiers before."""
         if self._closing:
             return
         with self.lock:
-            self._watch.idle()
+            if not self.scheduler.has_work:
+                self._watch.idle()
+            is_saving = self.tiering.save_more()
+            pin_end = self.scheduler.manager.pins.next_end
         self._slack.give_back()
-        message = self._inbox.get()
-        with self.lock:
-            self._handle(message)
+        ends = [end for end in (pin_end, self._deadlines[0][0] if self._deadlines else None) if end is not None]
+        longest = _WHILE_SAVING if is_saving else _LONG_SLEEP
+        seconds = min([longest, *(max(0.0, end - time.monotonic()) for end in ends)])
+        with contextlib.suppress(queue.Empty):
+            message = self._inbox.get(timeout=seconds)
+            with self.lock:
+                self._handle(message)
 
     def step(self) -> bool:
         """Run one step; False if there was nothing to do."""
         with self.lock:
             plan = self._plan()
-            if plan is None:
+            if plan is None or (not plan.work and not plan.copies and self.scheduler.only_waits):
                 return False
             batch = build_batch(plan.work, self.scheduler.manager) if plan.work else None
+        began = time.perf_counter()
         try:
             if plan.copies:
                 self._backend.copy_blocks(plan.copies)
@@ -243,6 +252,7 @@ class EngineCore:
         with self.lock:
             self._take(plan.work, logits)
             self._watch.after()
+            self.tiering.save_some(time.perf_counter() - began)
         return True
 
     def _plan(self) -> StepPlan | None:
@@ -257,6 +267,7 @@ class EngineCore:
         for sequence, error in plan.failed:
             self._end(sequence, error=error)
         plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
+        self.tiering.save_evicted()
         # Content of a block that is about to be copied is still wanted, whoever owns the block by now.
         sources = frozenset(copy.src for copy in plan.copies)
         self._release_blocks(sources)
@@ -278,23 +289,27 @@ class EngineCore:
                 return
             self._handle(message)
 
-    def _handle(self, message: _Message) -> None:
-        if isinstance(message, _Submit):
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Submit):
             sequence = message.sequence
             self.scheduler.add(sequence)
             if sequence.request.deadline is not None:
                 if len(self._deadlines) > 2 * len(self._live) + 64:
                     self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._live)
                 heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.index))
-        elif isinstance(message, _Cancel):
+        elif isinstance(message, Cancel):
             if message.request_index in self._live:
                 self._end(self._live[message.request_index], reason="cancelled")
+        elif isinstance(message, Arrived):
+            self.tiering.fill(message.piece)
         else:
             self._closing = True
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed, in whatever state they are."""
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+        """End the requests whose deadline has passed, in whatever state they are, and the pins whose time is over."""
+        now = time.monotonic()
+        self.scheduler.manager.pins.expire(now)
+        while self._deadlines and self._deadlines[0][0] <= now:
             _, index = heapq.heappop(self._deadlines)
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
@@ -335,10 +350,21 @@ class EngineCore:
         """Give the blocks back, then tell the caller."""
         if self._live.pop(sequence.index, None) is None:
             return
+        if error is None and reason in ("stop", "length") and sequence.request.pin:
+            error = self._pin(sequence.request)
         self.scheduler.finish(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.request.root, *sequence.answer())
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
+
+    def _pin(self, request: Request) -> CapacityError | None:
+        """Let the prompt of a request that still holds its blocks stay; the error if other pins leave no room."""
+        until = None if request.ttl is None else time.monotonic() + request.ttl
+        try:
+            self.scheduler.manager.pins.add(request.prompt_ids, request.root, owner=request.tenant, until=until)
+        except CapacityError as error:
+            return error
+        return None
 
 
 _started: weakref.WeakSet[EngineCore] = weakref.WeakSet()

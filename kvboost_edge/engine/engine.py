@@ -25,6 +25,7 @@ from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.stats import BlockDetail
+from kvboost_edge.engine.tiering import make_tiering
 from kvboost_edge.engine.verify import verify_engine
 from kvboost_edge.errors import RequestError
 from kvboost_edge.runners.base import RunnerInfo
@@ -68,12 +69,14 @@ class CPUPagedEngine:
     def _start(self, parts: EngineParts, config: EngineConfig) -> None:
         self._config = config
         self._parts = parts
+        loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
         self._scheduler = Scheduler(
-            parts.manager, max_num_seqs=parts.max_num_seqs, max_batch_tokens=config.max_batch_tokens
+            parts.manager, max_num_seqs=parts.max_num_seqs, max_batch_tokens=config.max_batch_tokens, loads=loads
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
         )
+        self._core.use_tiers(tiering)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
         self._finalizer = weakref.finalize(self, self._core.request_close)
@@ -104,7 +107,8 @@ class CPUPagedEngine:
         **options: Any,
     ) -> RequestHandle:
         """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`; and
-        those of `Terms`: tenant, cache_salt, priority, deadline. `entry` says when the call began if that was before.
+        those of `Terms`: tenant, cache_salt, priority, deadline, expect_reuse, pin, ttl. `entry` says when the call
+        began if that was before.
 
         Raises RequestError for anything wrong with prompt or options and CapacityError for a request larger than the
         pool; nothing is held then.
@@ -194,17 +198,42 @@ class CPUPagedEngine:
     # Cache.
 
     def warm(
-        self, text: Prompt, position_offset: int = 0, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        text: Prompt,
+        position_offset: int = 0,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        pin: bool = False,
+        ttl: float | None = None,
     ) -> WarmResult:
-        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache."""
+        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache.
+        pin, ttl: as `pin` below."""
         if as_int("position_offset", position_offset) != 0:
             raise RequestError(
                 f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
             )
-        terms = Terms(tenant=tenant, cache_salt=cache_salt)
+        terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
         self._run([request])
         return self.warm_result(request.prompt_ids, tenant=tenant, cache_salt=cache_salt)
+
+    def pin(
+        self, prompt: Prompt, ttl: float | None = None, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> WarmResult:
+        """Compute a prompt unless it is cached, and keep its full blocks there, for `ttl` seconds or until `unpin`.
+
+        CapacityError names the bound (`max_pinned_blocks`) if it leaves no room. Pinning it again gives it a new end.
+        """
+        return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
+
+    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int:
+        """End the pin of a prompt; its blocks stay cached as any others. Returns how many are pinned no more: 0 if this
+        tenant and salt pinned no such prompt, fewer than it has where other pins share them."""
+        terms = Terms(tenant=tenant, cache_salt=cache_salt)
+        token_ids = self._intake.token_ids(prompt, terms)
+        with self._core.reading():
+            return self._parts.manager.pins.end(token_ids, self._intake.root(terms))
 
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
@@ -240,12 +269,12 @@ class CPUPagedEngine:
     def cache_stats(self) -> dict[str, float]:
         """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
         with self._core.reading():
-            return stats.cache_stats(self._parts)
+            return stats.cache_stats(self._parts, self._core.tiering)
 
     def paged_stats(self) -> dict[str, Any]:
         """State of pool, memory and engine; keys in `stats.paged_stats`."""
         with self._core.reading():
-            return stats.paged_stats(self._parts, self._scheduler, self._config)
+            return stats.paged_stats(self._parts, self._scheduler, self._config, self._core.tiering)
 
     def block_map(self) -> list[int]:
         """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared."""

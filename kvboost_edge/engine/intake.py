@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -22,6 +23,7 @@ __all__ = ["Intake", "Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
+_MAX_TTL = 1e9  # some 30 years: what no clock's arithmetic minds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,9 @@ class Terms:
     priority     lower runs earlier, then the tenants' shares and the order of arrival decide; -(2^31 - 1) .. 2^31 - 1
     weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its requests
     deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
+    expect_reuse   it will come again: its blocks are kept like those that came again, not like those seen once
+    pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
+    ttl          seconds after which that ends by itself, counted from the end of the request; None: never
     """
 
     mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
@@ -42,6 +47,9 @@ class Terms:
     priority: int = 0
     weight: float = 1.0
     deadline: float | None = None
+    expect_reuse: bool = False
+    pin: bool = False
+    ttl: float | None = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Terms:
@@ -72,6 +80,16 @@ class Terms:
             if not math.isfinite(deadline):
                 raise RequestError(f"deadline={self.deadline!r} must be finite seconds of time.monotonic()")
             object.__setattr__(self, "deadline", deadline)
+        for name in ("expect_reuse", "pin"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.ttl is not None:
+            if not self.pin:
+                raise RequestError(f"ttl={self.ttl!r} is how long a pin lasts; give pin=True with it")
+            ttl = as_float("ttl", self.ttl)
+            if not 0 < ttl <= _MAX_TTL:
+                raise RequestError(f"ttl={self.ttl!r} must be in (0, {_MAX_TTL:g}] seconds")
+            object.__setattr__(self, "ttl", ttl)
 
 
 class Intake:
@@ -161,7 +179,17 @@ class Intake:
             weight=terms.weight,
             priority=terms.priority,
             deadline=terms.deadline,
+            expect_reuse=terms.expect_reuse,
+            pin=terms.pin,
+            ttl=terms.ttl,
         )
+
+    def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
+        """The ids a request with this prompt would have; draws no seed and no number."""
+        self._check_open()
+        root, info = self.root(terms), self._parts.runner.info
+        find = functools.partial(self._answers.find, root)
+        return encode_prompt(prompt, self._parts.tokenizer, info.vocab_size, find)[1]
 
     def root(self, terms: Terms) -> bytes:
         """Where the prefix hashes of a tenant and salt start."""

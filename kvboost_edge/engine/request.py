@@ -133,6 +133,8 @@ class Request:
     weight           the tenant's share beside other tenants'
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
+    expect_reuse     its blocks are kept as if they had been used again
+    pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     """
 
     index: int
@@ -152,6 +154,9 @@ class Request:
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None
+    expect_reuse: bool = False
+    pin: bool = False
+    ttl: float | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -161,6 +166,12 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether the cache may serve all of the prompt but its last token."""
+        bypassed = self.logits_start is not None or self.params.prompt_logprobs is not None
+        return self.mode is not GenerationMode.BASELINE and not bypassed
 
     @property
     def max_slots(self) -> int:

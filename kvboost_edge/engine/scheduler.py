@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from kvboost_edge.engine.fairness import Fairness
+from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.sequence import Sequence, SequenceStatus
 from kvboost_edge.engine.work import ScheduledTokens
@@ -51,8 +52,11 @@ class StepPlan:
 class Scheduler:
     """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread drives it."""
 
-    def __init__(self, manager: KVCacheManager, *, max_num_seqs: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, manager: KVCacheManager, *, max_num_seqs: int, max_batch_tokens: int, loads: Loads | None = None
+    ) -> None:
         self.manager = manager
+        self.loads = Loads(manager, NoShelf()) if loads is None else loads
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -67,19 +71,35 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing can be done until a load brings something."""
+        return not self.running and self.loads.num_arriving > 0
+
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could not run even alone (CapacityError with the arithmetic)."""
+        """Refuse a request that could not run even alone, or whose prompt cannot be pinned (CapacityError with the
+        arithmetic)."""
+        manager, usable = self.manager, self.manager.usable_block_count
+        if request.pin:
+            manager.pins.check_size(request.num_prompt_tokens)
+        needed = manager.blocks_for(request.max_slots)
+        if needed <= usable:
+            return
+        # Pinned blocks serve the prompts that begin with them; one more, as the last of them may have to be copied.
+        shared = manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
+        if not shared or needed - shared + 1 > usable:
+            raise self._too_large(request)
+
+    def _too_large(self, request: Request) -> CapacityError:
         block_size, usable = self.manager.block_size, self.manager.usable_block_count
-        needed = self.manager.blocks_for(request.max_slots)
-        if needed > usable:
-            held = self.manager.num_blocks - usable
-            of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""
-            raise CapacityError(
-                f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
-                f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
-                f"{usable}{of_all}; lower max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or "
-                "num_blocks"
-            )
+        needed, held = self.manager.blocks_for(request.max_slots), self.manager.num_blocks - usable
+        of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""
+        return CapacityError(
+            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
+            f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
+            f"{usable}{of_all}; lower max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or "
+            "num_blocks"
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by its rank."""
@@ -87,6 +107,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is, and give its blocks back."""
+        self._end_load(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
@@ -118,9 +139,13 @@ class Scheduler:
             if not self._has_place(sequence):
                 return
             try:
-                if self.running and self._awaits(sequence):
-                    continue  # the same prefix is being computed right now; those behind may go ahead
+                if (self.running or self.loads) and self._awaits(sequence):
+                    continue  # the same prefix is being computed or loaded right now; those behind may go ahead
+                if self._is_loading(sequence):
+                    continue
                 admitted = self._try_admit(sequence, plan)
+                if not admitted and self.loads.make_room():
+                    admitted = self._try_admit(sequence, plan)
             except CacheCorruption:
                 raise
             except Exception as error:
@@ -141,7 +166,10 @@ class Scheduler:
     def _has_place(self, sequence: Sequence) -> bool:
         """Whether it is worth trying to let a sequence in. Where another tenant has more than its share, one of its
         sequences makes room."""
-        full = len(self.running) >= self._max_num_seqs
+        others = len(self.loads) - (
+            self.loads.of(sequence) is not None
+        )  # whose prefixes are coming: they have a place too
+        full = len(self.running) + others >= self._max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
             return True
         if not self._fairness.is_shared:
@@ -163,6 +191,19 @@ class Scheduler:
             sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)
         return sequence.awaited_hash is not None
 
+    def _is_loading(self, sequence: Sequence) -> bool:
+        """Whether a part of its prefix is on its way from a tier; asked for now if it was not before."""
+        load = self.loads.of(sequence)
+        if load is None and sequence.uses_cache and not sequence.has_loaded:
+            load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
+            sequence.has_loaded = load is not None
+        return load is not None and not load.is_done
+
+    def _end_load(self, sequence: Sequence) -> None:
+        load = self.loads.of(sequence)
+        if load is not None:
+            self.loads.finish(load)
+
     def _spare_blocks_of(self, sequence: Sequence) -> int:
         """Free blocks beyond one for each running sequence, which it takes sooner or later: without that rest, letting
         a sequence in would soon preempt it again. Nor, unless it is alone, may it flush other tenants' last blocks."""
@@ -172,12 +213,19 @@ class Scheduler:
         return self.manager.free_block_count - len(self.running) - kept
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Open a table and reserve blocks for all tokens there are; False and no change if they are not free."""
+        """Open a table and reserve blocks for all tokens there are; False and no change if they are not free. What was
+        loaded for it is in the cache by now, and nobody comes between."""
         sequence.look_up()
+        self._end_load(sequence)
         for use_cache in (True, False) if sequence.uses_cache else (False,):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
-                sequence.cacheable_ids, sequence.request.root, use_cache=use_cache, count=first, owner=sequence.tenant
+                sequence.cacheable_ids,
+                sequence.request.root,
+                use_cache=use_cache,
+                count=first,
+                owner=sequence.tenant,
+                again=sequence.request.expect_reuse,
             )
             try:
                 needed = self.manager.blocks_needed(table, sequence.num_tokens)
@@ -186,15 +234,18 @@ class Scheduler:
                     self.waiting.remove(sequence)
                     bisect.insort(self.running, sequence, key=_BY_RANK)
                     sequence.admit(table)
+                    self.loads.used(table)
                     return True
             except BaseException:
                 self.manager.free(table)
                 raise
             self.manager.free(table)
-            if self.running:
+            if self.running or self.loads:
                 return False
             # Alone and still too large: copying a shared block takes one more than computing it anew.
-        self.check_fits(sequence.request)  # what the eviction policy holds may have grown since it was queued
+        self.check_fits(sequence.request)
+        if len(self.manager.pins):  # they grew since it was queued
+            raise self._too_large(sequence.request)
         raise CacheCorruption(f"request {sequence.index} fits the empty pool by its size and yet finds no blocks")
 
     # Sharing the budget.
@@ -279,6 +330,8 @@ class Scheduler:
             if needed <= self.manager.free_block_count - kept:
                 self._extend(sequence, table, num_tokens, plan)
                 return
+            if self.loads.make_room():
+                continue
             shared = self._fairness.is_shared and not alone
             self._preempt(self._fairness.who_is_preempted(self.running) if shared else self.running[-1])
 

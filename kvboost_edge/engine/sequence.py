@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +50,7 @@ class Sequence:
     last_turn       when the scheduler last gave it something, counted over all sequences (fairness)
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
+    has_loaded      tiers were asked since it last lost its blocks
     """
 
     def __init__(self, request: Request, handle: RequestHandle, tokenizer: Tokenizer) -> None:
@@ -64,6 +66,7 @@ class Sequence:
         self.num_charged_tokens = 0
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
+        self.has_loaded = False
         self.looked_up_at: float | None = None
         self.admitted_at: float | None = None
         self.miss_reason = "not_started"
@@ -75,6 +78,8 @@ class Sequence:
         self._token_times: list[float] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._loaded_tokens: dict[str, int] = {}
+        self._load_seconds = 0.0
 
     @property
     def index(self) -> int:
@@ -192,7 +197,15 @@ class Sequence:
         """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
         the caller holds it."""
         self.num_computed_tokens = 0
+        self.has_loaded = False
         self.logits.clear()
+
+    def note_loaded(self, tokens: Mapping[str, int], seconds: float) -> None:
+        """So many tokens came from tiers, by name, while the sequence waited."""
+        if self.admitted_at is None:
+            for tier, count in tokens.items():
+                self._loaded_tokens[tier] = self._loaded_tokens.get(tier, 0) + count
+            self._load_seconds += seconds
 
     def read_prompt(self, first: int, logits: Floats) -> None:
         """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts the one after it."""
@@ -260,7 +273,7 @@ class Sequence:
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
             kv_reuse_ratio=self.num_cached_tokens / request.num_prompt_tokens,
-            hit_tokens={"pool": self.num_cached_tokens},
+            hit_tokens=self._hit_tokens(),
             miss_reason=self.miss_reason,
             ttft_ms=times[0] if times else total_ms,
             total_ms=total_ms,
@@ -273,18 +286,27 @@ class Sequence:
             prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(self._prompt_logprobs),
         )
 
+    def _hit_tokens(self) -> dict[str, int]:
+        """The cached tokens by the tier that had them. Of a block that was cached to its end the last token may have
+        to be computed, and what arrived may have been dropped again before it was taken."""
+        rest, found = self.num_cached_tokens, {}
+        for tier, count in self._loaded_tokens.items():
+            found[tier] = min(count, rest)
+            rest -= found[tier]
+        return {"pool": rest, **found}
+
     def _phases(self, now: float) -> dict[str, float]:
         """Milliseconds between the marks of the request's life; a mark that was never reached takes the next one's
-        time. Nothing is loaded from slower tiers, so "load" is 0."""
+        time."""
         request = self.request
         first_token = self._token_times[0] if self._token_times else now
         admitted = first_token if self.admitted_at is None else self.admitted_at
         looked_up = admitted if self.admitted_at is None or self.looked_up_at is None else self.looked_up_at
         return {
             "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
-            "queue": (looked_up - request.tokenized_at) * 1e3,
+            "queue": (looked_up - request.tokenized_at - self._load_seconds) * 1e3,
             "lookup": (admitted - looked_up) * 1e3,
-            "load": 0.0,
+            "load": self._load_seconds * 1e3,
             "prefill": (first_token - admitted) * 1e3,
             "decode": (now - first_token) * 1e3,
         }

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.kvcache.manager import BLOCK_CACHED
+from kvboost_edge.tiers.base import TierStats
 
 if TYPE_CHECKING:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import EngineParts
     from kvboost_edge.engine.scheduler import Scheduler
+    from kvboost_edge.engine.tiering import Untiered
 
 __all__ = ["BlockDetail", "block_details", "cache_stats", "paged_stats"]
 
 
-def cache_stats(parts: EngineParts) -> dict[str, float]:
+def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
     """The cache as its users know it. A chunk is a block; hits and misses are whole chunks of prompts looked up.
 
     hot_chunks          published chunks in the pool, idle or in use; hot_memory_mb their size
     budget_mb           size of the pool; budget_utilization the published share of it
     cache_hits, approximate_hits, cache_misses, evictions    chunks
     hit_rate            (exact and approximate) hits / lookups; exact_hit_rate the exact ones alone
+    disk_*              the disk tier: chunks and memory_mb it holds, budget_mb its cap; chunks since the start: hits it
+                        gave back, misses it was asked for in vain, writes, evictions, refused ones (damaged or not what
+                        was asked for) and lost ones (not stored); errors of the device. All 0 where it is off; the
+                        same under the name of any other tier there is
     """
     manager = parts.manager
     block_bytes = parts.backend.spec.bytes_per_block
@@ -42,14 +49,33 @@ def cache_stats(parts: EngineParts) -> dict[str, float]:
         "evictions": manager.evictions,
         "hit_rate": rate,
         "exact_hit_rate": rate,
+        **_tier_stats("disk", TierStats()),
+        **{key: value for name, stat in tiering.stats().items() for key, value in _tier_stats(name, stat).items()},
     }
 
 
-def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:
+def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
+    return {
+        f"{name}_chunks": stat.blocks or 0,
+        f"{name}_memory_mb": (stat.bytes or 0) / 1e6,
+        f"{name}_budget_mb": (stat.max_bytes or 0) / 1e6,
+        f"{name}_hits": stat.read_blocks,
+        f"{name}_misses": stat.missing,
+        f"{name}_writes": stat.written_blocks,
+        f"{name}_evictions": stat.evicted,
+        f"{name}_refused": stat.refused,
+        f"{name}_lost": stat.not_written,
+        f"{name}_errors": stat.errors,
+    }
+
+
+def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; tokens_held counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run
-    together. isa is what the processor has, kernel_path and attention_path which forms of the project's own kernels run
-    ("none": torch's do)."""
+    not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes; tokens_held
+    counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run together. isa is what the
+    processor has, kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do).
+    tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
+    and the pool, lost_blocks were evicted before any tier could take them."""
     manager, backend = parts.manager, parts.backend.describe()
     used = manager.used_block_count
     hot = manager.published_block_count
@@ -67,7 +93,10 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "cow_copies": manager.cow_copies,
         "evictions": manager.evictions,
         "bytes_per_block": parts.backend.spec.bytes_per_block,
+        "pinned_blocks": manager.pins.num_blocks,
+        "max_pinned_blocks": manager.pins.max_blocks,
         **parts.ledger.snapshot(),
+        "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
         "tokens_held": hot * manager.block_size + open_tails,
         "hit_tokens": manager.hit_tokens,
         "miss_tokens": manager.miss_tokens,
@@ -84,6 +113,9 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) 
         "attention_path": backend.attention_path,
         "threading_layer": backend.threading_layer,
         "num_threads": backend.num_threads or config.num_threads or default_num_threads(),
+        "tiers": {name: dataclasses.asdict(stat) for name, stat in tiering.stats().items()},
+        "staging_bytes": tiering.staging_bytes,
+        "lost_blocks": tiering.num_lost,
     }
 
 

@@ -16,13 +16,14 @@ class BlockPool:
     policy: makes the order in which free blocks are handed out, from the ids of all blocks.
     """
 
-    __slots__ = ("_free", "_ref_counts")
+    __slots__ = ("_free", "_held", "_ref_counts")
 
     def __init__(self, num_blocks: int, policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed) -> None:
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks!r} must be an integer of at least 1")
         self._ref_counts = [0] * num_blocks
         self._free = policy(range(num_blocks))
+        self._held: dict[int, None] = {}  # an ordered set
 
     @property
     def num_blocks(self) -> int:
@@ -48,8 +49,26 @@ class BlockPool:
         return self._free.order()
 
     def held(self) -> Collection[int]:
-        """Blocks that the policy holds (pins): referenced, and by no table."""
-        return self._free.held()
+        """Blocks that are pinned: they have a reference that no table explains."""
+        return self._held.keys()
+
+    def hold(self, block_id: int) -> None:
+        """Pin a block: a reference that stays until `let_go`; CacheCorruption if it is pinned already."""
+        if block_id in self._held:
+            raise CacheCorruption(f"block {block_id} is pinned already")
+        self.touch(block_id)
+        self._held[block_id] = None
+
+    def let_go(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
+        """Unpin a block; CacheCorruption if it is not pinned."""
+        if block_id not in self._held:
+            raise CacheCorruption(f"block {block_id} is not pinned")
+        del self._held[block_id]
+        self.release(block_id, matchable=matchable, owner=owner, again=again)
+
+    def missed(self, *, once: int, again: int) -> None:
+        """A prompt lacks so many blocks that were handed out: after one use, after more."""
+        self._free.missed(once=once, again=again)
 
     def num_protected(self, owner: bytes) -> int:
         """Free blocks that the policy hands to this owner only when nothing else is left."""
@@ -77,8 +96,9 @@ class BlockPool:
             self._free.remove(block_id)
         self._ref_counts[block_id] += 1
 
-    def release(self, block_id: int, *, matchable: bool, owner: bytes = b"") -> None:
-        """Drop a reference; the last one frees the block, whose content may still be found if `matchable`, by `owner`.
+    def release(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
+        """Drop a reference; the last one frees the block, whose content may still be found if `matchable`, by `owner`,
+        and was used more than once if `again`.
 
         Raises CacheCorruption for a block that has no reference (double free) or is not in the pool (stale id).
         """
@@ -88,7 +108,7 @@ class BlockPool:
             raise CacheCorruption(f"double free: block {block_id} has no reference left")
         self._ref_counts[block_id] = count - 1
         if count == 1:
-            self._free.put(block_id, matchable=matchable, owner=owner)
+            self._free.put(block_id, matchable=matchable, owner=owner, again=again)
 
     def refresh(self, block_id: int) -> None:
         """Make a free block the most recently used; a referenced one is in no list and stays as it is."""
@@ -97,10 +117,10 @@ class BlockPool:
             self._free.refresh(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount from `references` (one block id for each that a table holds) and those of the policy; CacheCorruption
-        on any difference."""
+        """Recount from `references` (one block id for each that a table holds) and the pins; CacheCorruption on any
+        difference."""
         counted = [0] * self.num_blocks
-        for block_id in (*references, *self._free.held()):
+        for block_id in (*references, *self._held):
             self._check_id(block_id)
             counted[block_id] += 1
         for block_id, (expected, actual) in enumerate(zip(counted, self._ref_counts, strict=True)):

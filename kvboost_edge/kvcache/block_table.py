@@ -25,12 +25,14 @@ class PrefixEntry(NamedTuple):
     tokens         the block's own tokens, little-endian u32; for the first block of a chain the root precedes them
     parent_serial  identity of the block before it (ROOT_SERIAL for the first)
     serial         identity of this prefix: counted up, never reused
+    parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing here compares it
     """
 
     prefix_hash: bytes
     tokens: bytes
     parent_serial: int
     serial: int
+    parent_hash: bytes = b""
 
 
 class TableEntry(NamedTuple):
@@ -100,6 +102,7 @@ class BlockTable:
         "_chain_hash",
         "_chain_serial",
         "_claims",
+        "_goes_on",
         "_num_chained",
         "_publishes",
         "_serial",
@@ -115,7 +118,7 @@ class BlockTable:
         "root",
     )
 
-    def __init__(self, serial: int, root: bytes, owner: bytes = b"") -> None:
+    def __init__(self, serial: int, root: bytes, owner: bytes = b"", again: bool = False) -> None:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
         self.num_cached_tokens = 0
@@ -129,6 +132,8 @@ class BlockTable:
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = True
+        # whether its blocks count as used again: it found a published chain to its end, see `Uses`, or is told so
+        self._goes_on = again
         # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
         self._uncounted_misses = 0
         # block index -> prefix hash this table promised to compute (single flight)
@@ -157,6 +162,21 @@ class BlockTable:
         """Positions that its blocks have room for."""
         last = self.parts[-1]
         return last.first_position + (len(self.block_ids) - last.first_index) * block_size
+
+    def slots(self, start: int, stop: int, block_size: int) -> list[int]:
+        """Slots of positions start .. stop - 1, all of which its blocks have room for."""
+        size, ids = block_size, self.block_ids
+        if len(self.parts) == 1:
+            return [ids[position // size] * size + position % size for position in range(start, stop)]
+        found: list[int] = []
+        while start < stop:
+            part = self.part_of(start)
+            following = [other.valid_from for other in self.parts if other.valid_from > start]
+            end = min([stop, *following])
+            places = range(start - part.first_position, end - part.first_position)
+            found += [ids[part.first_index + place // size] * size + place % size for place in places]
+            start = end
+        return found
 
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
         """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone determine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
@@ -29,9 +29,15 @@ class Lookup:
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # Hashes that were dropped, the oldest first: a miss of one of them was an eviction.
-        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        # Hashes that were dropped, the oldest first: a miss of one of them was an eviction. Whether the block had been
+        # used again; None where that was told already, or nobody evicted it.
+        self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's encoded tokens."""
+        return self._block_size * TOKEN_BYTES
 
     def match(self, data: bytes, root: bytes) -> PrefixMatch:
         """The longest published prefix that may be shared."""
@@ -66,12 +72,23 @@ class Lookup:
         servable_blocks = max(len(data) // TOKEN_BYTES - 1, 0) // self._block_size
         return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
 
-    def forget(self, prefix_hash: bytes) -> None:
-        """Remember that a published block was dropped."""
-        self._forgotten[prefix_hash] = None
+    def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
+        """Remember that a published block was dropped; evicted after more than one use, or after one."""
+        self._forgotten[prefix_hash] = again
         self._forgotten.move_to_end(prefix_hash)
         if len(self._forgotten) > self._most_forgotten:
             self._forgotten.popitem(last=False)
+
+    def lost(self, hashes: Iterable[bytes]) -> tuple[int, int]:
+        """How many of these blocks were evicted after one use, and after more; each eviction is told once."""
+        counts = [0, 0]
+        forgotten = self._forgotten
+        for prefix_hash in hashes:
+            again = forgotten.get(prefix_hash)
+            if again is not None:
+                counts[again] += 1
+                forgotten[prefix_hash] = None
+        return counts[0], counts[1]
 
     def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
         """Why the token after what is served is not: "" if only the last one is left, else "first_seen", "evicted" (or

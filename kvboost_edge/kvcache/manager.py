@@ -12,12 +12,15 @@ from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
 from kvboost_edge.kvcache.claims import Claims
+from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
+from kvboost_edge.kvcache.pins import Pins
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Publisher
+from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -34,27 +37,9 @@ class KVCacheManager:
     evictions      published blocks handed out again, their prefix forgotten
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
     miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
-    progress       counts tables freed and blocks published: while it stands, a table that found no room finds none
+    content        what blocks hold, for whoever keeps copies of them elsewhere
+    pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     """
-
-    __slots__ = (
-        "_claims",
-        "_fresh",
-        "_hash_fn",
-        "_index",
-        "_live",
-        "_lookup",
-        "_next_table",
-        "_pool",
-        "_publisher",
-        "_released",
-        "block_size",
-        "cow_copies",
-        "evictions",
-        "hit_tokens",
-        "miss_tokens",
-        "progress",
-    )
 
     def __init__(
         self,
@@ -64,6 +49,7 @@ class KVCacheManager:
         hash_fn: HashFn = chain_hash,
         whole_blocks: bool = False,
         policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed,
+        max_pinned_blocks: int | None = None,
     ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
@@ -74,15 +60,25 @@ class KVCacheManager:
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._claims = Claims()
-        self._publisher = Publisher(self._index, self._claims, hash_fn, block_size)
+        self._uses = Uses(num_blocks)
+        self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
+        self.content = Content(self._index, self._lookup)
+        self._publisher = Publisher(self._index, self._claims, self.content, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
         self.block_size = block_size
-        self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self.progress = 0
+        self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
     def open_table(
-        self, token_ids: Sequence[int], root: bytes, *, use_cache: bool = True, count: bool = True, owner: bytes = b""
+        self,
+        token_ids: Sequence[int],
+        root: bytes,
+        *,
+        use_cache: bool = True,
+        count: bool = True,
+        owner: bytes = b"",
+        again: bool = False,
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
@@ -91,12 +87,12 @@ class KVCacheManager:
         `whole_blocks` it leaves that last block out. `table.miss_reason` says why no more was found. The blocks of
         the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
         nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is
-        whose blocks they are for the eviction policy; tables of one root have one owner. Takes no free block that is
-        not part of the match, so it cannot fail for lack of room.
+        whose blocks they are for the eviction policy; tables of one root have one owner; with `again` all of them
+        count as used again, see `Uses`. Takes no free block outside the match, so it cannot fail for lack of room.
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
-        table = BlockTable(self._next_table, root, owner)
+        table = BlockTable(self._next_table, root, owner, again)
         if use_cache:
             match = self._lookup.match(data, root)
             for block_id in match.block_ids:
@@ -107,9 +103,15 @@ class KVCacheManager:
             table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
             table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
             table.num_computed_tokens = table.num_cached_tokens
-            for index, prefix_hash in enumerate(self._lookup.rest(data, match), len(match.block_ids)):
+            rest = list(self._lookup.rest(data, match))
+            for index, prefix_hash in enumerate(rest, len(match.block_ids)):
                 self._claims.make(table, index, prefix_hash)
-            table._uncounted_misses = len(token_ids) - table.num_cached_tokens if count else 0
+            if count:
+                table._uncounted_misses = len(token_ids) - table.num_cached_tokens
+                table._goes_on = self._uses.matched(match.block_ids) or again
+                lost = self._lookup.lost(rest)
+                if any(lost):
+                    self._pool.missed(once=lost[0], again=lost[1])
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -204,28 +206,27 @@ class KVCacheManager:
     def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
         """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption beyond the blocks."""
         self._check_live(table)
-        size, ids, num_slots = self.block_size, table.block_ids, table.num_slots(self.block_size)
+        num_slots = table.num_slots(self.block_size)
         if not 0 <= start <= stop <= num_slots:
             raise CacheCorruption(f"tokens {start} .. {stop} are outside the {num_slots} slots of the table")
-        if len(table.parts) == 1:
-            return [ids[position // size] * size + position % size for position in range(start, stop)]
-        found: list[int] = []
-        while start < stop:
-            part = table.part_of(start)
-            following = [other.valid_from for other in table.parts if other.valid_from > start]
-            end = min([stop, *following])
-            places = range(start - part.first_position, end - part.first_position)
-            found += [ids[part.first_index + place // size] * size + place % size for place in places]
-            start = end
-        return found
+        return table.slots(start, stop, self.block_size)
 
     def _take(self, count: int, owner: bytes) -> list[int]:
         taken = self._pool.take(count, owner)
+        again = self._uses.again
         for block_id in taken:
             if self._index.entry(block_id) is not None:
-                self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
+                entry = self._index.withdraw(block_id)
+                self._lookup.forget(entry.prefix_hash, again[block_id])
                 self.evictions += 1
+                self.content.note_evicted(block_id, entry)
+        self._uses.forget(taken)
         return taken
+
+    def mark_filled(self, block_ids: Iterable[int]) -> None:
+        """These new blocks hold content already: they are not among those `drain_new_blocks` gives."""
+        for block_id in block_ids:
+            self._fresh.pop(block_id, None)
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, *, publish: bool = True) -> None:
         """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block this made full.
@@ -245,7 +246,9 @@ class KVCacheManager:
         if table._publishes:
             num_full = table.num_full_blocks(num_computed, self.block_size)
             if num_full > table._num_chained or table._withdrawn:
-                self.progress += self._publisher.publish(table, token_ids, num_full)
+                first = max(0, table._num_chained - 1)
+                self._progress += self._publisher.publish(table, token_ids, num_full)
+                self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
         table.num_computed_tokens = num_computed
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -275,6 +278,9 @@ class KVCacheManager:
         """
         self._check_live(table)
         self._claims.drop_all(table)
+        if table._goes_on:
+            self._uses.mark(table.block_ids)
+        again = self._uses.again
         for index in range(len(table.block_ids) - 1, -1, -1):
             if index in table._twins:
                 twin, serial = table._twins[index]
@@ -283,12 +289,12 @@ class KVCacheManager:
                     self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
-            self._pool.release(block_id, matchable=matchable, owner=table.owner)
+            self._pool.release(block_id, matchable=matchable, owner=table.owner, again=again[block_id])
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         del self._live[table._serial]
         table.block_ids, table.parts = [], [WHOLE]
-        self.progress += 1
+        self._progress += 1
 
     def reset(self) -> int:
         """Forget every cached (idle) block and return how many there were; referenced blocks stay published."""
@@ -296,6 +302,11 @@ class KVCacheManager:
         for block_id in idle:
             self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
         return len(idle)
+
+    @property
+    def progress(self) -> int:
+        """Counts tables freed, blocks published, pins ended: while it stands, a table that found no room finds none."""
+        return self._progress + self.pins.num_ended
 
     @property
     def num_blocks(self) -> int:
@@ -313,12 +324,12 @@ class KVCacheManager:
 
     @property
     def usable_block_count(self) -> int:
-        """Blocks that requests can ever get: all but those that the eviction policy holds."""
+        """Blocks that requests can ever get: all but the pinned ones."""
         return self._pool.num_blocks - len(self._pool.held())
 
     @property
     def used_block_count(self) -> int:
-        """Blocks referenced by a table or held by the eviction policy."""
+        """Blocks referenced by a table, or pinned."""
         return self._pool.num_blocks - self._pool.num_free
 
     @property
@@ -369,11 +380,12 @@ class KVCacheManager:
         return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all bookkeeping from `tables`, all the live ones, and from what the eviction policy holds;
-        CacheCorruption on the first contradiction."""
+        """Recompute all bookkeeping from `tables`, all the live ones, and from the pins; CacheCorruption on the first
+        contradiction."""
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)
         self._pool.check(block_id for table in tables for block_id in table.block_ids)
+        self.pins.check()
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)
 

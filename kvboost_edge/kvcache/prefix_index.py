@@ -86,11 +86,13 @@ class PrefixIndex:
             prefix_hash, serial, head = next_hash, entry.serial, b""
         return PrefixMatch(block_ids, prefix_hash, serial, None)
 
-    def publish(self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int) -> int:
+    def publish(
+        self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, parent_hash: bytes = b""
+    ) -> int:
         """Make a full block matchable under a new serial, which is returned."""
         serial = self._next_serial
         self._next_serial += 1
-        self.restore(block_id, PrefixEntry(prefix_hash, tokens, parent_serial, serial))
+        self.restore(block_id, PrefixEntry(prefix_hash, tokens, parent_serial, serial, parent_hash))
         return serial
 
     def restore(self, block_id: int, entry: PrefixEntry) -> None:

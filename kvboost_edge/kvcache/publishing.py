@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.claims import Claims
+from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.hashing import HashFn, encode_tokens
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
@@ -16,10 +17,10 @@ __all__ = ["Publisher"]
 class Publisher:
     """Publishes blocks of tables. Where an equal block is published already, the table keeps its own, unpublished."""
 
-    __slots__ = ("_block_size", "_claims", "_hash_fn", "_index")
+    __slots__ = ("_block_size", "_claims", "_content", "_hash_fn", "_index")
 
-    def __init__(self, index: PrefixIndex, claims: Claims, hash_fn: HashFn, block_size: int) -> None:
-        self._index, self._claims = index, claims
+    def __init__(self, index: PrefixIndex, claims: Claims, content: Content, hash_fn: HashFn, block_size: int) -> None:
+        self._index, self._claims, self._content = index, claims, content
         self._hash_fn, self._block_size = hash_fn, block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
@@ -44,7 +45,8 @@ class Publisher:
         keyed = tokens if index else table.root + tokens
         known = self._index.find(prefix_hash, keyed, parent_serial)
         if known is None:
-            serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial)
+            serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial, table._chain_hash)
+            self._content.note_published(table.block_ids[index])
         else:
             serial = self._note_twin(table, index, known)
         table._num_chained, table._chain_hash, table._chain_serial = index + 1, prefix_hash, serial
@@ -61,6 +63,7 @@ class Publisher:
         known = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
         if known is None:
             self._index.restore(table.block_ids[index], entry)
+            self._content.note_published(table.block_ids[index])
         else:
             serial = self._note_twin(table, index, known)
             if index == table._num_chained - 1:

@@ -44,6 +44,7 @@ class RunnerInfo:
     kv_spec: KVSpec
     weight_region: Region = Region(0, 0)  # noqa: RUF009 - where they lie in this process's memory; empty: not known
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
+    numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 
 
 class ModelTraits(NamedTuple):

@@ -50,6 +50,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             f"the server needs the package {error.name!r}; install the extra: pip install 'kvboost-edge[server]'"
         ) from error
     from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.tiering import tier_places
     from kvboost_edge.kernels.ahead import on_compiling
     from kvboost_edge.kernels.jit import on_first_compilation
 
@@ -65,6 +66,10 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             stats = engine.paged_stats()
             shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
             log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
+            places = tier_places(engine.config)
+            for name, tier in stats["tiers"].items():
+                facts = {key: tier[key] for key in ("blocks", "bytes", "max_bytes", "writable", "state")}
+                log_facts(logging.INFO, "tier", tier=name, place=places[name], **facts)
             if not ended.is_set():
                 run_server(engine, options.settings, listener)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
+from kvboost_edge.tiers.disk.survey import default_directory
 
 __all__ = ["DEMO_MODEL", "ServeOptions", "parse_flags"]
 
@@ -27,7 +29,8 @@ _EXAMPLES = """Examples
 KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
 
 Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
-KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise. With more than one key /metrics,
+KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise; KVBOOST_EDGE_REDIS_URL (--redis-url),
+KVBOOST_EDGE_REDIS_PASSWORD, KVBOOST_EDGE_REDIS_SECRET (the same on all machines). With more than one key /metrics,
 /v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all tenants.
 Keys share the machine evenly; one with a weight behind it, as in 'key-two weight=4', counts
 as so many others. That goes for every place where keys are given."""
@@ -47,7 +50,7 @@ class ServeOptions:
     """What a command line asks for. `warm` texts are computed before the first request is taken."""
 
     model: str
-    engine: dict[str, Any]
+    engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
     settings: ServerSettings
     warm: tuple[str, ...]
 
@@ -99,9 +102,14 @@ _ENGINE_FLAGS = (
     _Flag("num_blocks", int, "size of the pool in blocks"),
     _Flag("kv_cache_bits", _kv_bits, "16, 8, 4, or keys and values apart: 8,4"),
     _Flag("max_batch_tokens", int, "tokens computed in one step"),
+    _Flag("max_pinned_blocks", int, "blocks that may be pinned; default, and at most: half of the pool"),
     _Flag("num_threads", int, "threads that compute"),
     _Flag("revision", str, "revision of a hub model"),
+    _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
+    _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
+    _Flag("max_disk_bytes", _bytes, "most it may take, such as 8e9; default: 16 GiB, or a fifth of what is free"),
 )
+_REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 # Flags whose feature is not there yet; the engine refuses them by name.
 _LATER = (
     "chunk_size",
@@ -109,7 +117,6 @@ _LATER = (
     "recompute_strategy",
     "sink_tokens",
     "overlap_k",
-    "disk_cache_dir",
 )
 
 
@@ -126,7 +133,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     settings |= {"model_name": names[0], "model_aliases": tuple(names[1:])}
     engine = {
         name: given[name]
-        for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", *_LATER)
+        for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", "redis_trust", *_LATER)
         if given[name] is not None
     }
     if "backend" in engine:
@@ -141,6 +148,10 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         allowed_hosts=tuple(given["allowed_host"]),
         cors_origins=tuple(given["cors_origin"]),
     )
+    if engine.get("pack_cache", True):  # else nothing is kept in the cache directory
+        engine.setdefault("disk_cache_dir", str(default_directory()))
+    if os.environ.get(_REDIS_VARIABLE):
+        engine.setdefault("redis_url", os.environ[_REDIS_VARIABLE])
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
     return ServeOptions(model, engine, chosen, tuple(_warm_text(text) for text in given["warm"]))
@@ -187,6 +198,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         action="store_false",
         default=None,
         help="keep nothing in the cache directory: weights are converted into memory at every start",
+    )
+    engine.add_argument(
+        "--redis-trust",
+        action="store_true",
+        default=None,
+        help="believe whoever writes to the Redis server: no KVBOOST_EDGE_REDIS_SECRET is asked for",
     )
     for name in _LATER:
         engine.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)

@@ -7,7 +7,7 @@ asks. Every server has a registry of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -33,6 +33,24 @@ _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0
 _REQUEST: tuple[float, ...] = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _HTTP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# Fields of TierStats, their names here and what they say.
+_TIER_GAUGES = {
+    "blocks": ("blocks", "Blocks a tier holds."),
+    "bytes": ("bytes", "Bytes a tier takes."),
+    "max_bytes": ("max_bytes", "Bytes a tier may take."),
+    "writable": ("writable", "1 while a tier stores blocks."),
+}
+_TIER_COUNTERS = {
+    "read_blocks": ("read_blocks", "Blocks a tier gave back, verified."),
+    "read_bytes": ("read_bytes", "Their bytes."),
+    "written_blocks": ("written_blocks", "Blocks stored in a tier."),
+    "written_bytes": ("written_bytes", "Their bytes."),
+    "missing": ("missing_blocks", "Blocks a tier was asked for and had not."),
+    "refused": ("refused_blocks", "Blocks that were damaged or not what was asked for, and were dropped."),
+    "evicted": ("evicted_blocks", "Blocks a tier dropped for room."),
+    "not_written": ("unstored_blocks", "Blocks a tier could not store."),
+    "errors": ("errors", "Failed operations of a tier's device or connection."),
+}
 # Our finish reasons by vLLM's names.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
 
@@ -88,6 +106,10 @@ class Metrics:
             "prompt_tokens_per_second": round(prompt, 3),
             "generated_tokens_per_second": round(generated, 3),
         }
+
+    def recent_prompts(self) -> tuple[Mapping[str, int], int]:
+        """Prompt tokens of the last minute: found in each tier, and computed."""
+        return self._speeds.recent_prompts()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -163,6 +185,7 @@ class _EngineCollector(Collector):
         yield from self._by_vllm(stats)
         yield from self._by_llamacpp(stats)
         yield from self._of_pool(stats)
+        yield from self._of_tiers(stats)
 
     def _of_server(self) -> Iterator[Metric]:
         admission = self._admission
@@ -239,8 +262,20 @@ class _EngineCollector(Collector):
         ):
             blocks.add_metric([state], count)
         yield blocks
+        yield _gauge("kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"])
         yield _counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
         yield _counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
+
+    def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        yield _gauge("kvboost:staging_bytes", "Blocks on their way to and from tiers.", stats["staging_bytes"])
+        yield _counter("kvboost:lost_blocks", "Blocks evicted before a tier could take them.", stats["lost_blocks"])
+        for kind, fields in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+            for field, (name, text) in fields.items():
+                family = kind(f"kvboost:tier_{name}", text, labels=["tier"])
+                for tier, stat in stats["tiers"].items():
+                    if stat[field] is not None:
+                        family.add_metric([tier], float(stat[field]))
+                yield family
 
 
 def _gauge(name: str, text: str, value: float, **labels: str) -> Metric:

@@ -1,12 +1,13 @@
-"""Tokens a second over the last minute. Kept is one sum for each second: however many requests end, and whether or not
-anybody asks, that is no more memory."""
+"""Tokens a second, and where prompt tokens came from, over the last minute. Kept is one sum for each second: however
+many requests end, and whether or not anybody asks, that is no more memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ _WINDOW_SECONDS = 60
 
 @dataclasses.dataclass(slots=True)
 class _Sums:
-    """Of the requests that ended within one second of the clock."""
+    """Of the requests that ended within one second of the clock. hit_tokens: by tier."""
 
     second: int
+    hit_tokens: Counter[str] = dataclasses.field(default_factory=Counter)
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     output_tokens: int = 0
@@ -51,6 +53,7 @@ class Speeds:
                 sums.prompt_seconds += result.prefill_ms / 1e3
                 sums.output_tokens += result.generated_tokens
                 sums.output_seconds += result.decode_ms / 1e3
+            self._recent[-1].hit_tokens.update(result.hit_tokens)
 
     def recent(self) -> tuple[float, float]:
         """Prompt and output tokens a second of the requests that ended in the last minute; 0 when there was none."""
@@ -64,6 +67,13 @@ class Speeds:
             prompt_tokens / prompt_seconds if prompt_seconds else 0.0,
             output_tokens / output_seconds if output_seconds else 0.0,
         )
+
+    def recent_prompts(self) -> tuple[Mapping[str, int], int]:
+        """Prompt tokens of the requests that ended in the last minute: those of the cache by tier, those computed."""
+        with self._lock:
+            self._forget_old()
+            hits = sum((sums.hit_tokens for sums in self._recent), Counter[str]())
+            return hits, sum(sums.prompt_tokens for sums in self._recent)
 
     def _forget_old(self) -> int:
         """Drop the seconds before the last minute; returns the second it is now."""

@@ -284,3 +284,19 @@ def test_interrupt_ends_generation_with_130(tiny_model_dir):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err.decode()
     assert b"Traceback" not in err
+
+
+def test_what_came_from_disk_is_told_under_the_answer(tiny_model_dir, tmp_path, capsys):
+    prompt = "Hello there, how are you today? " * 4
+    lines = []
+    for _ in range(2):
+        assert (
+            run(["generate", prompt, "-m", str(tiny_model_dir), "-n", "2", *SMALL, "-o", f"disk_cache_dir={tmp_path}"])
+            == 0
+        )
+        lines.append(" ".join(capsys.readouterr().err.split()))
+    assert "tier disk: 0 blocks, 0 MB" in lines[0]
+    assert " 0 from the cache ·" in lines[0]
+    cached = lines[1].split(" from the cache (")[0].split()[-1]
+    assert int(cached) >= 32
+    assert f"{cached} from the cache ({cached} from disk) ·" in lines[1]

@@ -103,6 +103,8 @@ def test_an_answer_streams_and_ends_with_its_figures(server: Script) -> None:
     assert "30 prompt tokens, 16 from the cache" in answer.timing_line
     (body,) = server.bodies
     assert (body["model"], body["max_tokens"], body["top_k"], body["stream"]) == ("a-model", 5, 3, True)
+    server.events = [*GOOD[:-2], {**GOOD[-2], "kvboost": {"hit_tokens": {"pool": 0, "disk": 10, "redis": 6}}}, GOOD[-1]]
+    assert "16 from the cache (10 from disk, 6 from redis) · " in ask(server)[-1].timing_line
     server.url += "/v1/"
     assert ask(server, model="other")[:2] == ["Hel", "lo"]
     assert server.bodies[-1]["model"] == "other"

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.hand_mover import HandMover
 from kvboost_edge.backends.base import AttentionParams, Backend, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
@@ -24,14 +25,17 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.tiers.base import Tier
 
 VOCAB_SIZE = 260
 EOS_ID = 259
@@ -68,7 +72,7 @@ class FakeBackend:
     device = "cpu"
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")
+        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")  # 8 bytes a token: its id and its position
         self.num_blocks = num_blocks
         self.tokens = np.full((num_blocks, block_size), POISON, np.int64)
         self.positions = np.full((num_blocks, block_size), POISON, np.int64)
@@ -95,6 +99,14 @@ class FakeBackend:
 
     def attention(self, layer: int, queries: Any, batch: Any, params: AttentionParams) -> tuple[Any, Any]:
         raise AssertionError("the fake runner reads the pool itself")
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        both = np.stack([self.tokens[list(block_ids)], self.positions[list(block_ids)]], axis=1).astype("<i4")
+        return both.reshape(len(block_ids), -1).view(np.uint8)
+
+    def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        both = data.view("<i4").reshape(len(block_ids), 2, -1)
+        self.tokens[list(block_ids)], self.positions[list(block_ids)] = both[:, 0], both[:, 1]
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         self.tokens[list(block_ids)] = POISON
@@ -162,28 +174,37 @@ def fake_tokenizer() -> Tokenizer:
 
 
 def fake_parts(
-    num_blocks: int = 64, block_size: int = 16, max_context: int = CONTEXT, max_num_seqs: int | None = None
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_context: int = CONTEXT,
+    max_num_seqs: int | None = None,
+    max_pinned_blocks: int | None = None,
+    tiers: Sequence[Tier] = (),
 ) -> EngineParts:
     """All parts of an engine around a `FakeRunner`."""
     backend = FakeBackend(num_blocks, block_size)
     return EngineParts(
         runner=FakeRunner(backend, max_context),
         backend=backend,
-        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors),
+        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks),
         tokenizer=fake_tokenizer(),
         eos_token_ids=frozenset({EOS_ID}),
         root=ROOT,
         ledger=MemoryLedger(1000, backend.pool_bytes),
         backend_reason="a test",
         max_num_seqs=max_num_seqs or 16,
+        tiers=tuple(tiers),
     )
 
 
-def fake_engine(num_blocks: int = 64, max_context: int = CONTEXT, **options: Any) -> CPUPagedEngine:
+def fake_engine(
+    num_blocks: int = 64, max_context: int = CONTEXT, *, tiers: Sequence[Tier] = (), **options: Any
+) -> CPUPagedEngine:
     """A running engine around a `FakeRunner`, debug checks on; close it."""
     config = EngineConfig.from_options(**{"debug_checks": True, **options})
     return CPUPagedEngine._from_parts(
-        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs), config
+        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks, tiers),
+        config,
     )
 
 
@@ -197,15 +218,27 @@ class Bench:
     """An engine core without its thread: requests go in, `step` is called by hand, invariants are checked each time."""
 
     def __init__(
-        self, num_blocks: int = 64, *, max_num_seqs: int = 16, max_batch_tokens: int = 64, debug_checks: bool = True
+        self,
+        num_blocks: int = 64,
+        *,
+        max_num_seqs: int = 16,
+        max_batch_tokens: int = 64,
+        debug_checks: bool = True,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.parts = fake_parts(num_blocks)
         self.manager = self.parts.manager
         self.runner = self.parts.runner
-        self.scheduler = Scheduler(self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+        self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block)
+        loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
+        )
         self.core = EngineCore(
             self.parts.runner, self.parts.backend, self.scheduler, self.parts.tokenizer, debug_checks=debug_checks
         )
+        if tiers:
+            self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
         self.num_requests = 0
 
     def submit(
@@ -219,6 +252,8 @@ class Bench:
         deadline: float | None = None,
         tenant: str = "",
         weight: float = 1.0,
+        pin: bool = False,
+        ttl: float | None = None,
         **options: Any,
     ) -> RequestHandle:
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
@@ -239,6 +274,8 @@ class Bench:
             tokenized_at=0.0,
             priority=priority,
             deadline=deadline,
+            pin=pin,
+            ttl=ttl,
         )
         return self.core.submit(request)
 
@@ -269,16 +306,20 @@ class Bench:
         return worked
 
     def check(self) -> None:
-        running = self.scheduler.running
-        self.manager.check_invariants([s.table for s in running if s.table is not None])
+        running, loads = self.scheduler.running, self.scheduler.loads
+        tables = [s.table for s in running if s.table is not None] + [load.table for load in loads]
+        self.manager.check_invariants(tables)
+        assert all(loads.of(load.sequence) is load for load in loads)
         assert all(s.table is None for s in self.scheduler.waiting)
         assert [s.rank for s in running] == sorted(s.rank for s in running)
 
     def run(self, limit: int = 10_000) -> int:
-        """Step until nothing is left; returns the number of steps."""
+        """Step until nothing is left, and all is on its tier; returns the number of steps."""
         for count in range(limit):
-            if not self.step():
-                return count
+            if not self.step() and not self.mover.pump():
+                self.core.tiering.save_more()
+                if not self.mover.pump():
+                    return count
         raise AssertionError(f"not done after {limit} steps")
 
 

@@ -10,16 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.fake_runner import fake_tokenizer
+from engine.hand_mover import HandMover
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.native.runner import NativeRunner
+from kvboost_edge.tiers.base import Tier
 
 BLOCK = 16
 ROOT = root_hash(model_fingerprint="tiny", kv_format="tiny")
@@ -66,11 +70,18 @@ class NativeBench:
         num_blocks: int = 64,
         max_num_seqs: int = 8,
         max_batch_tokens: int = 64,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1)
         self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16))
-        self.scheduler = Scheduler(self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+        self.mover = HandMover(tiers, self.backend.spec.bytes_per_block)
+        loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
+        )
         self.core = EngineCore(runner, self.backend, self.scheduler, fake_tokenizer(), debug_checks=True)
+        if tiers:
+            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))
         self._num_requests = 0
 
     def submit(
@@ -110,13 +121,17 @@ class NativeBench:
 
     def step(self) -> bool:
         worked = self.core.step()
-        self.manager.check_invariants([s.table for s in self.scheduler.running if s.table is not None])
+        tables = [s.table for s in self.scheduler.running if s.table is not None]
+        self.manager.check_invariants([*tables, *(load.table for load in self.scheduler.loads)])
         return worked
 
     def run(self, limit: int = 3000) -> None:
+        """Until nothing is left, and all is on its tier."""
         for _ in range(limit):
-            if not self.step():
-                return
+            if not self.step() and not self.mover.pump():
+                self.core.tiering.save_more()
+                if not self.mover.pump():
+                    return
         raise AssertionError(f"not done after {limit} steps")
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **fields: Any) -> GenerationResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from engine.hand_mover import DictTier
 from engine.native_bench import BLOCK, ROOT, Bits, Machine, NativeBench
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
@@ -85,8 +87,9 @@ def check(result: GenerationResult, expected: GenerationResult, where: str) -> N
         assert known == expected.prompt_logprobs[: len(known)], where
 
 
-def run_schedule(machine: Machine, truth: Truth, seed: int) -> tuple[int, int]:
-    """One random schedule; (preemptions, cached tokens)."""
+def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, DictTier]) -> tuple[int, Counter[str]]:
+    """One random schedule; (preemptions, cached tokens by tier). Half of them find what those before kept, as after a
+    restart."""
     rng = random.Random(seed)
     bits = ALL_BITS[seed % 2] if rng.random() < 0.8 else rng.choice(ALL_BITS[2:])
     bench = NativeBench(
@@ -96,6 +99,7 @@ def run_schedule(machine: Machine, truth: Truth, seed: int) -> tuple[int, int]:
         num_blocks=rng.choice((7, 7, 8, 24)),
         max_num_seqs=rng.choice((2, 3, 8)),
         max_batch_tokens=rng.choice((1, 7, 16, 33, 128, 128)),
+        tiers=[tiers[bits]] if rng.random() < 0.5 else [],
     )
     family = rng.sample(range(len(PROMPTS)), 3)  # few prompts, so that some come again
     wanted: list[tuple[RequestHandle, int]] = []
@@ -119,11 +123,14 @@ def run_schedule(machine: Machine, truth: Truth, seed: int) -> tuple[int, int]:
             doomed.pop().cancel()
         if rng.random() < 0.03:
             bench.manager.reset()
-        idle = 0 if bench.step() else idle + 1
+        if rng.random() < 0.5:
+            bench.mover.pump(1)
+        idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
     for handle, number in wanted:
         check(handle.result(0), truth(bits, number), f"seed {seed}, request {handle.index}, prompt {number}")
     bench.assert_clean()
-    return bench.scheduler.num_preemptions, sum(h.result(0).cached_tokens for h, _ in wanted)
+    hits = sum((Counter(handle.result(0).hit_tokens) for handle, _ in wanted), Counter())
+    return bench.scheduler.num_preemptions, hits
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -131,9 +138,13 @@ def test_random_schedules_equal_uncached_single_runs(
     machine: Machine, truth: Truth, part: int, scale: Callable[[int, int], int]
 ) -> None:
     per_part = scale(30, 1000)
-    outcomes = [run_schedule(machine, truth, seed) for seed in range(part * per_part, (part + 1) * per_part)]
+    tiers = {bits: DictTier(losses=0.1, seed=part) for bits in ALL_BITS}
+    seeds = range(part * per_part, (part + 1) * per_part)
+    outcomes = [run_schedule(machine, truth, seed, tiers) for seed in seeds]
+    hits = sum((cached for _, cached in outcomes), Counter())
     assert sum(preemptions for preemptions, _ in outcomes) >= 3
-    assert sum(cached for _, cached in outcomes) > 500
+    assert hits["pool"] > 500
+    assert hits["shelf"] > 60
 
 
 LONG = np.random.default_rng(11).integers(0, 256, 90).tolist()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from engine.fake_runner import EOS_ID, Bench, expected_tokens
+from engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import CapacityError
@@ -16,13 +18,16 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 EOS = frozenset({EOS_ID})
 
 
-def run_schedule(seed: int) -> tuple[int, int]:
-    """One random schedule; returns (preemptions, cached tokens) so that the caller sees both happened."""
+def run_schedule(seed: int) -> tuple[int, Counter[str]]:
+    """One random schedule; returns (preemptions, cached tokens by tier) so that the caller sees both happened."""
     rng = random.Random(seed)
+    near, far = DictTier("near", losses=0.1, seed=seed), DictTier("far", knows=False, seed=seed)
+    tiers = ([], [near], [far], [near, far])[seed % 4]
     bench = Bench(
         rng.choice((6, 7, 8, 40)),
         max_num_seqs=rng.choice((1, 2, 4, 8)),
         max_batch_tokens=rng.choice((1, 2, 7, 16, 33, 64)),
+        tiers=tiers,
     )
     stems = [[rng.randrange(256) for _ in range(rng.choice((15, 16, 17, 32, 48)))] for _ in range(2)]
     wanted: list[tuple[RequestHandle, list[int]]] = []
@@ -49,7 +54,9 @@ def run_schedule(seed: int) -> tuple[int, int]:
             rng.choice(cancelled).cancel()
         if rng.random() < 0.03:
             bench.manager.reset()
-        idle = 0 if bench.step() else idle + 1
+        if rng.random() < 0.5:
+            bench.mover.pump(rng.choice((1, 2)))
+        idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
     for handle in cancelled:
         handle.cancel()
     bench.run()
@@ -58,14 +65,19 @@ def run_schedule(seed: int) -> tuple[int, int]:
     assert all(handle.done for handle in cancelled)
     assert bench.manager.used_block_count == 0
     bench.manager.check_invariants([])
-    return bench.scheduler.num_preemptions, sum(h.result(0).cached_tokens for h, _ in wanted)
+    assert bench.mover.staging_bytes == 0
+    hits = sum((Counter(handle.result(0).hit_tokens) for handle, _ in wanted), Counter())
+    return bench.scheduler.num_preemptions, hits
 
 
 def test_random_schedules_equal_single_runs(scale: Callable[[int, int], int]) -> None:
     """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget; no schedule hangs."""
     outcomes = [run_schedule(seed) for seed in range(scale(120, 3000))]
     assert sum(preemptions for preemptions, _ in outcomes) > 20
-    assert sum(cached for _, cached in outcomes) > 400
+    hits = sum((cached for _, cached in outcomes), Counter())
+    assert hits["pool"] > 400
+    assert hits["near"] > 100
+    assert hits["far"] > 100
 
 
 @pytest.mark.parametrize("budget", [1, 2, 16, 64])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -26,22 +25,6 @@ class NewestFirst(LeastRecentlyUsed):
         return newest
 
 
-class HoldsTwo(LeastRecentlyUsed):
-    """Blocks 0 and 1 belong to the policy, as pins would."""
-
-    def __init__(self, block_ids: Iterable[int]) -> None:
-        super().__init__([block_id for block_id in block_ids if block_id > 1])
-
-    def held(self) -> Collection[int]:
-        return (0, 1)
-
-
-def pool_of_holder(num_blocks: int) -> BlockPool:
-    pool = BlockPool(num_blocks, HoldsTwo)
-    pool._ref_counts[0] = pool._ref_counts[1] = 1
-    return pool
-
-
 def test_least_recently_used_in_one_picture() -> None:
     policy = LeastRecentlyUsed(range(4))
     assert policy.take(2) == [0, 1]
@@ -51,7 +34,7 @@ def test_least_recently_used_in_one_picture() -> None:
     policy.refresh(2)
     policy.remove(3)
     assert policy.order() == [1, 0, 2]
-    assert (len(policy), 3 in policy, 2 in policy, list(policy.held())) == (3, False, True, [])
+    assert (len(policy), 3 in policy, 2 in policy) == (3, False, True)
 
 
 def test_the_pool_takes_what_its_policy_hands_out() -> None:
@@ -80,18 +63,23 @@ def test_another_order_evicts_another_prefix() -> None:
     assert survivor(KVCacheManager(2, 4, policy=NewestFirst)) == [True, False]
 
 
-def test_what_a_policy_holds_is_counted_as_referenced_and_not_as_usable() -> None:
-    pool = pool_of_holder(4)
+def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable() -> None:
+    manager = KVCacheManager(4, 4)
+    pool = manager._pool
+    for block_id in (0, 1):
+        pool.hold(block_id)
+    assert (manager.usable_block_count, manager.used_block_count, manager.free_block_count) == (2, 2, 2)
     pool.check([])
     with pytest.raises(CapacityError, match="2 of 4"):
         pool.take(3)
-    manager = KVCacheManager(4, 4, policy=HoldsTwo)
-    assert manager.usable_block_count == 2
+    with pytest.raises(CacheCorruption, match="block 1 is pinned already"):
+        pool.hold(1)
+    pool.let_go(1, matchable=False)
+    with pytest.raises(CacheCorruption, match="block 1 is not pinned"):
+        pool.let_go(1, matchable=False)
+    pool.release(0, matchable=False)
     with pytest.raises(CacheCorruption, match="block 0"):
-        manager.check_invariants([])  # the policy says it holds what nobody took a reference on
-    manager._pool = pool
-    manager.check_invariants([])
-    assert (manager.used_block_count, manager.free_block_count) == (2, 2)
+        pool.check([])  # it is pinned and has no reference
 
 
 def test_floors_with_one_owner_are_the_least_recently_used() -> None:
@@ -114,8 +102,8 @@ def test_floors_with_one_owner_are_the_least_recently_used() -> None:
                 used.append(rng.choice(free))
                 for policy in both:
                     policy.remove(used[-1])
-            elif act == "refresh" and any(b in both[1]._owners for b in free):
-                block_id = rng.choice([b for b in free if b in both[1]._owners])
+            elif act == "refresh" and any(b in both[1]._cached for b in free):
+                block_id = rng.choice([b for b in free if b in both[1]._cached])
                 for policy in both:
                     policy.refresh(block_id)
             assert both[0].order() == both[1].order()
@@ -131,4 +119,4 @@ def test_floors_in_one_picture() -> None:
     assert (policy.protected(b"a"), policy.protected(b"b"), policy.protected(b"c")) == (3, 3, 6)
     assert policy.take(6, b"b") == [10, 11, 0, 1, 5, 6], "two of a's, which then is at its floor"
     assert policy.take(4, b"c") == [2, 3, 4, 7], "nothing is above the floors: the oldest"
-    assert (list(policy.held()), len(policy)) == ([], 2)
+    assert len(policy) == 2

@@ -24,8 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
 
@@ -68,23 +69,26 @@ class PoolMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         bits=st.sampled_from([1, 8, 256]),
         whole=st.booleans(),
+        policy=st.sampled_from([LeastRecentlyUsed, TenantFloors]),
     )
-    def start(self, num_blocks: int, block_size: int, bits: int, whole: bool) -> None:
+    def start(self, num_blocks: int, block_size: int, bits: int, whole: bool, policy: Any) -> None:
         self.size, self.whole = block_size, whole
         self.weak = bits < 256
         hash_fn = _cut_hash(bits) if self.weak else chain_hash
-        self.manager = KVCacheManager(num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole)
+        self.manager = KVCacheManager(num_blocks, block_size, hash_fn=hash_fn, whole_blocks=whole, policy=policy)
         self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
         self.live: list[Live] = []
         self.cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]] = {}  # (parent node, tokens) -> block, node
         self.claims: dict[Prefix, Live] = {}
-        self.next_node = 0
+        self.pins: dict[Any, tuple[list[int], int | None]] = {}  # node of the last block -> blocks, end
+        self.now = self.next_node = 0
         self.evictions = self.cow_copies = self.hits = self.misses = 0
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
     def refs(self) -> Counter[int]:
-        return Counter(block_id for seq in self.live for block_id in seq.table.block_ids)
+        pinned = {block_id for block_ids, _ in self.pins.values() for block_id in block_ids}
+        return Counter((*pinned, *(block_id for seq in self.live for block_id in seq.table.block_ids)))
 
     def full_block(self, tokens: list[int], index: int) -> tuple[int, ...]:
         return tuple(tokens[index * self.size : (index + 1) * self.size])
@@ -298,6 +302,37 @@ class PoolMachine(RuleBasedStateMachine):
         self.forget_blocks(table.block_ids)
         self.manager.free(table)
 
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.none() | st.integers(1, 3))
+    def pin(self, tokens: list[int], root: bytes, ttl: int | None) -> None:
+        num_full, until = len(tokens) // self.size, None if ttl is None else self.now + ttl
+        block_ids, node = self.match([*tokens, *[2] * self.size], root)
+        pinned = {block_id for ids, _ in self.pins.values() for block_id in ids}
+        if not num_full or len(block_ids) < num_full or len(pinned | set(block_ids)) > self.manager.num_blocks // 2:
+            with pytest.raises((CapacityError, RequestError)):
+                self.manager.pins.add(tokens, root, until=until)
+            return
+        assert self.manager.pins.add(tokens, root, until=until) == num_full
+        self.pins[node] = block_ids, until
+
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS))
+    def unpin(self, tokens: list[int], root: bytes) -> None:
+        block_ids, node = self.match([*tokens, *[2] * self.size], root)
+        whole = len(block_ids) == len(tokens) // self.size
+        before = len(self.refs())
+        gone, _ = self.pins.pop(node, ([], None)) if whole else ([], None)
+        pinned = {block_id for ids, _ in self.pins.values() for block_id in ids}
+        assert self.manager.pins.end(tokens, root) == len(set(gone) - pinned)
+        assert len(self.refs()) <= before
+
+    @rule(seconds=st.integers(1, 3))
+    def time_goes_by(self, seconds: int) -> None:
+        self.now += seconds
+        self.pins = {node: pin for node, pin in self.pins.items() if pin[1] is None or pin[1] > self.now}
+        self.manager.pins.expire(self.now)
+        assert self.manager.pins.next_end == min(
+            (end for _, end in self.pins.values() if end is not None), default=None
+        )
+
     @rule()
     def reset(self) -> None:
         refs = self.refs()
@@ -337,6 +372,12 @@ class PoolMachine(RuleBasedStateMachine):
             self.manager.free(seq.table)
         if hasattr(self, "manager"):
             self.manager.check_invariants([])
+            for block_ids, _ in self.pins.values():
+                assert all(self.manager.ref_count(block_id) == 1 for block_id in block_ids)
+            self.manager.pins.expire(10**9)
+            assert len(self.manager.pins) == sum(end is None for _, end in self.pins.values())
+            for block_id in list(self.manager._pool.held()):
+                self.manager._pool.let_go(block_id, matchable=True)
             assert self.manager.free_block_count == self.manager.num_blocks
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvboost_edge.cli.app import run
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import DEMO_MODEL, parse_flags
 from kvboost_edge.server.settings import ServerSettings
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("kept_logging")
 
 @pytest.fixture(autouse=True)
 def no_keys_in_the_environment(monkeypatch):
-    for name in ("KVBOOST_API_KEY", "KVBOOST_API_KEYS"):
+    for name in ("KVBOOST_API_KEY", "KVBOOST_API_KEYS", "KVBOOST_EDGE_REDIS_URL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -33,7 +34,8 @@ def test_defaults():
     options = parse()
     assert options.model == DEMO_MODEL
     assert options.settings == ServerSettings(model_name=DEMO_MODEL)
-    assert options.engine == {}, "the engine chooses by its pool how many run together"
+    assert set(options.engine) == {"disk_cache_dir"}, "the engine chooses by its pool how many run together"
+    assert Path(options.engine["disk_cache_dir"]) == cache_directory() / "blocks"
     settings = options.settings
     assert (settings.host, settings.port, settings.max_batch_size, settings.max_queue_size) == (
         "127.0.0.1",
@@ -100,6 +102,19 @@ def test_flags_of_the_engine(flag, text, name, value):
 
 def test_nothing_is_kept_in_the_cache_directory():
     assert parse_flags(["--no-pack-cache"], "p").engine == {"pack_cache": False}
+    asked = parse_flags(["--no-pack-cache", "--disk-cache-dir", "/elsewhere"], "p").engine
+    assert asked == {"pack_cache": False, "disk_cache_dir": "/elsewhere"}
+
+
+def test_a_redis_server_by_flag_or_environment(monkeypatch):
+    url, another = "redis://:hidden@host:1/2", "redis://another"
+    assert parse("--redis-url", url, "--redis-trust").engine | {"disk_cache_dir": ""} == {
+        "disk_cache_dir": "", "redis_url": url, "redis_trust": True,
+    }  # fmt: skip
+    monkeypatch.setenv("KVBOOST_EDGE_REDIS_URL", url)
+    assert parse().engine["redis_url"] == url
+    assert parse("--redis-url", another).engine["redis_url"] == another
+    assert "hidden" not in repr(parse())
 
 
 def test_every_setting_has_a_flag(capsys):
@@ -166,7 +181,6 @@ def test_warm_texts(tmp_path):
         (["--kv-cache-bits", "5"], "kv_cache_bits"),
         (["--backend", "nonsense"], "backend"),
         (["--chunk-size", "128"], "chunk_size"),
-        (["--disk-cache-dir", "x"], "disk_cache_dir"),
         (["--recompute-strategy", "none"], "recompute_strategy"),
     ],
 )

@@ -17,13 +17,14 @@ def clock(monkeypatch):
     return clock
 
 
-def result(prompt=30, cached=10, prefill_ms=100.0, generated=8, decode_ms=200.0):
+def result(prompt=30, cached=10, prefill_ms=100.0, generated=8, decode_ms=200.0, hits=None):
     return SimpleNamespace(
         prompt_tokens=prompt,
         cached_tokens=cached,
         prefill_ms=prefill_ms,
         generated_tokens=generated,
         decode_ms=decode_ms,
+        hit_tokens={"pool": cached, "disk": 0} if hits is None else hits,
     )
 
 
@@ -65,3 +66,14 @@ def test_a_request_without_output_divides_by_nothing(clock):
     speeds = Speeds()
     speeds.observe(result(generated=0, decode_ms=0.0, prefill_ms=0.0))
     assert speeds.recent() == (0.0, 0.0)
+
+
+def test_where_prompt_tokens_came_from_is_told_for_the_last_minute(clock):
+    speeds = Speeds()
+    assert speeds.recent_prompts() == ({}, 0)
+    speeds.observe(result(hits={"pool": 4, "disk": 6}))
+    clock.now += 30
+    speeds.observe(result(prompt=50, cached=10, hits={"disk": 3, "redis": 7}))
+    assert speeds.recent_prompts() == ({"pool": 4, "disk": 9, "redis": 7}, 60)
+    clock.now += 30
+    assert speeds.recent_prompts() == ({"disk": 3, "redis": 7}, 40)

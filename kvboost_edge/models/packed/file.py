@@ -41,7 +41,7 @@ __all__ = ["Packable", "PackedWeights", "Progress", "load_packed"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
-_VERSION = 3  # of the file's form and of the quantization: with either changed, older files are packed again
+PACKED_VERSION = 3  # of the file's form and of the quantization: with either changed, older files are packed again
 _ALIGN = 64
 _DIGEST_BYTES = 32
 _PART_BYTES = 8 << 20  # that one thread digests
@@ -196,7 +196,7 @@ def _take(path: Path, own: FileStamp, header: bytes, cache_dir: Path | None) -> 
     with open(path, "rb") as file:
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):
-            remember(stamp, {"packed": _VERSION}, cache_dir)
+            remember(stamp, {"packed": PACKED_VERSION}, cache_dir)
             return _map(file, header)
     found = _open_checked(path, header, cache_dir)
     if found is None:
@@ -216,7 +216,7 @@ def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
     fields = {"fingerprint": fingerprint, "weights": weights, "entries": shapes, "sections": sections, "end": offset}
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(len(text) + 16) % _ALIGN)
-    return _MAGIC + _VERSION.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
+    return _MAGIC + PACKED_VERSION.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
 
 
 def _fields(header: bytes) -> dict[str, Any]:
@@ -236,11 +236,11 @@ def _open_checked(path: Path, header: bytes, cache_dir: Path | None) -> PackedWe
             if stamp.size != _size(header) or file.read(len(header)) != header:
                 _LOG.warning("%s is of another version or damaged; the weights are packed again", path)
                 return None
-            if recall(stamp, cache_dir).get("packed") != _VERSION:
+            if recall(stamp, cache_dir).get("packed") != PACKED_VERSION:
                 if not _sound(file, stamp.size):
                     _LOG.warning("%s is damaged (checksum); the weights are packed again", path)
                     return None
-                remember(stamp, {"packed": _VERSION}, cache_dir)
+                remember(stamp, {"packed": PACKED_VERSION}, cache_dir)
             return _map(file, header)
     except (FileNotFoundError, IsADirectoryError):
         return None

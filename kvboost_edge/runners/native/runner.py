@@ -28,10 +28,11 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
-from kvboost_edge.models.packed.file import PackedWeights, load_packed
+from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
 from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import WholePass
@@ -78,6 +79,7 @@ class NativeRunner:
             weight_region=packed.region,
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
+            numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
     @classmethod

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,7 @@ class TorchRunner:
                 block_size,
                 _NAMES[model.dtype],
             ),
+            numerics=f"torch {torch.__version__} transformers {version('transformers')} {torch.get_num_threads()}",
         )
         known = SUPPORTED_ARCHITECTURES.get(self.info.architecture)
         if known is None or not known.tested:

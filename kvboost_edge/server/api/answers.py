@@ -229,6 +229,13 @@ class Warmed(_Figures):
     alignment_warning: str | None
 
 
+class Unpinned(_Answer):
+    """How many blocks are pinned no more; 0 if this text was not pinned with this key and salt."""
+
+    object: Literal["unpin"]
+    blocks_unpinned: int
+
+
 class Reset(_Answer):
     object: Literal["cache.reset"]
     blocks_dropped: int
@@ -243,6 +250,26 @@ class Queue(_Answer):
     refused: int
 
 
+class TierFigures(_Answer):
+    """A tier below the pool: blocks and bytes it holds (null: only its server knows), its cap, counters since the
+    start, whether it stores, and what is wrong."""
+
+    blocks: int | None
+    bytes: int | None
+    max_bytes: int | None
+    read_blocks: int
+    read_bytes: int
+    written_blocks: int
+    written_bytes: int
+    missing: int
+    refused: int
+    evicted: int
+    not_written: int
+    errors: int
+    writable: bool
+    state: str
+
+
 class Throughput(_Answer):
     prompt_tokens_total: int
     generated_tokens_total: int
@@ -251,13 +278,14 @@ class Throughput(_Answer):
 
 
 class Stats(_Answer):
-    """Queue, cache, pool, memory and throughput; those of cache, pool and memory are the engine's own names."""
+    """Queue, cache, pool, tiers, memory and throughput; those of cache, pool and memory are the engine's own names."""
 
     object: Literal["stats"]
     model: str
     queue: Queue
     cache: dict[str, float]
     pool: dict[str, Any]
+    tiers: dict[str, TierFigures]
     memory: dict[str, int]
     throughput: Throughput
 
@@ -278,8 +306,20 @@ class Memory(_Answer):
     process_peak_bytes: int
 
 
+class TierView(_Answer):
+    """What a tier holds, null where only its server knows; max_bytes null: somebody else's cap. `state` says what is
+    wrong, "" when all is well; `recent_hit_tokens` are prompt tokens of the last minute that came from it."""
+
+    blocks: int | None
+    bytes: int | None
+    max_bytes: int | None
+    writable: bool
+    state: str
+    recent_hit_tokens: int
+
+
 class Blocks(_Answer):
-    """The pool; `states`, `refs` and `tokens` are base64 of one byte a block."""
+    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block."""
 
     num_blocks: int
     block_size: int
@@ -293,6 +333,8 @@ class Blocks(_Answer):
     miss_tokens: int
     hit_rate: float | None
     memory: Memory
+    tiers: dict[str, TierView]
+    recent_computed_tokens: int
     generated_tokens_total: int
     evictions: int
     preemptions: int

@@ -61,6 +61,7 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
             mode=body.mode,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),
+            expect_reuse=body.expect_reuse,
         ),
         body=body,
         choice=choice,

@@ -65,6 +65,7 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
             mode=body.mode,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),
+            expect_reuse=body.expect_reuse,
         ),
         body=body,
         choice=choice,

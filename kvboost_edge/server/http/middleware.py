@@ -29,7 +29,9 @@ __all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_
 # They show or change what all tenants share: totals of hits and blocks tell one what another does.
 ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/v1/blocks", "/v1/stats"})
 # Routes that work inside `admit`: a full queue turns them away before their bodies are read.
-ADMITTED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/warm", "/tokenize", "/detokenize"})
+ADMITTED_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/warm", "/v1/unpin", "/tokenize", "/detokenize"}
+)
 _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 _CLIENT_GONE = 499
 

@@ -40,6 +40,7 @@ STATIC_FILES = {
     "sse.js": _SCRIPT,
     "storage.js": _SCRIPT,
     "theme.js": _SCRIPT,
+    "tiers.js": _SCRIPT,
 }
 
 

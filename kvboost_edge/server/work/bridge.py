@@ -65,6 +65,7 @@ class Job:
                    prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
+    expect_reuse, pin, ttl    how long it is kept, see the engine's `Terms`
     size           characters or tokens of all prompts, and some for each message
     """
 
@@ -75,6 +76,9 @@ class Job:
     mode: GenerationMode
     cache_salt: str | None
     priority: int
+    expect_reuse: bool = False
+    pin: bool = False
+    ttl: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,6 +161,9 @@ async def _submit(
                         cache_salt=job.cache_salt,
                         priority=job.priority,
                         deadline=ticket.deadline,
+                        expect_reuse=job.expect_reuse,
+                        pin=job.pin,
+                        ttl=job.ttl,
                     )
                 )
         except BaseException:

@@ -28,6 +28,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/detokenize", {"tokens": [1, 2]}),
     ("/v1/warm", {"text": "A text of more than one block. " * 3}),
     ("/v1/warm", {"messages": MESSAGES}),
+    ("/v1/unpin", {"text": "A text of more than one block. " * 3}),
     ("/v1/stats", None),
     ("/v1/blocks", None),
     ("/cache/reset", {}),

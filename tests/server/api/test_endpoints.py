@@ -96,6 +96,12 @@ async def test_wrong_bodies_are_refused_by_name(tiny_app: httpx.AsyncClient) -> 
         ("/tokenize", {"content": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         ("/v1/warm", {"text": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/v1/warm", {"text": "a", "pin": 1}, "pin"),
+        ("/v1/warm", {"text": "a", "ttl": 5}, "ttl"),
+        ("/v1/warm", {"text": "a", "pin": True, "ttl": 0}, "ttl"),
+        ("/v1/warm", {"text": "a", "pin": True, "ttl": 10**10}, "ttl"),
+        ("/v1/unpin", {}, "text"),
+        ("/v1/unpin", {"text": "a", "priority": 1}, "priority"),
         ("/cache/reset", {"foo": 1}, "foo"),
     ]
     for path, body, param in cases:
@@ -132,6 +138,43 @@ async def test_warm_then_reset(tiny_app: httpx.AsyncClient, tiny_engine: Any) ->
     assert await cached() == 0
 
 
+async def test_a_pinned_text_stays_until_it_is_unpinned(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    text = "A document that has to stay, whatever else comes. " * 3
+    blocks = len(tiny_engine.tokenizer.encode(text)) // tiny_engine.config.block_size
+    warmed = (await tiny_app.post("/v1/warm", json={"text": text, "pin": True, "ttl": 3600})).json()
+    assert warmed["chunks_stored"] == blocks > 0
+    await tiny_app.post("/cache/reset")
+    stats = (await tiny_app.get("/v1/stats")).json()
+    assert (stats["pool"]["pinned_blocks"], stats["pool"]["cached_blocks"]) == (blocks, 0)
+    assert stats["memory"]["pinned_bytes"] == blocks * stats["pool"]["bytes_per_block"]
+    assert f"kvboost:pinned_blocks {float(blocks)}" in (await tiny_app.get("/metrics")).text
+    for expected in (blocks, 0):
+        answer = await tiny_app.post("/v1/unpin", json={"text": text})
+        assert answer.json() == {"object": "unpin", "blocks_unpinned": expected}
+    system = {"role": "system", "content": text}
+    await tiny_app.post("/v1/warm", json={"messages": [system], "pin": True})
+    assert tiny_engine.paged_stats()["pinned_blocks"] > 0
+    assert (await tiny_app.post("/v1/unpin", json={"messages": [system]})).json()["blocks_unpinned"] > 0
+    assert tiny_engine.paged_stats()["pinned_blocks"] == 0
+    refused = await tiny_app.post("/v1/warm", json={"text": "a", "pin": True})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "pin"
+    assert "only full blocks of 16 tokens" in refused.json()["error"]["message"]
+
+
+def test_no_tenant_unpins_what_another_pinned(keyed_server: LiveServer) -> None:
+    text = "A text that one tenant pins and another tries to let go. " * 3
+    first, second = ({"Authorization": f"Bearer {key}"} for key in keyed_server.keys)
+
+    def unpinned(headers: dict[str, str]) -> int:
+        with keyed_server.client(headers=headers) as client:
+            return int(client.post("/v1/unpin", json={"text": text}).json()["blocks_unpinned"])
+
+    with keyed_server.client(headers=first) as client:
+        stored = client.post("/v1/warm", json={"text": text, "pin": True}).json()["chunks_stored"]
+    assert (unpinned(second), unpinned(first), unpinned(first)) == (0, stored, 0)
+
+
 async def test_warm_messages_serve_the_conversation(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
     system = {"role": "system", "content": "You are the keeper of a mill and speak of nothing else. " * 3}
     warmed = (await tiny_app.post("/v1/warm", json={"messages": [system]})).json()
@@ -165,7 +208,9 @@ async def test_stats_are_the_engines(tiny_app: httpx.AsyncClient, tiny_engine: A
     assert stats["model"] == "tiny"
     assert stats["cache"] == tiny_engine.cache_stats()
     expected = tiny_engine.paged_stats()
-    assert stats["pool"] == {name: value for name, value in expected.items() if not name.endswith("_bytes")}
+    beside = {name for name in expected if name.endswith("_bytes")} | {"tiers"}
+    assert stats["pool"] == {name: value for name, value in expected.items() if name not in beside}
+    assert stats["tiers"] == {}
     assert stats["memory"]["pool_bytes"] == expected["pool_bytes"]
     queue = stats["queue"]
     assert (queue["running"], queue["waiting"], queue["waiting_tokens"], queue["in_flight"]) == (0, 0, 0, 0)
@@ -187,8 +232,17 @@ async def test_blocks_are_the_engines_map(tiny_app: httpx.AsyncClient, tiny_engi
     details = tiny_engine.block_details(10**6)
     assert list(base64.b64decode(blocks["refs"])) == [detail.refs for detail in details]
     assert list(base64.b64decode(blocks["tokens"])) == [detail.tokens for detail in details]
-    assert blocks["memory"]["pool_bytes"] == tiny_engine.paged_stats()["pool_bytes"]
+    pool = tiny_engine.paged_stats()
+    assert blocks["memory"]["pool_bytes"] == pool["pool_bytes"]
     assert blocks["hit_rate"] == 0.0
+    chunks = pool["loaded_chunks"]
+    assert blocks["tiers"] == {
+        "pool": {
+            "blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"],
+            "writable": True, "state": "", "recent_hit_tokens": 0,
+        }
+    }  # fmt: skip
+    assert blocks["recent_computed_tokens"] == pool["miss_tokens"] > 0
 
 
 @pytest.mark.alone

@@ -133,7 +133,7 @@ NEUTRAL = {
     "service_tier": "auto",
     "safety_identifier": "id",
     "prompt_cache_key": "key",
-    "prompt_cache_retention": "24h",
+    "prompt_cache_retention": "in_memory",
 }
 
 
@@ -245,7 +245,8 @@ BAD_FIELDS += [
 ]
 
 
-LABELS = ("user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+LABELS = ("user", "service_tier", "safety_identifier", "prompt_cache_key")
+BAD_FIELDS += [(CHAT, "prompt_cache_retention", value) for value in ("1h", "", 24)]
 BAD_FIELDS += [(COMPLETIONS, name, value) for name in LABELS for value in ("x" * 1025, "\ud800", 1)]
 BAD_FIELDS += [(CHAT, name, "\udfff") for name in ("model", "cache_salt")]
 BAD_FIELDS += [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,11 +15,22 @@ from starlette.types import Send
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.api.answers import ERRORS, BlockCounts, Blocks, Memory, Reset, Stats, Warmed
+from kvboost_edge.server.api.answers import (
+    ERRORS,
+    BlockCounts,
+    Blocks,
+    Memory,
+    Reset,
+    Stats,
+    TierView,
+    Unpinned,
+    Warmed,
+)
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
-from kvboost_edge.server.api.schemas.text import ResetRequest, WarmRequest
+from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
@@ -33,6 +45,7 @@ T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
+_TIER_FIELDS = [name for name in TierView.model_fields if name != "recent_hit_tokens"]
 _MOST_DETAILS = 4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
 
 
@@ -54,6 +67,27 @@ async def warm(request: Request, body: WarmRequest) -> Response:
     return answered(request, body.model, work)
 
 
+@router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": Unpinned}})
+async def unpin(request: Request, body: UnpinRequest) -> Response:
+    """End the pin of a text that was warmed with `pin`; it stays cached as any other."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        body.check_together()
+        engine = state.engine
+        estimate = estimate_messages(body.messages or []) + estimate_tokens(body.text or "")
+        async with state.admit(request, estimate) as ticket:
+            whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}
+
+            def end() -> int:
+                ids = _token_ids(state, body, functools.partial(engine.answer_ids, **whose))
+                return engine.unpin(ids, **whose) if ids else 0
+
+            unpinned = await off_loop(end, _size(body))
+        await send_json(send, dumps({"object": "unpin", "blocks_unpinned": unpinned}))
+
+    return answered(request, body.model, work)
+
+
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Forget every cached block that no request uses."""
@@ -64,7 +98,7 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
 
 @router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
 async def stats(request: Request) -> Response:
-    """Queue, cache, pool, memory and throughput."""
+    """Queue, cache, pool, tiers, memory and throughput."""
     state = state_of(request)
     return json_response(await _of_engine(state, lambda: _stats(state)), headers=_NO_STORE)
 
@@ -86,28 +120,42 @@ async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
         raise EngineStopped from error
 
 
-def _warm_job(state: ServerState, body: WarmRequest) -> Job:
+def _token_ids(state: ServerState, body: UnpinRequest, find_answer: FindAnswer) -> list[int]:
+    """What prompts that begin with this text or these messages begin with."""
     tokenizer = state.engine.tokenizer
+    if body.messages is not None:
+        variables = body.chat_template_kwargs
+        return encode_messages(tokenizer, body.messages, variables, False, find_answer=find_answer)
+    return encode_text(tokenizer, body.text or "", True, "text")
 
+
+def _warm_job(state: ServerState, body: WarmRequest) -> Job:
     def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
-        if body.messages is not None:
-            variables = body.chat_template_kwargs
-            return [EncodedPrompt(encode_messages(tokenizer, body.messages, variables, False, find_answer=find_answer))]
-        return [EncodedPrompt(encode_text(tokenizer, body.text or "", True, "text"))]
+        return [EncodedPrompt(_token_ids(state, body, find_answer))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if body.messages is None else "messages"
+        block_size = state.engine.config.block_size
+        if body.pin and len(prompt.token_ids) < block_size:
+            message = f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of {block_size} tokens are"
+            raise bad_field("pin", message)
         return SamplingParams(max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param))
 
     return Job(
         encode=encode,
-        size=len(body.text or "") + size_of(body.messages or []),
+        size=_size(body),
         params=params,
         per_prompt=1,
         mode=GenerationMode.PREFIX_CACHE,
         cache_salt=body.cache_salt,
         priority=check_priority(state, body.priority),
+        pin=body.pin,
+        ttl=body.ttl,
     )
+
+
+def _size(body: UnpinRequest) -> int:
+    return len(body.text or "") + size_of(body.messages or [])
 
 
 def _stats(state: ServerState) -> dict[str, Any]:
@@ -126,7 +174,8 @@ def _stats(state: ServerState) -> dict[str, Any]:
             "refused": admission.refused,
         },
         "cache": engine.cache_stats(),
-        "pool": {name: value for name, value in pool.items() if name not in memory},
+        "pool": {name: value for name, value in pool.items() if name not in memory and name != "tiers"},
+        "tiers": pool["tiers"],
         "memory": memory,
         "throughput": state.metrics.throughput(),
     }
@@ -139,6 +188,7 @@ def _blocks(state: ServerState) -> dict[str, Any]:
     details = engine.block_details(_MOST_DETAILS) if detailed else []
     states = bytes(detail.state for detail in details) if detailed else bytes(engine.block_map())
     looked_up = pool["hit_tokens"] + pool["miss_tokens"]
+    recent_hits, recent_computed = state.metrics.recent_prompts()
     return {
         "num_blocks": pool["num_blocks"],
         "block_size": pool["block_size"],
@@ -152,9 +202,22 @@ def _blocks(state: ServerState) -> dict[str, Any]:
         "miss_tokens": pool["miss_tokens"],
         "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
         "memory": {name: pool[name] for name in Memory.model_fields},
+        "tiers": _tier_views(pool, recent_hits),
+        "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
         "preemptions": pool["preemptions"],
+    }
+
+
+def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The pool and the tiers below it, the nearest first. Of the pool what can be matched counts."""
+    chunks = pool["loaded_chunks"]
+    own = {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
+    tiers = {"pool": {**own, "writable": True, "state": ""}, **pool["tiers"]}
+    return {
+        name: {**{field: tier[field] for field in _TIER_FIELDS}, "recent_hit_tokens": recent_hits.get(name, 0)}
+        for name, tier in tiers.items()
     }
 
 

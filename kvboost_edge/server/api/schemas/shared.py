@@ -7,7 +7,7 @@ A field is honoured, ignored by name (neutral ones, which change nothing about t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -287,6 +287,10 @@ class SamplingFields(Strict):
     cache_salt: CacheSalt | None = None
     priority: Annotated[int, bounded("priority")] | None = None
     cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None,
+        description="24h: kept like what came again already; there is no clock, what is not used gives way in time",
+    )
 
     # Neutral: accepted and ignored.
     user: Label | None = None
@@ -294,8 +298,7 @@ class SamplingFields(Strict):
     store: OnlyFalse = None
     service_tier: Label | None = None
     safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
-    prompt_cache_retention: Label | None = None
+    prompt_cache_key: Label | None = Field(None, description="routes between machines; here is one cache")
 
     def check_together(self) -> None:
         """What no field shows alone; ApiError names the field."""
@@ -319,6 +322,10 @@ class SamplingFields(Strict):
     @property
     def mode(self) -> GenerationMode:
         return GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
+
+    @property
+    def expect_reuse(self) -> bool:
+        return self.prompt_cache_retention == "24h"
 
     def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, **more: Any) -> SamplingParams:
         """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless given; choice i of a

@@ -18,7 +18,7 @@ from kvboost_edge.server.api.schemas.shared import (
     check_text,
 )
 
-__all__ = ["DetokenizeRequest", "ResetRequest", "TokenizeRequest", "WarmRequest"]
+__all__ = ["DetokenizeRequest", "ResetRequest", "TokenizeRequest", "UnpinRequest", "WarmRequest"]
 
 
 def _few_tokens(ids: list[int]) -> list[int]:
@@ -72,14 +72,13 @@ class DetokenizeRequest(Strict):
     model: ModelName | None = None
 
 
-class WarmRequest(Strict):
-    """A text that prompts will begin with, or messages that conversations will begin with."""
+class UnpinRequest(Strict):
+    """A text that prompts begin with, or messages that conversations begin with."""
 
     text: Annotated[Text, Field(min_length=1)] | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateVariables | None = None
     cache_salt: CacheSalt | None = None
-    priority: Annotated[int, bounded("priority")] | None = None
     model: ModelName | None = None
 
     def check_together(self) -> None:
@@ -88,6 +87,19 @@ class WarmRequest(Strict):
             raise bad_field("text", "give exactly one of text and messages")
         if self.text is not None and self.chat_template_kwargs is not None:
             raise bad_field("chat_template_kwargs", "chat_template_kwargs goes with messages, not with text")
+
+
+class WarmRequest(UnpinRequest):
+    """The same, to be computed now; `pin`: it stays, for `ttl` seconds or until it is unpinned."""
+
+    priority: Annotated[int, bounded("priority")] | None = None
+    pin: bool = False
+    ttl: Annotated[float, bounded("ttl")] | None = None
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.ttl is not None and not self.pin:
+            raise bad_field("ttl", "ttl is how long a pin lasts; it goes with pin: true")
 
 
 class ResetRequest(Strict):

@@ -27,6 +27,8 @@ export function summarize({ usage, timings, kvboost, clock, pieces }) {
     firstMs: clock.first === null ? null : clock.first - clock.sent,
     speed: speedOf({ timings, kvboost, generated, clock }),
     queueMs: kvboost?.queue_ms ?? null,
+    loadMs: kvboost?.load_ms ?? null,
+    tiers: kvboost?.hit_tokens ?? {},
     reason: kvboost?.miss_reason ?? "",
   };
 }
@@ -44,6 +46,9 @@ export function figuresLine(figures, note) {
   const line = element("div", { class: "figures" });
   if (note !== "") line.append(element("span", { class: "flag", text: note }));
   if (figures.prompt !== null && figures.cached !== null) line.append(cachedFigure(figures));
+  for (const [tier, tokens] of Object.entries(figures.tiers)) {
+    if (tier !== "pool" && tokens > 0) line.append(figure(`from ${tier}`, loaded(tokens, figures.loadMs), "cached tokens that were not in the pool any more"));
+  }
   if (figures.firstMs !== null) line.append(figure("first token", duration(figures.firstMs), "TTFT: from sending to the first text, seen from this page"));
   if (figures.queueMs > NOTICEABLE_MS) line.append(figure("waited", duration(figures.queueMs), "in the server's queue"));
   if (figures.speed !== null) line.append(figure("speed", `${rate(figures.speed)} tok/s`, "generated tokens per second after the first one"));
@@ -52,6 +57,8 @@ export function figuresLine(figures, note) {
   if (figures.reason !== "") line.append(figure("rest", REASONS[figures.reason] ?? String(figures.reason), "why the other prompt tokens were computed"));
   return line;
 }
+
+const loaded = (tokens, ms) => plural(tokens, "token") + (ms > 0 ? `, loaded in ${duration(ms)}` : "");
 
 function cachedFigure({ prompt, cached }) {
   const share = prompt > 0 ? cached / prompt : 0;

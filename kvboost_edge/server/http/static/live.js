@@ -5,6 +5,7 @@ import { byId, element } from "/static/dom.js";
 import { bytes, count, percent, plural, rate } from "/static/format.js";
 import { PoolMap, STATES, decodeBytes } from "/static/poolmap.js";
 import { Sparkline } from "/static/sparkline.js";
+import { showTiers } from "/static/tiers.js";
 
 const INTERVAL_MS = 500;
 const LONGEST_PAUSE_MS = 16000;
@@ -87,6 +88,7 @@ export class LiveView {
     byId("pool-size").textContent = sizeInWords(pool, this.#map.perCell);
     for (const { name } of STATES) byId(`count-${name}`).textContent = count(pool.counts?.[name]);
     byId("map").setAttribute("aria-label", `Map of the block pool: ${STATES.map(({ name, words }) => `${count(pool.counts?.[name])} ${words}`).join(", ")}`);
+    showTiers(pool.tiers, pool.recent_computed_tokens);
     byId("running").textContent = count(pool.running);
     byId("waiting").textContent = count(pool.waiting);
     byId("hit-rate").textContent = percent(pool.hit_rate);

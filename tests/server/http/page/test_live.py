@@ -28,6 +28,14 @@ FIGURES = {
     "miss_tokens": 100, "hit_rate": 0.75, "generated_tokens_total": 1234, "evictions": 3, "preemptions": 1,
     "memory": {"weight_bytes": 12_300_000, "pool_bytes": 64_000_000, "process_rss_bytes": 213_000_000,
                "process_peak_bytes": None},
+    "recent_computed_tokens": 1100, "tiers": {
+        "pool": {"blocks": 3, "bytes": 48_000_000, "max_bytes": 64_000_000, "writable": True, "state": "",
+                 "recent_hit_tokens": 2048},
+        "disk": {"blocks": 1234, "bytes": 19_700_000_000, "max_bytes": 17_200_000_000, "writable": False,
+                 "state": "<b>no room on the device</b>", "recent_hit_tokens": 16},
+        "redis": {"blocks": None, "bytes": None, "max_bytes": None, "writable": False, "state": "",
+                  "recent_hit_tokens": 0},
+    },
 }  # fmt: skip
 
 
@@ -75,6 +83,21 @@ def test_every_figure_is_shown(visit):
         "pool-size": "4 blocks of 16 tokens",
     }  # fmt: skip
     assert page.get_attribute("#map", "aria-label") == "Map of the block pool: 1 free, 1 cached, 1 referenced, 1 shared"
+
+
+def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
+    page = visit.page
+    _answer_blocks(page, FIGURES)
+    expect(page.locator("#tiers > div")).to_have_count(3)
+    assert [row.inner_text().split("\n") for row in page.locator("#tiers > div").all()] == [
+        ["pool", "3 blocks, 48.0 MB of 64.0 MB"],
+        ["disk", "1,234 blocks, 19.7 GB of 17.2 GB", "<b>no room on the device</b>"],
+        ["redis", "shared", "stores nothing at the moment"],
+    ]
+    widths = [bar.evaluate("bar => bar.style.width") for bar in page.locator("#tiers .bar-track span").all()]
+    assert widths == ["75%", "100%", "0px"]
+    said = "Prompt tokens, last 60 s: 2,048 from pool, 16 from disk, 0 from redis, 1,100 computed"
+    expect(page.locator("#tier-hits")).to_have_text(said)
 
 
 def test_what_the_server_does_not_know_is_a_dash(visit):

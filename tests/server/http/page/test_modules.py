@@ -167,6 +167,23 @@ def test_the_map_s_sums_and_words(modules):
     ]
 
 
+def test_what_came_from_a_tier_stands_under_the_answer(modules):
+    body = """
+      const clock = {sent: 0, first: null, last: null};
+      const told = (kvboost) => it.summarize({usage: null, timings: null, kvboost, clock, pieces: 0});
+      return argument.map((kvboost) => it.figuresLine(told(kvboost), "").textContent);
+    """
+    costs = [
+        {"hit_tokens": {"pool": 16}, "load_ms": 0},
+        {"hit_tokens": {"pool": 16, "disk": 0}, "load_ms": 3},
+        {"hit_tokens": {"pool": 16, "disk": 1600, "redis": 1}, "load_ms": 12},
+        {"hit_tokens": {"disk": 48}},
+        None,
+    ]
+    both = "from disk1,600 tokens, loaded in 12 msfrom redis1 token, loaded in 12 ms"
+    assert modules.module("figures", body, costs) == ["", "", both, "from disk48 tokens", ""]
+
+
 def test_numbers_are_written_for_people(modules):
     body = "return argument.map(([name, ...values]) => it[name](...values));"
     calls = [

@@ -1,0 +1,191 @@
+"""`kvboost-edge cache`: blocks and packed weights on this machine's disk: sizes, soundness, removal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvboost_edge.errors import ConfigError, KVBoostError
+from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.room import default_cap
+from kvboost_edge.tiers.disk.survey import FoundSpace, default_directory, delete_space, find_spaces, verify_space
+
+__all__ = ["run_cache"]
+
+_DAY_S = 86_400.0
+_MODEL = ("model", "kv_format", "block_size", "numerics")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    """One row: the blocks of a space, or one file of packed weights. `changed` in seconds since 1970."""
+
+    kind: str
+    name: str
+    path: Path
+    nbytes: int
+    changed: float
+    in_use: bool
+    space: FoundSpace | None = None
+
+    def row(self) -> dict[str, Any]:
+        described = self.space.description if self.space is not None else {}
+        days = max(0.0, (time.time() - self.changed) / _DAY_S)
+        fields = {"kind": self.kind, "name": self.name, "path": str(self.path), "bytes": self.nbytes}
+        return {**fields, "days": round(days, 2), "in_use": self.in_use, "description": described}
+
+
+def run_cache(
+    action: str,
+    word: str,
+    *,
+    disk_cache_dir: str | None,
+    max_disk_bytes: int | None,
+    older_than: float | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache --help`.
+
+    Raises ConfigError for options the action does not have, KVBoostError where blocks turn out to be damaged.
+    """
+    _check(action, max_disk_bytes, older_than, dry_run)
+    root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
+    files, console = Files(), Console(quiet=as_json)
+    try:
+        kept = [one for one in _kept(root, files) if word.lower() in one.name.lower()]
+        if action == "verify":
+            answer = _verify(kept, files, Console(stderr=True, quiet=as_json))
+        elif action in ("prune", "clear"):
+            going = _pruned(kept, root, files, max_disk_bytes, older_than) if action == "prune" else kept
+            answer = _remove(going, files, dry_run)
+        else:
+            answer = {"rows": [one.row() for one in kept]}
+    except OSError as error:
+        raise ConfigError(f"disk_cache_dir {str(root)!r}: {error}") from error
+    answer |= {"disk_cache_dir": str(root), "packed_dir": str(cache_directory() / "packed")}
+    answer["bytes"] = sum(row["bytes"] for row in answer["rows"])
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+    elif action == "status":
+        _print_status(kept, root, console)
+    else:
+        _print_rows(answer["rows"], action, console, dry_run=dry_run)
+    if any(row.get("damaged") for row in answer["rows"]):
+        raise KVBoostError("damaged blocks were found; they are never served, `kvboost-edge cache clear` removes them")
+
+
+def _check(action: str, max_disk_bytes: int | None, older_than: float | None, dry_run: bool) -> None:
+    given = {"--max-disk-bytes": max_disk_bytes, "--older-than": older_than}
+    for name, value in given.items():
+        if value is not None and action != "prune":
+            raise ConfigError(f"{name} belongs to cache prune, not to cache {action}")
+        if value is not None and value < 0:
+            raise ConfigError(f"{name}={value} must be at least 0")
+    if dry_run and action not in ("prune", "clear"):
+        raise ConfigError(f"--dry-run belongs to cache prune and cache clear, not to cache {action}")
+
+
+def _kept(root: Path, files: Files) -> list[_Kept]:
+    """What there is, blocks first, each in the order in which it would go."""
+    rows = []
+    for space in find_spaces(root, files):
+        name = " ".join(str(space.description[key]) for key in _MODEL if key in space.description)
+        rows.append(
+            _Kept("blocks", name or space.path.name[:12], space.path, space.nbytes, space.changed, space.in_use, space)
+        )
+    packed = cache_directory() / "packed"
+    weights = []
+    for path in packed.glob("*.kvpack") if packed.is_dir() else ():
+        stat = path.stat()
+        weights.append(_Kept("weights", path.stem, path, stat.st_size, max(stat.st_mtime, stat.st_atime), in_use=False))
+    return rows + sorted(weights, key=lambda one: one.changed)
+
+
+def _pruned(
+    kept: Sequence[_Kept], root: Path, files: Files, max_disk_bytes: int | None, older_than: float | None
+) -> list[_Kept]:
+    """What was not used for so many days; and of the blocks, in the order of use, what is beyond the cap."""
+    cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
+    excess = sum(one.nbytes for one in kept if one.space is not None) - cap
+    going = []
+    for one in kept:
+        old = older_than is not None and time.time() - one.changed > older_than * _DAY_S
+        if old or (one.space is not None and excess > 0 and not one.in_use):
+            going.append(one)
+            excess -= one.nbytes if one.space is not None else 0
+    return going
+
+
+def _remove(going: Sequence[_Kept], files: Files, dry_run: bool) -> dict[str, Any]:
+    """Delete, but for what a process has open: those rows stay with `in_use`."""
+    rows = []
+    for one in going:
+        row = one.row()
+        if not dry_run and one.space is not None:
+            row["in_use"] = not delete_space(one.space, files)
+        elif not dry_run:
+            files.unlink(one.path)
+        rows.append({**row, "removed": not dry_run and not row["in_use"]})
+    return {"rows": rows, "dry_run": dry_run}
+
+
+def _verify(kept: Sequence[_Kept], files: Files, console: Console) -> dict[str, Any]:
+    spaces = [one for one in kept if one.space is not None]
+    columns = (TextColumn("checking"), BarColumn(), DownloadColumn())
+    rows = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=sum(one.nbytes for one in spaces))
+        advance: Callable[[int], None] = lambda nbytes: bar.advance(task, nbytes)  # noqa: E731
+        for one in spaces:
+            assert one.space is not None
+            verdict = verify_space(one.space, files, advance)
+            rows.append({**one.row(), "blocks": verdict.sound, "damaged": verdict.damaged})
+    return {"rows": rows}
+
+
+def _print_status(kept: Sequence[_Kept], root: Path, console: Console) -> None:
+    for kind, place in (("blocks", root), ("weights", cache_directory() / "packed")):
+        of_kind = [one for one in kept if one.kind == kind]
+        used = sum(one.in_use for one in of_kind)
+        what = "spaces of keys and values" if kind == "blocks" else "files of packed weights"
+        open_now = f", {used} open in a process" if used else ""
+        total = sum(one.nbytes for one in of_kind)
+        console.print(f"{total / 1e6:,.1f} MB in {len(of_kind)} {what}{open_now}: {escape(str(place))}", soft_wrap=True)
+
+
+def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool) -> None:
+    if not rows:
+        console.print("Nothing to remove." if action in ("prune", "clear") else "Nothing is kept.")
+        return
+    table = Table()
+    for name in ("what", "of"):
+        table.add_column(name, overflow="fold")
+    for name in ("size", "days"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        size, days = f"{row['bytes'] / 1e6:,.1f} MB", f"{row['days']:.1f}"
+        table.add_row(row["kind"], escape(row["name"]), size, days, _said(row, action, dry_run))
+    console.print(table)
+
+
+def _said(row: dict[str, Any], action: str, dry_run: bool) -> str:
+    if action == "verify":
+        damaged = f", {row['damaged']:,} damaged" if row["damaged"] else ""
+        return f"{row['blocks']:,} blocks sound{damaged}"
+    if row["in_use"]:
+        return "open in a process" if action == "list" else "stays: open in a process"
+    if action in ("prune", "clear"):
+        return "would go" if dry_run else "removed"
+    return ""

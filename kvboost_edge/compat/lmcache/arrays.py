@@ -1,0 +1,159 @@
+"""Keys and values as users give them, and as the bytes of a chunk: NumPy arrays or torch tensors of any real type.
+
+A chunk's bytes are one blob [num_layers, 2, …] of its tokens, k before v, in the format of the engine. A `Shape` says
+how to read them, and whether arrays or tensors were stored: they come back as such, on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvboost_edge.compat.lmcache.chunks import is_tensor
+from kvboost_edge.errors import BackendUnavailable, RequestError
+
+__all__ = ["SHAPE_BYTES", "KeysAndValues", "Shape", "assemble", "decode_shape", "read_kv"]
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_TORCH_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+_PACKED = struct.Struct("<8s32sIIIII")
+SHAPE_BYTES = _PACKED.size
+_MAGIC = {"numpy": b"KVB-NP01", "torch": b"KVB-PT01"}
+_TOKEN_AXIS = {"huggingface": 1, "vllm": 0}
+
+
+class Shape(NamedTuple):
+    """What a chunk's bytes are. library: "numpy" or "torch"; dtype: by that library's name; itemsize: bytes of it."""
+
+    library: str
+    dtype: str
+    itemsize: int
+    num_layers: int
+    num_heads: int
+    head_size: int
+    num_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the chunk."""
+        return self.itemsize * self.num_layers * 2 * self.num_heads * self.head_size * self.num_tokens
+
+    def encode(self) -> bytes:
+        """The shape in `SHAPE_BYTES` bytes."""
+        return _PACKED.pack(_MAGIC[self.library], self.dtype.encode(), *self[2:])
+
+
+class KeysAndValues(NamedTuple):
+    """layers: k and v of each layer, three axes as the format has them, elements as unsigned words; a view."""
+
+    shape: Shape
+    layers: list[tuple[NDArray[Any], NDArray[Any]]]
+
+    def chunk(self, start: int, end: int, fmt: str) -> tuple[Shape, NDArray[np.uint8]]:
+        """A copy of the tokens [start, end)."""
+        shape = self.shape._replace(num_tokens=end - start)
+        blob = np.empty(_blob_shape(shape, fmt), _WORDS[shape.itemsize])
+        window = (slice(None),) * _TOKEN_AXIS[fmt] + (slice(start, end),)
+        for layer, (k, v) in enumerate(self.layers):
+            blob[layer, 0], blob[layer, 1] = k[window], v[window]
+        return shape, blob.reshape(-1).view(np.uint8)
+
+
+def read_kv(kv: Any, fmt: str) -> KeysAndValues:
+    """Check what was given: (k, v) of each layer, or a blob [num_layers, 2, …]; all of one shape and type.
+
+    Raises RequestError.
+    """
+    if isinstance(kv, np.ndarray) or is_tensor(kv):
+        if kv.ndim != 5 or kv.shape[1] != 2:
+            raise RequestError(f"a blob of keys and values is [num_layers, 2, …] with 5 axes, not {list(kv.shape)}")
+        kv = [(kv[layer, 0], kv[layer, 1]) for layer in range(kv.shape[0])]
+    if not isinstance(kv, Sequence) or not kv or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv):
+        raise RequestError("keys and values must be (k, v) of each layer, at least one, or a blob [num_layers, 2, …]")
+    words = [[_as_words(array) for array in pair] for pair in kv]
+    kinds = {(*kind, array.shape) for pair in words for kind, array in pair}
+    if len(kinds) > 1:
+        raise RequestError(f"k and v of all layers must be of one type and shape, not of {len(kinds)}: {sorted(kinds)}")
+    library, dtype, itemsize, axes = kinds.pop()
+    if len(axes) != 3:
+        raise RequestError(f"k and v have 3 axes in the format {fmt!r}, not {list(axes)}")
+    tokens = axes[_TOKEN_AXIS[fmt]]
+    heads, head_size = axes[1 - _TOKEN_AXIS[fmt]], axes[2]
+    if not heads * head_size:
+        raise RequestError(f"k and v of {heads} heads of {head_size} hold nothing")
+    shape = Shape(library, dtype, itemsize, len(words), heads, head_size, tokens)
+    return KeysAndValues(shape, [(k, v) for (_, k), (_, v) in words])
+
+
+def assemble(chunks: Sequence[tuple[Shape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
+    """One blob [num_layers, 2, …] of the chunks' tokens but the first `skip`, a copy, as what was stored.
+
+    Raises BackendUnavailable where tensors were stored and torch is missing.
+    """
+    first = chunks[0][0]
+    total = sum(shape.num_tokens for shape, _ in chunks) - skip
+    blob = np.empty(_blob_shape(first._replace(num_tokens=total), fmt), _WORDS[first.itemsize])
+    axis, at = 2 + _TOKEN_AXIS[fmt], 0
+    for shape, data in chunks:
+        source = data.view(blob.dtype).reshape(_blob_shape(shape, fmt))
+        rest = (slice(None),) * axis + (slice(skip, None),)
+        window = (slice(None),) * axis + (slice(at, at + shape.num_tokens - skip),)
+        blob[window] = source[rest]
+        at, skip = at + shape.num_tokens - skip, 0
+    if first.library == "numpy":
+        return blob.view(np.dtype(first.dtype))
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise BackendUnavailable(
+            "these keys and values were stored as torch tensors, and torch is not installed; "
+            "install the extra: pip install 'kvboost-edge[torch]'"
+        ) from error
+    words = torch.from_numpy(blob.view(np.dtype(_TORCH_WORDS[first.itemsize])))
+    return words.view(getattr(torch, first.dtype))
+
+
+def decode_shape(data: bytes, num_tokens: int) -> Shape | None:
+    """The shape of a chunk of so many tokens; None for what this version does not know."""
+    magic, name, *numbers = _PACKED.unpack(data)
+    library = next((library for library, own in _MAGIC.items() if own == magic), None)
+    dtype = name.rstrip(b"\0").decode("ascii", "replace")
+    if library is None or numbers[0] not in _WORDS or numbers[-1] != num_tokens or not all(numbers):
+        return None
+    known = _is_numpy_type(dtype, numbers[0]) if library == "numpy" else re.fullmatch(r"[a-z][a-z0-9_]*", dtype)
+    return Shape(library, dtype, *numbers) if known else None
+
+
+def _blob_shape(shape: Shape, fmt: str) -> tuple[int, ...]:
+    rows = (shape.num_tokens, shape.num_heads) if fmt == "vllm" else (shape.num_heads, shape.num_tokens)
+    return (shape.num_layers, 2, *rows, shape.head_size)
+
+
+def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
+    """Library, type and item size, and the same elements as unsigned words, uncopied where they are on the CPU."""
+    if is_tensor(array):
+        torch = sys.modules["torch"]
+        if array.layout != torch.strided or array.is_quantized or array.is_complex() or array.itemsize not in _WORDS:
+            raise RequestError(f"keys and values of {array.dtype}, {array.layout}, cannot be stored")
+        plain = array.detach().cpu().view(getattr(torch, _TORCH_WORDS[array.itemsize])).numpy()
+        kind = ("torch", str(array.dtype).removeprefix("torch."), int(array.itemsize))
+    elif isinstance(array, np.ndarray):
+        if not _is_numpy_type(array.dtype.str, array.itemsize):
+            raise RequestError(f"keys and values of {array.dtype} cannot be stored; real numbers of 1 to 8 bytes can")
+        plain, kind = array, ("numpy", array.dtype.str, array.itemsize)
+    else:
+        raise RequestError(f"keys and values must be NumPy arrays or torch tensors, not {type(array).__name__}")
+    return kind, plain.view(_WORDS[kind[2]])
+
+
+def _is_numpy_type(name: str, itemsize: int) -> bool:
+    """Numbers alone: an object's bytes would be an address."""
+    found = re.fullmatch(r"[<>|][fiub]([1248])", name)
+    return found is not None and int(found[1]) == itemsize

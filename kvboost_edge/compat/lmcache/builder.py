@@ -1,0 +1,48 @@
+"""Engines by name, for callers that cannot hand one around."""
+
+from __future__ import annotations
+
+import threading
+
+from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from kvboost_edge.compat.lmcache.engine import LMCacheEngine
+from kvboost_edge.errors import ConfigError
+
+__all__ = ["LMCacheEngineBuilder"]
+
+
+class LMCacheEngineBuilder:
+    """One engine per `instance_id` in this process. Any thread may call."""
+
+    _lock = threading.Lock()
+    _engines: dict[str, LMCacheEngine] = {}  # noqa: RUF012 - one table for the whole process is what is promised
+
+    @classmethod
+    def get_or_create(
+        cls, instance_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata
+    ) -> LMCacheEngine:
+        """The engine of that name, made if there is none. ConfigError, a ValueError: it has another configuration."""
+        with cls._lock:
+            engine = cls._engines.get(instance_id)
+            if engine is None:
+                engine = cls._engines[instance_id] = LMCacheEngine(config, metadata)
+            elif (engine.config, engine.metadata) != (config, metadata):
+                raise ConfigError(
+                    f"instance_id={instance_id!r} exists with another configuration, {engine.config} and "
+                    f"{engine.metadata}; destroy it first, or take another name"
+                )
+            return engine
+
+    @classmethod
+    def get(cls, instance_id: str) -> LMCacheEngine | None:
+        """The engine of that name, or None."""
+        with cls._lock:
+            return cls._engines.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close the engine of that name and forget it; an unknown name is passed over."""
+        with cls._lock:
+            engine = cls._engines.pop(instance_id, None)
+        if engine is not None:
+            engine.close()

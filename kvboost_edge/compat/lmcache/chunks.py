@@ -1,0 +1,77 @@
+"""Tokens and masks as users give them, and the chunks that a sequence is cut into."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash
+from kvboost_edge.tiers.base import BlockAddress
+
+__all__ = ["chunk_addresses", "is_tensor", "mask_like", "num_skipped", "token_bytes"]
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor; torch is not loaded to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def token_bytes(tokens: Any) -> bytes:
+    """Token ids [num_tokens], of any integer type, as little-endian u32: equal ids are equal bytes."""
+    array = _array(tokens)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise RequestError(f"tokens must be one row of integers, not {_described(array)}")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MAX_TOKEN_ID:
+        raise RequestError(f"tokens must lie in [0, {_MAX_TOKEN_ID}], not in [{array.min()}, {array.max()}]")
+    return array.astype("<u4").tobytes()
+
+
+def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockAddress]:
+    """Chunks of a sequence from its first token on; the last may hold fewer tokens."""
+    addresses: list[BlockAddress] = []
+    parent, step = space, chunk_size * TOKEN_BYTES
+    for start in range(0, len(tokens), step):
+        own = tokens[start : start + step]
+        addresses.append(BlockAddress(chain_hash(parent, own), parent, own))
+        parent = addresses[-1].prefix_hash
+    return addresses
+
+
+def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
+    """How many tokens a mask False* True* leaves out at the front; None leaves out none."""
+    if mask is None:
+        return 0
+    array = _array(mask)
+    if array.shape != (num_tokens,) or (array.dtype != np.bool_ and num_tokens):
+        raise RequestError(f"{name} must be {num_tokens} booleans, one per token, not {_described(array)}")
+    count = num_tokens - int(np.count_nonzero(array))
+    if array[:count].any():
+        raise RequestError(f"{name} must be False for the first tokens and True for all others")
+    return count
+
+
+def mask_like(tokens: Any, start: int, end: int, num_tokens: int) -> Any:
+    """A mask [num_tokens], True in [start, end): a tensor where the tokens are one, else an array."""
+    mask: NDArray[np.bool_] = np.zeros(num_tokens, np.bool_)
+    mask[start:end] = True
+    return sys.modules["torch"].from_numpy(mask).to(tokens.device) if is_tensor(tokens) else mask
+
+
+def _array(value: Any) -> NDArray[Any]:
+    if is_tensor(value):
+        value = value.detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"expected a row of numbers: {error}") from error
+
+
+def _described(array: NDArray[Any]) -> str:
+    return f"{array.dtype} {list(array.shape)}"

@@ -1,0 +1,257 @@
+"""Where chunks are: in this process's memory, or in a tier as two blocks each, its shape and its bytes.
+
+In a tier the block at a chunk's own address is its shape; its bytes lie at an address that the shape is part of. So
+bytes are never read in another shape than they were written in, whoever overwrites what meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvboost_edge.compat.lmcache.arrays import SHAPE_BYTES, Shape, decode_shape
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES
+from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
+
+__all__ = ["Chunk", "ChunkStore", "MemoryStore", "TierStore"]
+
+
+class Chunk(NamedTuple):
+    """Keys and values of one chunk; `data` belongs to the stores and is never written again."""
+
+    address: BlockAddress
+    shape: Shape
+    data: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return self.data.nbytes + len(self.address.tokens)
+
+
+class ChunkStore(Protocol):
+    """Any thread may call any method. `addresses` are consecutive chunks of a sequence."""
+
+    name: str
+
+    def holds(self, addresses: Sequence[BlockAddress]) -> int:
+        """How many are there, from the first on."""
+        ...
+
+    def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+        """Those that are there, from the first on; they were used just now."""
+        ...
+
+    def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
+        """Store chunks of a sequence whose chunks so far are `chain`; how many are there afterwards."""
+        ...
+
+    def drop(self, addresses: Sequence[BlockAddress]) -> int:
+        """Forget these; how many were there, as far as is known."""
+        ...
+
+    def stat(self) -> TierStats:
+        """Counters and sizes."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class MemoryStore:
+    """Chunks in a bounded number of bytes; the least recently used go first, of a chain its tail before its head."""
+
+    name = "memory"
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
+        self._pins: Counter[bytes] = Counter()
+        self._bytes = 0
+        self._counts: Counter[str] = Counter()
+
+    def holds(self, addresses: Sequence[BlockAddress]) -> int:
+        """See ChunkStore."""
+        with self._lock:
+            return self._num_held(addresses)
+
+    def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+        """See ChunkStore."""
+        with self._lock:
+            found = [self._chunks[a.prefix_hash] for a in addresses[: self._num_held(addresses)]]
+            self._touch(addresses[: len(found)])
+            self._counts.update(read_blocks=len(found), read_bytes=sum(chunk.nbytes for chunk in found))
+            self._counts["missing"] += len(found) < len(addresses)
+            return found
+
+    def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
+        """See ChunkStore. A chunk for which only its own chain or pins would have to go is not stored."""
+        kept = {address.prefix_hash for address in chain}
+        there = 0
+        with self._lock:
+            for chunk in chunks:
+                key = chunk.address.prefix_hash
+                if replace or key not in self._chunks:
+                    self._remove(key)
+                    if not self._make_room(chunk.nbytes, kept):
+                        self._counts["not_written"] += 1
+                        continue
+                    self._chunks[key] = chunk
+                    self._bytes += chunk.nbytes
+                    self._counts.update(written_blocks=1, written_bytes=chunk.nbytes)
+                there += 1
+            self._touch(chain)
+        return there
+
+    def drop(self, addresses: Sequence[BlockAddress]) -> int:
+        """See ChunkStore. Pins go with their chunks."""
+        with self._lock:
+            for address in addresses:
+                self._pins.pop(address.prefix_hash, None)
+            return sum(self._remove(address.prefix_hash) for address in addresses)
+
+    def clear(self) -> int:
+        """Forget all chunks and pins; how many chunks there were."""
+        with self._lock:
+            count = len(self._chunks)
+            self._chunks.clear()
+            self._pins.clear()
+            self._bytes = 0
+            return count
+
+    def pin(self, addresses: Sequence[BlockAddress]) -> list[bytes]:
+        """Keep these whatever room is needed, as far as they are here; what `unpin` takes."""
+        with self._lock:
+            pinned = [address.prefix_hash for address in addresses if address.prefix_hash in self._chunks]
+            self._pins.update(pinned)
+            return pinned
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Give up pins, once for each time that they were taken."""
+        with self._lock:
+            for key in keys:
+                self._pins[key] -= 1
+                if self._pins[key] <= 0:
+                    del self._pins[key]
+
+    def stat(self) -> TierStats:
+        """See ChunkStore."""
+        with self._lock:
+            counts: dict[str, Any] = dict(self._counts)
+            return TierStats(**counts, blocks=len(self._chunks), bytes=self._bytes, max_bytes=self._max_bytes)
+
+    def close(self) -> None:
+        """See ChunkStore."""
+        self.clear()
+
+    def _num_held(self, addresses: Sequence[BlockAddress]) -> int:
+        for index, address in enumerate(addresses):
+            chunk = self._chunks.get(address.prefix_hash)
+            if chunk is None or chunk.address != address:
+                return index
+        return len(addresses)
+
+    def _touch(self, addresses: Sequence[BlockAddress]) -> None:
+        for address in reversed(addresses):
+            if address.prefix_hash in self._chunks:
+                self._chunks.move_to_end(address.prefix_hash)
+
+    def _remove(self, key: bytes) -> bool:
+        chunk = self._chunks.pop(key, None)
+        self._bytes -= 0 if chunk is None else chunk.nbytes
+        return chunk is not None
+
+    def _make_room(self, nbytes: int, kept: set[bytes]) -> bool:
+        missing = self._bytes + nbytes - self._max_bytes
+        going: list[bytes] = []
+        for key, chunk in self._chunks.items():
+            if missing <= 0:
+                break
+            if key not in kept and key not in self._pins:
+                going.append(key)
+                missing -= chunk.nbytes
+        if missing > 0:
+            return False
+        self._counts["evicted"] += sum(self._remove(key) for key in going)
+        return True
+
+
+class TierStore:
+    """Chunks in a tier of whole blocks. `num_present`: how many of these hashes, from the first on, the tier has."""
+
+    def __init__(self, tier: Tier, num_present: Callable[[Sequence[bytes]], int]) -> None:
+        self.name = tier.name
+        self._tier = tier
+        self._num_present = num_present
+        self._lock = threading.Lock()  # a tier is read and written by one thread at a time
+
+    def holds(self, addresses: Sequence[BlockAddress]) -> int:
+        """See ChunkStore."""
+        with self._lock:
+            shapes = self._shapes(addresses)
+            return self._num_present([_data_address(a, s).prefix_hash for a, s in zip(addresses, shapes, strict=False)])
+
+    def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+        """See ChunkStore."""
+        with self._lock:
+            shapes = self._shapes(addresses)
+            places = [_data_address(a, s) for a, s in zip(addresses, shapes, strict=False)]
+            try:
+                data = [np.empty(shape.nbytes, np.uint8) for shape in shapes]
+            except (MemoryError, ValueError):  # a shape that nobody stored
+                return []
+            count = self._tier.read(places, [array.data for array in data])
+            self._tier.touch([a.prefix_hash for pair in zip(addresses[:count], places, strict=False) for a in pair])
+        return [Chunk(*parts) for parts in zip(addresses[:count], shapes, data, strict=False)]
+
+    def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
+        """See ChunkStore. Bytes first, so that whoever finds a shape finds them, too."""
+        if replace:
+            self.drop([chunk.address for chunk in chunks])
+        with self._lock:
+            places = [_data_address(chunk.address, chunk.shape) for chunk in chunks]
+            self._tier.write(places, [chunk.data.data for chunk in chunks])
+            shapes = [memoryview(chunk.shape.encode()) for chunk in chunks]
+            return self._tier.write([chunk.address for chunk in chunks], shapes)
+
+    def drop(self, addresses: Sequence[BlockAddress]) -> int:
+        """See ChunkStore."""
+        with self._lock:
+            there: list[bytes] = []
+            for address in addresses:
+                for shape in self._shapes([address]):
+                    there += [address.prefix_hash, _data_address(address, shape).prefix_hash]
+            self._tier.drop(there)
+            return len(there) // 2
+
+    def stat(self) -> TierStats:
+        """See ChunkStore."""
+        return self._tier.stat()
+
+    def close(self) -> None:
+        """See ChunkStore."""
+        with self._lock:
+            self._tier.close()
+
+    def _shapes(self, addresses: Sequence[BlockAddress]) -> list[Shape]:
+        buffers = [bytearray(SHAPE_BYTES) for _ in addresses]
+        count = self._tier.read(addresses, [memoryview(buffer) for buffer in buffers])
+        shapes: list[Shape] = []
+        for address, buffer in zip(addresses[:count], buffers, strict=False):
+            shape = decode_shape(bytes(buffer), len(address.tokens) // TOKEN_BYTES)
+            if shape is None:
+                break
+            shapes.append(shape)
+        return shapes
+
+
+def _data_address(address: BlockAddress, shape: Shape) -> BlockAddress:
+    return BlockAddress(hashlib.sha256(address.prefix_hash + shape.encode()).digest(), address.prefix_hash, b"")

@@ -1,0 +1,220 @@
+"""The names of LMCache's later engine (lmcache.v1), as far as they mean something without a GPU connector.
+
+A connector moves keys and values between the cache and a GPU's paged memory. Here the caller's own arrays stand for
+it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row per token of the whole sequence. What
+has no meaning then is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kvboost_edge.compat.lmcache.chunks import is_tensor, num_skipped
+from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, space_of
+from kvboost_edge.compat.lmcache.engine import LMCacheEngine as _Engine
+from kvboost_edge.errors import ConfigError, RequestError
+
+__all__ = ["LMCacheEngine", "LMCacheEngineConfig", "LMCacheMetadata"]
+
+_LOCATIONS = {"LocalCPUBackend": "memory", "LocalDiskBackend": "disk", "RemoteBackend": "redis"}
+_REFUSED = {
+    "store_layer": "a chunk is one record of all layers; use store",
+    "retrieve_layer": "a chunk is one record of all layers; use retrieve",
+    "async_lookup_and_prefetch": "what is found is read at once; use retrieve",
+    "move": "chunks lie in every backend of the configuration",
+    "compress": "chunks are kept as they were given",
+    "decompress": "chunks are kept as they were given",
+    "freeze": "an engine always stores what it is given",
+    "get_kv_events": "no events are kept; use stats()",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LMCacheMetadata:
+    """Whose keys and values these are. model_name, world_size, worker_id, kv_dtype and kv_shape without its chunk are
+    part of the key; the others say where an engine runs, and engines that differ in them alone share.
+
+    kv_dtype   type of what is stored, as text or by its library; None: any
+    kv_shape   (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any
+    use_mla    only False: keys and values are two tensors
+    """
+
+    model_name: str
+    world_size: int = 1
+    local_world_size: int = 1
+    worker_id: int = 0
+    local_worker_id: int = 0
+    kv_dtype: Any = None
+    kv_shape: tuple[int, int, int, int, int] | None = None
+    use_mla: bool = False
+    role: str | None = None
+    served_model_name: str | None = None
+    chunk_size: int = 256
+    engine_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_name, str) or not self.model_name:
+            raise ConfigError(f"model_name={self.model_name!r} must be a text that is not empty")
+        if self.use_mla:
+            raise ConfigError("use_mla=True is not offered: keys and values are stored as two tensors of one shape")
+        if self.kv_shape is not None and (len(self.kv_shape) != 5 or self.kv_shape[1] != 2):
+            raise ConfigError(
+                f"kv_shape={self.kv_shape!r} must be (num_layers, 2, chunk_size, num_kv_heads, head_size)"
+            )
+
+    @property
+    def fmt(self) -> str:
+        """Axes of k and v: tokens first."""
+        return "vllm"
+
+    @property
+    def space(self) -> bytes:
+        """Where the chains of its chunks start from."""
+        shape = None if self.kv_shape is None else (*self.kv_shape[:2], *self.kv_shape[3:])
+        dtype = "" if self.kv_dtype is None else str(self.kv_dtype)
+        return space_of("v1", self.model_name, self.world_size, self.worker_id, dtype, shape)
+
+
+class LMCacheEngine:
+    """lmcache.v1's engine without a connector. Any thread may call any method. Bad arguments are a ValueError."""
+
+    def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
+        self.config = config
+        self.metadata = metadata
+        self._engine = _Engine(config, metadata)
+        self._pins: dict[str, list[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _REFUSED:
+            raise RequestError(f"{name}() is not offered: {_REFUSED[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def post_init(self, **_: Any) -> None:
+        """Nothing is left to do after the constructor."""
+
+    def store(
+        self, tokens: Any = None, hashes: Any = None, offsets: Any = None, mask: Any = None, *, kvcaches: Any = None
+    ) -> None:
+        """Store the tokens where `mask` (False* True*, False in whole chunks) is True, from `kvcaches`."""
+        ids = self._tokens("store", tokens, hashes=hashes, offsets=offsets)
+        layers = _layers(kvcaches, len(ids))
+        start = num_skipped("mask", mask, len(ids))
+        self._check_shape(layers)
+        self._engine.store(ids, tuple((k[start:], v[start:]) for k, v in layers), mask)
+
+    def retrieve(self, tokens: Any, mask: Any = None, *, kvcaches: Any = None) -> Any:
+        """Write what is stored of the tokens where `mask` is True into `kvcaches`; a mask of the tokens written."""
+        ids = self._tokens("retrieve", tokens)
+        layers = _layers(kvcaches, len(ids))
+        found, ret_mask = self._engine.retrieve(tokens, mask)
+        if found:
+            written = np.flatnonzero(np.asarray(ret_mask))
+            start, end = int(written[0]), int(written[-1]) + 1
+            mine, stored = ([_kind(array) for pair in kv for array in pair] for kv in (layers, found))
+            if mine != stored:
+                raise RequestError(
+                    f"kvcaches are {len(layers)} layers of {mine[0]}, stored are {len(found)} of {stored[0]}; "
+                    "pass arrays like those that were stored"
+                )
+            for targets, sources in zip(layers, found, strict=True):
+                for target, source in zip(targets, sources, strict=True):
+                    target[start:end] = source
+        return ret_mask
+
+    def lookup(
+        self,
+        tokens: Any = None,
+        hashes: Any = None,
+        search_range: Sequence[str] | None = None,
+        lookup_id: str | None = None,
+        pin: bool = False,
+        request_configs: Any = None,
+    ) -> int:
+        """Length of the longest stored prefix, in tokens.
+
+        search_range  of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that the engine has
+        pin           what of it is in memory stays there until `lookup_unpin(lookup_id)`
+        """
+        self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
+        if pin and lookup_id is None:
+            raise RequestError("lookup(pin=True) needs a lookup_id, by which lookup_unpin gives it up")
+        keys: list[bytes] | None = [] if pin else None
+        length = self._engine.find_prefix(tokens, _kinds("search_range", search_range), keys)
+        if keys and lookup_id is not None:
+            with self._lock:
+                self._pins.setdefault(lookup_id, []).extend(keys)
+        return length
+
+    def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
+        """Give up the pins of these lookups; unknown ones are passed over."""
+        with self._lock:
+            names = [lookup_ids] if isinstance(lookup_ids, str) else list(lookup_ids)
+            keys = [key for name in names for key in self._pins.pop(name, [])]
+        self._engine.unpin(keys)
+
+    def clear(self, tokens: Any = None, locations: Sequence[str] | None = None, request_configs: Any = None) -> int:
+        """Drop the chunks of a sequence; without tokens all that is in memory, the one location that can be cleared
+        so. Returns how many chunks there were, each location for itself."""
+        if request_configs is not None:
+            raise RequestError("clear(request_configs=) is not offered")
+        return self._engine.forget(tokens, _kinds("locations", locations))
+
+    def health(self) -> bool:
+        """Whether every backend works, as far as was seen."""
+        return not any(stat.state for stat in self._engine.stats().values())
+
+    def close(self) -> None:
+        """Let go of memory, files and connections. A second call does nothing."""
+        self._engine.close()
+
+    def _tokens(self, method: str, tokens: Any, **refused: Any) -> Any:
+        for name, value in refused.items():
+            if value is not None:
+                raise RequestError(f"{method}({name}=) is not offered: chunks are found by their tokens; pass tokens=")
+        if not hasattr(tokens, "__len__"):
+            raise RequestError(f"{method}() needs tokens, one row of integers, not {tokens!r}")
+        return tokens
+
+    def _check_shape(self, layers: Sequence[tuple[Any, Any]]) -> None:
+        expected = self.metadata.kv_shape
+        if expected is not None:
+            given = (len(layers), *layers[0][0].shape[1:])
+            if given != (expected[0], *expected[3:]):
+                raise RequestError(f"kvcaches have (num_layers, num_kv_heads, head_size)={given}; kv_shape={expected}")
+
+
+def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
+    """(k, v) of each layer, every one of `num_tokens` rows."""
+    if not isinstance(kvcaches, Sequence) or not kvcaches:
+        raise RequestError(
+            "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; no connector is used"
+        )
+    for pair in kvcaches:
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(_is_cache(array, num_tokens) for array in pair):
+            raise RequestError(f"kvcaches must be (k, v) of each layer, [{num_tokens} tokens, num_heads, head_size]")
+    return [(pair[0], pair[1]) for pair in kvcaches]
+
+
+def _is_cache(array: Any, num_tokens: int) -> bool:
+    return (isinstance(array, np.ndarray) or is_tensor(array)) and array.ndim == 3 and array.shape[0] == num_tokens
+
+
+def _kind(array: Any) -> tuple[str, tuple[int, ...]]:
+    """Type and axes behind the tokens."""
+    return str(array.dtype), tuple(array.shape[1:])
+
+
+def _kinds(name: str, locations: Sequence[str] | None) -> list[str] | None:
+    if locations is None:
+        return None
+    given = [locations] if isinstance(locations, str) else list(locations)
+    unknown = [location for location in given if location not in _LOCATIONS]
+    if unknown:
+        raise RequestError(f"{name}={unknown} must be of {', '.join(_LOCATIONS)}")
+    return [_LOCATIONS[location] for location in given]

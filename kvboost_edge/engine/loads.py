@@ -1,0 +1,153 @@
+"""Prefixes on their way from a tier into the pool: whose they are, and which tables hold their blocks. Integers only.
+
+A load holds an ordinary block table over the tokens that a tier may have, so that its blocks are claimed: others who
+share the prefix wait for it as they wait for a sequence that computes it. It is opportunistic: whoever needs its blocks
+ends it, and what it lacks is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvboost_edge.kvcache.content import ContentKey
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.sequence import Sequence as Request
+    from kvboost_edge.kvcache.block_table import BlockTable
+
+__all__ = ["Load", "Loads", "NoShelf", "Shelf"]
+
+
+class Shelf(Protocol):
+    """Where blocks are kept outside the pool, as the scheduler sees it. No call waits."""
+
+    def may_hold(self, prefix_hash: bytes) -> bool:
+        """Whether the block is there, or might be."""
+        ...
+
+    def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
+        """Bring consecutive blocks of a chain."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for the rest."""
+        ...
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """These blocks of one chain, in order, were used."""
+        ...
+
+
+class NoShelf:
+    """Nothing is kept outside the pool."""
+
+    def may_hold(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
+        raise AssertionError("nothing is there to be fetched")
+
+    def cancel(self, ticket: int) -> None:
+        pass
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+
+class Load:
+    """One sequence's prefix on its way.
+
+    table       holds the blocks that were in the pool, and those that arrived
+    token_ids   the tokens of all blocks it may come to hold
+    arrived     tokens by tier
+    is_done     nothing more comes
+    """
+
+    def __init__(self, ticket: int, sequence: Request, table: BlockTable, token_ids: list[int]) -> None:
+        self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
+        self.arrived: Counter[str] = Counter()
+        self.is_done = False
+        self._began_at = time.perf_counter()
+
+    def end(self) -> None:
+        """Nothing more comes, or is wanted."""
+        if not self.is_done:
+            self.is_done = True
+            self.sequence.note_loaded(self.arrived, time.perf_counter() - self._began_at)
+
+
+class Loads:
+    """The loads of all sequences, by ticket."""
+
+    def __init__(self, manager: KVCacheManager, shelf: Shelf) -> None:
+        self._manager, self._shelf = manager, shelf
+        self._tickets = itertools.count()
+        self._by_ticket: dict[int, Load] = {}
+        self._by_sequence: dict[int, Load] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._by_ticket.values())
+
+    def get(self, ticket: int) -> Load | None:
+        """The load of a ticket, None where it was ended."""
+        return self._by_ticket.get(ticket)
+
+    def of(self, sequence: Request) -> Load | None:
+        """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
+        return self._by_sequence.get(sequence.index)
+
+    @property
+    def num_arriving(self) -> int:
+        """Loads that more is to come of."""
+        return sum(not load.is_done for load in self._by_ticket.values())
+
+    def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
+        """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
+        nothing, or where the whole sequence would find no room."""
+        manager, size = self._manager, self._manager.block_size
+        first, keys = manager.content.keys_after(sequence.cacheable_ids, sequence.request.root)
+        keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), keys))
+        if not keys:
+            return None
+        token_ids = sequence.token_ids[: (first + len(keys)) * size]
+        table = manager.open_table(token_ids, sequence.request.root, count=False, owner=sequence.tenant)
+        behind = manager.blocks_for(sequence.num_tokens) - first - len(keys)
+        if manager.blocks_needed(table, len(token_ids)) + behind > spare_blocks:
+            manager.free(table)
+            return None
+        load = Load(next(self._tickets), sequence, table, token_ids)
+        self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
+        self._shelf.fetch(load.ticket, keys)
+        return load
+
+    def used(self, table: BlockTable) -> None:
+        """A sequence was let in on these blocks: copies of the cached ones count as used too."""
+        if table.num_cached_tokens and not isinstance(self._shelf, NoShelf):
+            self._shelf.touch(self._manager.content.chain(table))
+
+    def finish(self, load: Load) -> None:
+        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where it is under way; a
+        second call does nothing."""
+        if self._by_ticket.pop(load.ticket, None) is None:
+            return
+        if not load.is_done:
+            load.end()
+            self._shelf.cancel(load.ticket)
+        del self._by_sequence[load.sequence.index]
+        self._manager.free(load.table)
+
+    def make_room(self) -> bool:
+        """End all loads: somebody who comes first needs their blocks. False if there was none."""
+        ended = list(self._by_ticket.values())
+        for load in ended:
+            load.sequence.has_loaded = False  # it may try again
+            self.finish(load)
+        return bool(ended)

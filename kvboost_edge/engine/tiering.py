@@ -1,0 +1,260 @@
+"""Between the pool and the tiers, on the engine's thread: fills blocks that arrived, copies out those worth keeping.
+
+Blocks are copied out of the pool behind the computation, a little at each step, all of them when the engine is idle or
+closes, and at the last moment when they are evicted. Nothing here waits for a tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.loads import Load, Loads, NoShelf
+from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.content import ContentKey
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
+from kvboost_edge.tiers.mover import Mover, Piece
+
+__all__ = ["MoverShelf", "Tiering", "Untiered", "check_tiers", "make_tiering", "open_tiers", "tier_places"]
+
+_LOG = logging.getLogger(__name__)
+# Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each millisecond.
+_BYTES_A_SECOND = 40e6
+_LEAST_BYTES = 256 << 10
+_MOST_BYTES = 16 << 20
+_CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
+
+
+def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architecture: str) -> tuple[Tier, ...]:
+    """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
+    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`."""
+    # One space for all tenants: their chains have roots of their own.
+    space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
+    shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
+    if config.disk_cache_dir is None:
+        return shared
+    from kvboost_edge.tiers.disk.tier import DiskTier
+
+    description = {"model": fingerprint[:16], "architecture": architecture, "kv_format": kv_format}
+    try:
+        disk: Tier = DiskTier.open(
+            config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description
+        )
+    except ConfigError as error:
+        _LOG.warning("no blocks are kept on disk: %s", error)
+        disk = ClosedTier("disk", str(error))
+    return (disk, *shared)
+
+
+def check_tiers(config: EngineConfig) -> None:
+    """ConfigError for a redis_url that cannot be read or has no secret, BackendUnavailable where the package for it is
+    missing: before a model is loaded. Connects to nothing."""
+    if config.redis_url is not None:
+        _redis_tier(config, bytes(32)).close()
+
+
+def tier_places(config: EngineConfig) -> dict[str, str]:
+    """Where each tier lies, by name, for people: no user, no password."""
+    places = {} if config.disk_cache_dir is None else {"disk": os.fspath(config.disk_cache_dir)}
+    if config.redis_url is not None:
+        from kvboost_edge.tiers.redis.address import parse_url
+        from kvboost_edge.tiers.redis.tier import PASSWORD_VARIABLE
+
+        places["redis"] = parse_url(config.redis_url, os.environ.get(PASSWORD_VARIABLE, "")).place
+    return places
+
+
+def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
+    from kvboost_edge.tiers.redis.tier import RedisTier
+
+    assert config.redis_url is not None
+    return RedisTier(config.redis_url, space, trust=config.redis_trust)
+
+
+class MoverShelf:
+    """The mover as the scheduler sees it: asks it by content, not by address."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
+
+    def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
+        """Bring consecutive blocks of a chain."""
+        self._mover.load(ticket, [BlockAddress(*key) for key in keys])
+
+
+def make_tiering(manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]) -> tuple[Loads, Untiered]:
+    """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
+    if not tiers:
+        return Loads(manager, NoShelf()), Untiered()
+    mover = Mover(tiers, backend.spec.bytes_per_block)
+    loads = Loads(manager, MoverShelf(mover))
+    return loads, Tiering(manager, backend, loads, mover)
+
+
+class Untiered:
+    """No tier: nothing is kept outside the pool."""
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        """Begin to move blocks; `deliver` puts what arrives into the engine's inbox."""
+
+    def fill(self, piece: Piece) -> None:
+        """Put blocks that arrived into the pool, and publish them."""
+
+    def save_evicted(self) -> None:
+        """Blocks were handed out again: copy what no tier has, before it is overwritten."""
+
+    def save_some(self, seconds: float) -> None:
+        """Copy out some of the blocks no tier has, after a step that took so long."""
+
+    def save_more(self) -> bool:
+        """Copy out as many as are taken at the moment; whether some are left."""
+        return False
+
+    def stats(self) -> Mapping[str, TierStats]:
+        """Of each tier, by name."""
+        return {}
+
+    @property
+    def num_lost(self) -> int:
+        """Blocks evicted before a tier could be given them."""
+        return 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of blocks on their way."""
+        return 0
+
+    def close(self, *, save: bool) -> None:
+        """Save what is not saved yet, if that is wanted, and close the tiers."""
+
+
+class Tiering(Untiered):
+    """Over a mover. `loads` are the scheduler's."""
+
+    def __init__(self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover) -> None:
+        self._manager, self._backend, self._loads, self._mover = manager, backend, loads, mover
+        self._unsaved: dict[int, None] = {}  # published blocks that were not copied out, the oldest first
+        manager.content.track()
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        self._mover.start(deliver)
+
+    def fill(self, piece: Piece) -> None:
+        """The load ends where there is no room for what arrived; the rest is computed then."""
+        load = self._loads.get(piece.ticket)
+        try:
+            if load is not None and not load.is_done:
+                self._take(load, piece)
+        except CacheCorruption:
+            raise
+        except Exception:
+            _LOG.exception("blocks from tier %s could not be put into the pool; they are computed", piece.tier)
+            if load is not None:
+                self._loads.finish(load)
+        finally:
+            self._mover.release(piece)
+
+    def _take(self, load: Load, piece: Piece) -> None:
+        count = len(piece.data) * self._manager.block_size
+        stop = load.table.num_computed_tokens + count
+        if self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count:
+            self._loads.finish(load)
+            return
+        if count:
+            self._put(load.table, load.token_ids, stop, piece)
+            load.arrived[piece.tier] += count
+        if piece.is_last:
+            load.end()
+            if stop < len(load.token_ids):
+                self._loads.finish(load)  # nobody has the rest, which others may be waiting for
+
+    def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: Piece) -> None:
+        """What arrived becomes the next blocks of a table."""
+        first = len(table)
+        copies = self._manager.extend(table, stop)
+        assert not copies  # a load ends at a block's border and so begins with new blocks
+        new = table.block_ids[first:]
+        self._manager.mark_filled(new)
+        self.save_evicted()
+        if self._backend.spec.is_quantized:
+            self._backend.release_blocks(new)  # one of them may have been given back open, a moment ago
+        self._backend.write_blocks(new, piece.data)
+        self._manager.commit(table, token_ids, stop)
+
+    def save_evicted(self) -> None:
+        self._note_published()
+        evicted = self._manager.content.drain_evicted()
+        if not evicted:
+            return
+        unsaved = {block_id: evicted[block_id] for block_id in evicted.keys() & self._unsaved.keys()}
+        for block_id in unsaved:
+            del self._unsaved[block_id]
+        dying = self._lacking(unsaved)
+        room = self._mover.room
+        self._mover.note_lost(max(0, len(dying) - room))
+        self._save(dict(itertools.islice(dying.items(), room)))
+
+    def save_some(self, seconds: float) -> None:
+        allowed = min(max(_LEAST_BYTES, int(seconds * _BYTES_A_SECOND)), _MOST_BYTES)
+        self._save_next(allowed)
+
+    def save_more(self) -> bool:
+        self._save_next(_MOST_BYTES)
+        return bool(self._unsaved)
+
+    def _save_next(self, most_bytes: int) -> None:
+        """Copy out the oldest ones, at least one of them where there is room."""
+        self._note_published()
+        if not self._unsaved:
+            return
+        most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
+        oldest = list(itertools.islice(self._unsaved, most))
+        keys = {block_id: self._manager.content.key(block_id) for block_id in oldest}
+        for block_id in oldest:
+            del self._unsaved[block_id]
+        self._save(self._lacking({block_id: key for block_id, key in keys.items() if key is not None}))
+
+    def _lacking(self, blocks: Mapping[int, ContentKey]) -> dict[int, ContentKey]:
+        """Those that a tier has not got."""
+        lacking = self._mover.lacking([key.prefix_hash for key in blocks.values()])
+        return dict(itertools.compress(blocks.items(), lacking))
+
+    def _note_published(self) -> None:
+        self._unsaved.update(dict.fromkeys(self._manager.content.drain_published()))
+
+    def _save(self, blocks: Mapping[int, ContentKey]) -> None:
+        if not blocks:
+            return
+        try:
+            data = self._backend.read_blocks(list(blocks))
+        except MemoryError:
+            _LOG.warning("no memory to copy %d blocks for the tiers; they are not kept", len(blocks))
+            self._mover.note_lost(len(blocks))
+            return
+        self._mover.store([BlockAddress(*key) for key in blocks.values()], data)
+
+    def stats(self) -> Mapping[str, TierStats]:
+        return self._mover.stats()
+
+    @property
+    def num_lost(self) -> int:
+        return self._mover.num_lost
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._mover.staging_bytes
+
+    def close(self, *, save: bool) -> None:
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while save and self.save_more() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._mover.close(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,87 @@
+"""What blocks hold, by content: for whoever keeps copies of them elsewhere, and brings them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
+from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.kvcache.lookup import Lookup
+from kvboost_edge.kvcache.prefix_index import PrefixIndex
+
+__all__ = ["Content", "ContentKey"]
+
+
+class ContentKey(NamedTuple):
+    """What a full block holds, to the bit, whatever pool it is in: its chain hash, that of the block before it (the
+    root for the first), and its own tokens, little-endian u32."""
+
+    prefix_hash: bytes
+    parent_hash: bytes
+    tokens: bytes
+
+    @classmethod
+    def of(cls, entry: PrefixEntry) -> ContentKey:
+        """Of a published block. The first of a chain has its root before the tokens."""
+        tokens = entry.tokens if entry.parent_serial else entry.tokens[len(entry.parent_hash) :]
+        return cls(entry.prefix_hash, entry.parent_hash, tokens)
+
+
+class Content:
+    """Questions on content, and two lists of what changed. Until `track` is called the lists stay empty; who called it
+    has to drain them."""
+
+    __slots__ = ("_evicted", "_index", "_lookup", "_published", "_tracks")
+
+    def __init__(self, index: PrefixIndex, lookup: Lookup) -> None:
+        self._index, self._lookup = index, lookup
+        self._tracks = False
+        self._published: dict[int, None] = {}
+        self._evicted: dict[int, PrefixEntry] = {}
+
+    def track(self) -> None:
+        """From here on remember which blocks were published and which were evicted."""
+        self._tracks = True
+
+    def note_published(self, block_id: int) -> None:
+        """A block can be found from now on."""
+        if self._tracks:
+            self._published[block_id] = None
+
+    def note_evicted(self, block_id: int, entry: PrefixEntry) -> None:
+        """A published block was handed out again."""
+        if self._tracks:
+            self._evicted[block_id] = entry
+
+    def drain_published(self) -> list[int]:
+        """Ids of blocks published since the last call, in order; some may have been evicted or withdrawn again."""
+        published, self._published = self._published, {}
+        return list(published)
+
+    def drain_evicted(self) -> dict[int, ContentKey]:
+        """Blocks handed out again since the last call, and what they held: it is there until the next pass or copy."""
+        evicted, self._evicted = self._evicted, {}
+        return {block_id: ContentKey.of(entry) for block_id, entry in evicted.items()}
+
+    def key(self, block_id: int) -> ContentKey | None:
+        """What a published block holds; None for any other, and for one that is being rewritten."""
+        entry = self._index.entry(block_id)
+        return None if entry is None else ContentKey.of(entry)
+
+    def chain(self, table: BlockTable) -> list[bytes]:
+        """Prefix hashes of a table's published blocks, in order."""
+        entries = map(self._index.entry, table.block_ids[: table._num_chained])
+        return [entry.prefix_hash for entry in entries if entry is not None]
+
+    def keys_after(self, token_ids: Sequence[int], root: bytes) -> tuple[int, list[ContentKey]]:
+        """(blocks of the longest published prefix, keys of the full blocks after it that could be served once they are
+        in the pool). Changes nothing."""
+        data = encode_tokens(token_ids)
+        match = self._lookup.match(data, root)
+        size, parent = self._lookup.block_bytes, match.prefix_hash
+        keys: list[ContentKey] = []
+        for index, prefix_hash in enumerate(self._lookup.awaitable(data, match), len(match.block_ids)):
+            keys.append(ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size]))
+            parent = prefix_hash
+        return len(match.block_ids), keys

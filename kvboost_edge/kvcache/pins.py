@@ -1,0 +1,160 @@
+"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
+from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, encode_tokens
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
+from kvboost_edge.kvcache.uses import Uses
+
+__all__ = ["Pins"]
+
+
+class _Pin(NamedTuple):
+    """One pinned prompt: its full blocks, whose they are when they go back, when it ends (None: never by itself)."""
+
+    block_ids: list[int]
+    owner: bytes
+    until: float | None
+
+
+class Pins:
+    """The pins of one pool. A pinned block has one reference of the pool's, however many pins share it; it stays
+    published, and whoever would write into it gets a copy.
+
+    A pin is known by its root and tokens: nobody can end, renew or see the pins of another root. At most half of the
+    pool can be pinned, so that the floors of the tenants, which are the other half, are never touched.
+
+    num_ended   counts pins that are over
+    """
+
+    def __init__(
+        self, pool: BlockPool, index: PrefixIndex, uses: Uses, block_size: int, hash_fn: HashFn, max_blocks: int | None
+    ) -> None:
+        half = pool.num_blocks // 2
+        self.max_blocks = half if max_blocks is None else max_blocks
+        if not 0 <= self.max_blocks <= half:
+            raise ConfigError(
+                f"max_pinned_blocks={max_blocks} must be in 0..{half}, half of the {pool.num_blocks} blocks of the pool"
+            )
+        self.num_ended = 0
+        self._pool, self._index, self._uses = pool, index, uses
+        self._block_size, self._hash_fn = block_size, hash_fn
+        # By the serial of the last block, which says all of the prefix and is never reused.
+        self._pins: dict[int, _Pin] = {}
+        self._counts: dict[int, int] = {}  # pinned block -> pins that have it
+        self._soonest: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_blocks(self) -> int:
+        """Pinned blocks, each once."""
+        return len(self._counts)
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next pin ends by itself."""
+        return self._soonest
+
+    def check_size(self, num_tokens: int) -> None:
+        """RequestError for a prompt without a full block, CapacityError for one that could not be pinned even alone."""
+        num_full = num_tokens // self._block_size
+        if not num_full:
+            raise RequestError(
+                f"a prompt of {num_tokens} tokens cannot be pinned: only full blocks of {self._block_size} tokens are"
+            )
+        if num_full > self.max_blocks:
+            raise CapacityError(self._refusal(num_full))
+
+    def add(self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", until: float | None = None) -> int:
+        """Pin the full blocks of a prompt that is in the cache, and return how many it has.
+
+        until   when it ends by itself, by the caller's clock; a prompt that is pinned already gets this end
+        Raises what `check_size` does, and CapacityError if other pins leave too little or blocks are not in the cache.
+        """
+        self.check_size(len(token_ids))
+        num_full = len(token_ids) // self._block_size
+        match = self._match(token_ids, root)
+        if len(match.block_ids) < num_full:
+            cached = len(match.block_ids)
+            raise CapacityError(f"{cached} of the prompt's {num_full} full blocks are in the cache; warm it first")
+        added = [block_id for block_id in match.block_ids if block_id not in self._counts]
+        if self.num_blocks + len(added) > self.max_blocks:
+            raise CapacityError(self._refusal(len(added)))
+        if match.serial not in self._pins:
+            for block_id in match.block_ids:
+                self._counts[block_id] = self._counts.get(block_id, 0) + 1
+            for block_id in added:
+                self._pool.hold(block_id)
+        self._pins[match.serial] = _Pin(match.block_ids, owner, until)
+        self._find_soonest()
+        return num_full
+
+    def end(self, token_ids: Sequence[int], root: bytes) -> int:
+        """End the pin of exactly this prompt's full blocks; how many of them are pinned no more, 0 without such a pin.
+        What other pins share stays."""
+        num_full = len(token_ids) // self._block_size
+        match = self._match(token_ids, root)
+        if len(match.block_ids) < num_full or match.serial not in self._pins:
+            return 0
+        before = self.num_blocks
+        self._end(match.serial)
+        self._find_soonest()
+        return before - self.num_blocks
+
+    def expire(self, now: float) -> None:
+        """End the pins whose time is over."""
+        if self._soonest is None or now < self._soonest:
+            return
+        over = [serial for serial, pin in self._pins.items() if pin.until is not None and pin.until <= now]
+        for serial in over:
+            self._end(serial)
+        self._find_soonest()
+
+    def num_of(self, token_ids: Sequence[int], root: bytes) -> int:
+        """Pinned blocks that a prompt begins with. Changes nothing; may be asked from any thread, as a guess."""
+        return sum(block_id in self._counts for block_id in self._match(token_ids, root).block_ids)
+
+    def check(self) -> None:
+        """Recount the pinned blocks and compare them with the pool's and the index; CacheCorruption on a difference."""
+        counted: dict[int, int] = {}
+        for serial, pin in self._pins.items():
+            last = self._index.entry(pin.block_ids[-1])
+            if last is None or last.serial != serial:
+                raise CacheCorruption(f"pinned block {pin.block_ids[-1]} is not the prefix that was pinned")
+            for block_id in pin.block_ids:
+                counted[block_id] = counted.get(block_id, 0) + 1
+        if counted != self._counts or set(counted) != set(self._pool.held()):
+            raise CacheCorruption(f"{len(counted)} blocks are pinned, {len(self._pool.held())} are held")
+
+    def _match(self, token_ids: Sequence[int], root: bytes) -> PrefixMatch:
+        num_full = len(token_ids) // self._block_size
+        data = encode_tokens(token_ids[: num_full * self._block_size])
+        return self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn)
+
+    def _end(self, serial: int) -> None:
+        pin = self._pins.pop(serial)
+        self._uses.mark(pin.block_ids)
+        for block_id in reversed(pin.block_ids):  # tail first, as all that is freed
+            self._counts[block_id] -= 1
+            if not self._counts[block_id]:
+                del self._counts[block_id]
+                self._pool.let_go(block_id, matchable=True, owner=pin.owner, again=1)
+        self.num_ended += 1
+
+    def _find_soonest(self) -> None:
+        self._soonest = min((pin.until for pin in self._pins.values() if pin.until is not None), default=None)
+
+    def _refusal(self, num_blocks: int) -> str:
+        # Says nothing of how many are pinned: they may be other tenants'.
+        return (
+            f"{num_blocks} more blocks cannot be pinned: of the {self._pool.num_blocks} in the pool at most "
+            f"max_pinned_blocks={self.max_blocks} are; unpin, give a ttl, raise max_pinned_blocks (half of the pool at "
+            "most) or enlarge max_cache_bytes or num_blocks"
+        )

@@ -1,0 +1,131 @@
+"""What a tier is: a store of whole blocks outside the pool, named by their prefix hashes. May lose, never lies.
+
+A tier knows bytes and addresses, nothing of requests, tensors or positions. One thread, the mover, reads and writes;
+`holds`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+__all__ = ["BlockAddress", "ClosedTier", "Tier", "TierStats"]
+
+
+class BlockAddress(NamedTuple):
+    """What a block is, to the bit: equal addresses hold equal keys and values.
+
+    prefix_hash   32 bytes: SHA-256 chain over the block and all before it, see kvcache/hashing.py
+    parent_hash   32 bytes: that of the block before it; of the first block, the root its chain starts from
+    tokens        the block's own tokens, little-endian u32
+    """
+
+    prefix_hash: bytes
+    parent_hash: bytes
+    tokens: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counters since the tier was opened, and what it holds now. Bytes are those of records, headers included.
+
+    blocks, bytes     what it holds; None where only another machine knows
+    max_bytes         its cap; None: somebody else's
+    read_blocks       served, verified; `read_bytes` likewise
+    written_blocks    stored; `written_bytes` likewise
+    missing           asked for and not there
+    refused           there, and not what was asked for, or damaged: dropped, never served
+    evicted           dropped for room
+    not_written       wanted to store, and could not: no room, a failed device, a full queue, another owner
+    errors            failed operations of the device or of the connection
+    writable          whether it stores at the moment
+    state             one line on why it does not, or on what is wrong; "" when all is well
+    """
+
+    blocks: int | None = 0
+    bytes: int | None = 0
+    max_bytes: int | None = None
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    missing: int = 0
+    refused: int = 0
+    evicted: int = 0
+    not_written: int = 0
+    errors: int = 0
+    writable: bool = True
+    state: str = ""
+
+
+class Tier(Protocol):
+    """A store of blocks of one space: one model, KV format, numerics version. `name` ("disk", "redis") is the key in
+    `hit_tokens`. No method raises for what a device, a file or a server does: that is a miss, counted in `stat`."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Find out whether it works, so that `stat` can say so. The mover calls it before anything else."""
+        ...
+
+    def holds(self, prefix_hash: bytes) -> bool | None:
+        """Whether the block is there, as far as is known without I/O; None: only `read` can tell."""
+        ...
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """These blocks of one chain, in its order, were used just now, here or in the pool."""
+        ...
+
+    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
+        """Fill `into` with the payloads of consecutive blocks of a chain; how many of them, from the first on, are
+        verified. What lies in the others is undefined. A block of another address or length, or a damaged one, ends
+        the count, and is dropped. `into[i]` is writable, contiguous bytes of the payload's exact length."""
+        ...
+
+    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
+        """Store blocks that are not there yet; how many of them are there afterwards. Any order, any lengths."""
+        ...
+
+    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        """Forget these blocks; what is not there is passed over."""
+        ...
+
+    def stat(self) -> TierStats:
+        """Counters and sizes."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending, release files and connections. A second call does nothing."""
+        ...
+
+
+class ClosedTier:
+    """A tier that was wanted and cannot be had: holds nothing, stores nothing, and says why."""
+
+    def __init__(self, name: str, state: str) -> None:
+        self.name, self._state = name, state
+
+    def begin(self) -> None:
+        pass
+
+    def holds(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
+        return 0
+
+    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
+        return 0
+
+    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+    def stat(self) -> TierStats:
+        return TierStats(writable=False, state=self._state)
+
+    def close(self) -> None:
+        pass

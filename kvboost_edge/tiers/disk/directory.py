@@ -1,0 +1,138 @@
+"""A space's directory: made, checked, locked. Whoever holds the lock owns it and writes; everybody else reads.
+
+The lock goes with its process, however that ends. A forked child closes its copy, so that it keeps nobody out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk.files import WRITE, Files
+from kvboost_edge.tiers.disk.layout import DESCRIPTION, LOCK, is_space, write_whole
+from kvboost_edge.tiers.disk.sidecar import read_file
+
+__all__ = ["SpaceDirectory", "describe", "lock_directory", "open_directory"]
+
+_LOG = logging.getLogger(__name__)
+_LOOKS, _LOOK_S = 10, 0.005
+_KNOB = "choose another disk_cache_dir, or 'off'"
+
+
+class SpaceDirectory:
+    """path: of the directory. `why_not` is "" for its owner, else one line on why nothing is written."""
+
+    def __init__(self, path: Path, files: Files, lock: int | None, why_not: str) -> None:
+        self.path = path
+        self.why_not = why_not
+        self._files = files
+        self._lock = lock
+
+    @property
+    def owned(self) -> bool:
+        return self.why_not == ""
+
+    def close(self) -> None:
+        """Give up the lock. A second call does nothing."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                self._files.close(lock)
+
+
+def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | None, files: Files) -> SpaceDirectory:
+    """The directory of a space below `root`, made if it is not there. Raises ConfigError where that cannot serve."""
+    path = root / space.hex()
+    try:
+        _make(root, files)
+        _make(path, files)
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link, which the disk tier does not follow; remove it")
+        _check_owner(path)
+    except OSError as error:
+        raise ConfigError(f"disk_cache_dir {str(root)!r} cannot be used: {error}; {_KNOB}") from error
+    lock, why_not = None, ""
+    try:
+        files.make_private(path)
+        lock = _lock_soon(path, files)
+        if lock is None:
+            why_not = f"{path} is owned by another process; this one reads only"
+        else:
+            _describe(path, description, files)
+    except OSError as error:
+        why_not = f"{path} cannot be written ({error}); reading only"
+    if why_not and lock is not None:
+        files.close(lock)
+        lock = None
+    return SpaceDirectory(path, files, lock, why_not)
+
+
+def lock_directory(path: Path, files: Files) -> int | None:
+    """Own a space's directory until the handle is closed; None: somebody else does. Raises OSError."""
+    while True:
+        handle = files.open(path / LOCK, WRITE)
+        try:
+            if not files.lock(handle):
+                files.close(handle)
+                return None
+            if files.is_same(handle, path / LOCK):
+                return handle
+        except OSError:
+            files.close(handle)
+            raise
+        files.close(handle)  # the directory was removed by its last owner meanwhile
+
+
+def _lock_soon(path: Path, files: Files) -> int | None:
+    """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is waited for."""
+    for _ in range(_LOOKS):
+        handle = lock_directory(path, files)
+        if handle is not None:
+            return handle
+        time.sleep(_LOOK_S)
+    return None
+
+
+def describe(path: Path, files: Files) -> dict[str, Any]:
+    """What a space's directory says of itself; `used` is 0 where it says nothing."""
+    try:
+        found = json.loads(read_file(files, path / DESCRIPTION) or b"")
+    except (ValueError, RecursionError):
+        found = None
+    described = dict(found) if isinstance(found, dict) else {}
+    used = described.get("used")
+    return {**described, "used": used if isinstance(used, int) and not isinstance(used, bool) else 0}
+
+
+def _describe(path: Path, description: Mapping[str, Any] | None, files: Files) -> None:
+    try:
+        used = max(describe(other, files)["used"] for other in path.parent.iterdir() if is_space(other.name))
+        before = describe(path, files) if description is None else description
+        text = json.dumps({**before, "used": used + 1}, indent=1, ensure_ascii=False)
+        write_whole(files, path / DESCRIPTION, text.encode(), durable=False)
+    except OSError as error:
+        _LOG.warning("%s cannot be written: %s", path / DESCRIPTION, error)
+
+
+def _make(path: Path, files: Files) -> None:
+    try:
+        files.make_directory(path)
+    except FileExistsError as error:
+        raise ConfigError(f"disk_cache_dir: {str(path)!r} is a file where a directory should be; {_KNOB}") from error
+
+
+def _check_owner(path: Path) -> None:
+    """Whoever can write here could make a model say what they like."""
+    found = path.stat()
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        raise ConfigError(f"disk_cache_dir: {str(path)!r} belongs to user {found.st_uid}, not to this one; {_KNOB}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"disk_cache_dir: {str(path)!r} is no directory; {_KNOB}")

@@ -1,0 +1,211 @@
+"""Which blocks are there, where, and which of them go first. In memory, no I/O, safe from any thread.
+
+A block without its ancestors is worthless, so an ancestor is always at least as recent as its youngest descendant: a
+chain is renewed tail first and head last, and then the least recently used block is a leaf. Blocks of chains written
+and never asked for again are on probation: beyond a share of the tier they go before all others, so that a scan of
+prompts that come once does not push out what is used.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvboost_edge.tiers.disk.sidecar import Record, padded
+
+__all__ = ["Entry", "Index", "Use"]
+
+_ON_PROBATION = 0.1  # of the tier's bytes
+
+
+class Use(NamedTuple):
+    """A record as the manifest knows it: where it is, and whether it was asked for since it was written."""
+
+    segment: int
+    offset: int
+    proven: bool
+
+
+class Entry:
+    """A block in the index. nbytes: of its record; `last_use` grows with every use of any block."""
+
+    __slots__ = (
+        *("header_bytes", "last_use", "nbytes", "offset", "parent_hash", "payload_bytes", "prefix_hash"),
+        *("proven", "segment"),
+    )
+
+    def __init__(self, segment: int, record: Record) -> None:
+        self.segment = segment
+        self.offset, self.header_bytes, self.payload_bytes, self.prefix_hash, self.parent_hash = record
+        self.nbytes = padded(self.header_bytes + self.payload_bytes)
+        self.last_use = 0
+        self.proven = False
+
+
+class Index:
+    """Blocks by prefix hash, in two orders of use: on probation, and proven."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, Entry] = {}
+        self._orders: tuple[OrderedDict[bytes, Entry], ...] = (OrderedDict(), OrderedDict())
+        self._uses = 0
+        self._frontier = (0, 0)
+        self.nbytes = 0
+        self._probation_bytes = 0
+        self.live: Counter[int] = Counter()
+        """Bytes of records by segment."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, prefix_hash: object) -> bool:
+        return prefix_hash in self._entries
+
+    def get(self, prefix_hash: bytes) -> Entry | None:
+        return self._entries.get(prefix_hash)
+
+    def add(self, entry: Entry) -> None:
+        """A block that was just written; one of the same hash is replaced and keeps its standing."""
+        with self._lock:
+            self._replace(entry)
+
+    def move(self, entry: Entry, segment: int, offset: int) -> None:
+        """The block's record lies elsewhere now; its place in the order of use stays."""
+        with self._lock:
+            if self._entries.get(entry.prefix_hash) is entry:
+                self.live[entry.segment] -= entry.nbytes
+                self.live[segment] += entry.nbytes
+                entry.segment, entry.offset = segment, offset
+                self._frontier = max(self._frontier, (segment, offset))
+
+    def drop(self, prefix_hash: bytes) -> Entry | None:
+        """Forget a block; what it was."""
+        with self._lock:
+            return self._remove(prefix_hash)
+
+    def drop_segment(self, segment: int) -> int:
+        """Forget all blocks of a segment; how many there were."""
+        with self._lock:
+            gone: list[bytes] = []
+            if self.live[segment]:
+                gone = [prefix_hash for prefix_hash, entry in self._entries.items() if entry.segment == segment]
+            for prefix_hash in gone:
+                self._remove(prefix_hash)
+            del self.live[segment]
+            return len(gone)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self.live.clear()
+            for order in self._orders:
+                order.clear()
+            self.nbytes = self._probation_bytes = 0
+
+    def renew(self, prefix_hashes: Iterable[bytes], *, proven: bool) -> None:
+        """These blocks are used just now, and so are their ancestors. `proven`: by somebody who asked for them."""
+        with self._lock:
+            for prefix_hash in reversed(self._most_recent_first(prefix_hashes)):
+                self._renew(self._entries[prefix_hash], proven)
+
+    def oldest(self, room: int) -> Entry | None:
+        """The block to go first where the tier has `room` bytes for all."""
+        with self._lock:
+            fronts = [next(iter(order.values()), None) for order in self._orders]
+            probation, proven = fronts
+            if probation is None or proven is None:
+                return probation or proven
+            if self._probation_bytes > _ON_PROBATION * room or probation.last_use < proven.last_use:
+                return probation
+            return proven
+
+    def load(
+        self, segments: Iterable[tuple[int, Sequence[Record]]], uses: Sequence[Use], frontier: tuple[int, int]
+    ) -> None:
+        """Fill an empty index with the records of segments, in the order they were written; the later of two of one
+        hash counts. `uses`, oldest first, is what counted when the manifest was written; of what is before `frontier`
+        nothing else does, and what is behind it is younger."""
+        places: dict[tuple[int, int], Entry] = {}
+        young: list[Entry] = []
+        for number, records in segments:
+            entries = [Entry(number, record) for record in records]
+            if (number, 0) > frontier:
+                young += entries
+            elif number < frontier[0]:
+                places.update({(number, entry.offset): entry for entry in entries})
+            else:
+                young += (entry for entry in entries if entry.offset > frontier[1])
+                places.update({(number, entry.offset): entry for entry in entries if entry.offset <= frontier[1]})
+        with self._lock:
+            for segment, offset, proven in uses:
+                found = places.get((segment, offset))
+                if found is not None and found.prefix_hash not in self._entries:
+                    found.proven = proven
+                    self._insert(found)
+            for entry in young:
+                self._replace(entry)
+            for prefix_hash in reversed(self._most_recent_first(entry.prefix_hash for entry in young)):
+                self._renew(self._entries[prefix_hash], False)
+
+    def snapshot(self) -> tuple[list[Use], tuple[int, int]]:
+        """What `load` wants of the manifest."""
+        with self._lock:  # what changes from here on is behind the frontier, or is no longer there
+            orders = [list(order.values()) for order in self._orders]
+            frontier = self._frontier
+        entries = heapq.merge(*orders, key=lambda entry: entry.last_use)
+        return [Use(entry.segment, entry.offset, entry.proven) for entry in entries], frontier
+
+    def _most_recent_first(self, prefix_hashes: Iterable[bytes]) -> list[bytes]:
+        """These and all their ancestors, each before its descendants; the last of the given ones before the others."""
+        order: dict[bytes, None] = {}
+        for prefix_hash in reversed(list(prefix_hashes)):
+            path: list[bytes] = []
+            while prefix_hash not in order and (entry := self._entries.get(prefix_hash)) is not None:
+                path.append(entry.prefix_hash)
+                prefix_hash = entry.parent_hash
+                if len(path) > len(self._entries):
+                    break  # a ring of parents, which no SHA-256 chain has, but a forged file may
+            order.update(dict.fromkeys(reversed(path)))
+        return list(order)
+
+    def _renew(self, entry: Entry, proven: bool) -> None:
+        if proven and not entry.proven:
+            del self._orders[False][entry.prefix_hash]
+            self._probation_bytes -= entry.nbytes
+            entry.proven = True
+            self._orders[True][entry.prefix_hash] = entry
+        self._orders[entry.proven].move_to_end(entry.prefix_hash)
+        self._uses += 1
+        entry.last_use = self._uses
+
+    def _replace(self, entry: Entry) -> None:
+        if entry.prefix_hash in self._entries:
+            before = self._remove(entry.prefix_hash)
+            entry.proven |= before is not None and before.proven
+        self._insert(entry)
+
+    def _insert(self, entry: Entry) -> None:
+        self._uses += 1
+        entry.last_use = self._uses
+        self._entries[entry.prefix_hash] = entry
+        self._orders[entry.proven][entry.prefix_hash] = entry
+        nbytes = entry.nbytes
+        self.nbytes += nbytes
+        if not entry.proven:
+            self._probation_bytes += nbytes
+        self.live[entry.segment] += nbytes
+        if (entry.segment, entry.offset) > self._frontier:
+            self._frontier = (entry.segment, entry.offset)
+
+    def _remove(self, prefix_hash: bytes) -> Entry | None:
+        entry = self._entries.pop(prefix_hash, None)
+        if entry is not None:
+            del self._orders[entry.proven][prefix_hash]
+            self.nbytes -= entry.nbytes
+            self._probation_bytes -= 0 if entry.proven else entry.nbytes
+            self.live[entry.segment] -= entry.nbytes
+        return entry

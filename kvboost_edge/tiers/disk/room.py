@@ -1,0 +1,115 @@
+"""How much the tier may take: a cap over all spaces of the cache directory, and a floor of room that stays free.
+
+Segments of spaces that nobody owns, those used longest ago first, go before anything of one's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk.directory import describe, lock_directory
+from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.layout import is_space, segment_ids, segment_path, sidecar_path
+
+__all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "space_directories"]
+
+LEAST_BYTES = 1 << 20
+"""The smallest cap."""
+_DEFAULT_CAP = 16 << 30
+_DEFAULT_SHARE = 5  # a fifth of what is free
+_FLOOR_BYTES = 1 << 30
+_FLOOR_SHARE = 20  # a twentieth of the file system, where that is less
+
+
+class _Other(NamedTuple):
+    """A segment of another space. `used`: when the space was last opened, as a number that grows."""
+
+    used: int
+    directory: Path
+    number: int
+    nbytes: int
+
+
+def space_directories(root: Path) -> list[Path]:
+    """The directories of all spaces below a cache directory. Raises OSError."""
+    return sorted(path for path in root.iterdir() if is_space(path.name) and path.is_dir() and not path.is_symlink())
+
+
+def free_floor(total: int) -> int:
+    """Bytes to be left free on a file system of so many."""
+    return min(_FLOOR_BYTES, total // _FLOOR_SHARE)
+
+
+def default_cap(root: Path, files: Files) -> int:
+    """The smaller of 16 GiB and a fifth of what is free, counting as free what the tier takes. Raises OSError."""
+    free, _ = files.space(root)
+    taken = sum(_taken(path, files) for path in space_directories(root)) if root.is_dir() else 0
+    return max(LEAST_BYTES, min(_DEFAULT_CAP, (free + taken) // _DEFAULT_SHARE))
+
+
+def _taken(directory: Path, files: Files) -> int:
+    sizes = files.sizes(directory)
+    return sum(sizes[segment_path(directory, number).name] for number in segment_ids(sizes))
+
+
+class Room:
+    """What one space may take. Raises ConfigError for a cap below LEAST_BYTES."""
+
+    def __init__(self, directory: Path, files: Files, max_bytes: int | None) -> None:
+        self._directory = directory
+        self._root = directory.parent
+        self._files = files
+        self._others: list[_Other] = []
+        self.max_bytes = default_cap(self._root, files) if max_bytes is None else _checked(max_bytes)
+
+    def limit(self, max_bytes: int) -> None:
+        """Another cap, from the next segment on. Raises ConfigError."""
+        self.max_bytes = _checked(max_bytes)
+
+    def allowed(self, own_bytes: int) -> int:
+        """The bytes this space may take in all, where it takes `own_bytes` now. Looks at the disk; raises OSError."""
+        others = [path for path in space_directories(self._root) if path != self._directory]
+        self._others = [segment for path in others for segment in self._segments(path)]
+        free, total = self._files.space(self._root)
+        theirs = sum(other.nbytes for other in self._others)
+        return min(self.max_bytes - theirs, own_bytes + free - free_floor(total))
+
+    def take_from_others(self) -> bool:
+        """Delete the least recently used segment of a space that nobody owns; whether there was one."""
+        for other in sorted(self._others):
+            with contextlib.suppress(OSError):
+                handle = lock_directory(other.directory, self._files)
+                if handle is None:
+                    continue
+                try:
+                    self._files.unlink(segment_path(other.directory, other.number))
+                    self._files.unlink(sidecar_path(other.directory, other.number))
+                finally:
+                    self._files.close(handle)
+                return True
+        return False
+
+    def why_none(self) -> str:
+        """One line on why there is no room."""
+        free, total = self._files.space(self._root)
+        if free < 2 * free_floor(total):
+            return (
+                f"{free / 1e6:,.0f} MB are free beside {self._root}, {free_floor(total) / 1e6:,.0f} MB of them stay so"
+            )
+        theirs = sum(other.nbytes for other in self._others)
+        return f"other models that are open take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
+
+    def _segments(self, path: Path) -> list[_Other]:
+        used = describe(path, self._files)["used"]
+        sizes = self._files.sizes(path)
+        numbers = segment_ids(sizes)
+        return [_Other(used, path, number, sizes[segment_path(path, number).name]) for number in numbers]
+
+
+def _checked(max_bytes: int) -> int:
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < LEAST_BYTES:
+        raise ConfigError(f"max_disk_bytes={max_bytes!r} must be an integer of at least {LEAST_BYTES}")
+    return max_bytes

@@ -1,0 +1,55 @@
+"""Work beside reading and writing: one job after the other, in a thread that ends when there is none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["InlineSealer", "Sealer"]
+
+_LOG = logging.getLogger(__name__)
+Job = Callable[[], None]
+
+
+class Sealer:
+    """Runs jobs in the order they came."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: deque[Job] = deque()
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Job) -> None:
+        """Have a job done soon."""
+        with self._lock:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvboost-disk-seal")
+                self._thread.start()
+
+    def join(self) -> None:
+        """Return when all jobs are done."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs.popleft()
+            try:
+                job()
+            except Exception:
+                _LOG.exception("a segment of the disk tier cannot be sealed")
+
+
+class InlineSealer(Sealer):
+    """Does each job at once: for tests that count calls of the system."""
+
+    def start(self, job: Job) -> None:
+        job()

@@ -1,0 +1,213 @@
+"""The segment files of one directory: appended to, sealed, read, removed. Knows no use and no cap.
+
+    active    takes records; its room is reserved on the disk
+    retired   full, or left after a failed write; about to be sealed
+    sealed    cut to its length, on the device, its sidecar behind it: never written again
+
+Called by one thread at a time, but for `seal`, which touches its own segment's files alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvboost_edge.tiers.disk.files import READ, WRITE, Files, transferred
+from kvboost_edge.tiers.disk.layout import segment_ids, segment_path, sidecar_path, write_whole
+from kvboost_edge.tiers.disk.sidecar import Record, Scan, decode_sidecar, encode_sidecar, read_file
+
+__all__ = ["Segment", "Segments"]
+
+_LOG = logging.getLogger(__name__)
+_OPEN = 32
+"""Segments held open for reading. Few, because a file that its owner removed takes room until the last reader's end."""
+
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """nbytes: what it takes on the disk; end: behind its last record; settled: sealed, or failed to be."""
+
+    number: int
+    nbytes: int
+    end: int = 0
+    settled: bool = False
+    records: list[Record] = dataclasses.field(default_factory=list)
+
+
+class Segments:
+    """`owned`: whether this process may write. For owners only: append, begin, retire, seal, remove."""
+
+    def __init__(self, directory: Path, space: bytes, files: Files, *, owned: bool) -> None:
+        self._directory = directory
+        self._space = space
+        self._files = files
+        self._owned = owned
+        self._all: dict[int, Segment] = {}
+        self._handles: OrderedDict[int, int] = OrderedDict()
+        self._last = 0
+        self.active: Segment | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What the segments take on the disk."""
+        return sum(segment.nbytes for segment in list(self._all.values()))
+
+    def settled(self) -> list[Segment]:
+        """The segments that nothing is written to any more, oldest first."""
+        return [segment for segment in self._all.values() if segment.settled]
+
+    def load(self, last: int) -> Iterator[tuple[int, list[Record]]]:
+        """All segments' numbers and records; new ones are numbered behind them and behind `last`. One without a valid
+        sidecar is scanned; the owner then cuts off what is behind its last record and seals it. Raises OSError."""
+        sizes = self._files.sizes(self._directory)
+        self._last = last
+        for number in segment_ids(sizes):
+            self._last = max(self._last, number)
+            size = sizes[segment_path(self._directory, number).name]
+            segment = self._all[number] = Segment(number, size, settled=True)
+            records = self._sidecar(number, size)
+            if records is None:
+                found = self._scanned(number, size)
+                records = [] if found is None else found.records
+                if self._owned and found is not None and not found.unread:
+                    self._settle(segment, records)
+            yield number, records
+
+    def records(self, number: int) -> list[Record]:
+        """The records of a settled segment, from its sidecar, else from their headers."""
+        size = self._all[number].nbytes
+        known = self._sidecar(number, size)
+        if known is not None:
+            return known
+        found = self._scanned(number, size)
+        return [] if found is None else found.records
+
+    def begin(self, nbytes: int) -> Segment:
+        """A new active segment with room for so many bytes. Raises OSError."""
+        number = self._last + 1
+        handle = self._files.open(segment_path(self._directory, number), WRITE)
+        try:
+            self._files.allocate(handle, nbytes)
+        except OSError:
+            self._files.close(handle)
+            with contextlib.suppress(OSError):
+                self._files.unlink(segment_path(self._directory, number))
+            raise
+        self._last = number
+        self._keep(number, handle)
+        self.active = self._all[number] = Segment(number, nbytes)
+        return self.active
+
+    def append(self, header: memoryview, payload: memoryview, prefix_hash: bytes, parent_hash: bytes) -> Record:
+        """Write a record behind the others of the active segment, which has room for it. Raises OSError; then the
+        bytes behind the last record are of no account."""
+        segment = self.active
+        assert segment is not None
+        record = Record(segment.end, header.nbytes, payload.nbytes, prefix_hash, parent_hash)
+        done = transferred(self._files.write, self._handle(segment.number, WRITE), [header, payload], segment.end)
+        if done != header.nbytes + payload.nbytes:
+            raise OSError("short write")
+        segment.records.append(record)
+        segment.end = record.end
+        return record
+
+    def read(self, number: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers from a segment; how many bytes came. Raises OSError, FileNotFoundError where it is gone."""
+        handle = self._handle(number, READ)
+        if not self._owned and self._files.is_unlinked(handle):
+            raise FileNotFoundError(f"segment {number} was removed by its owner")
+        return transferred(self._files.read, handle, buffers, offset)
+
+    def retire(self) -> Segment | None:
+        """Nothing more is written to the active segment: the one to be sealed; None where it is empty and removed."""
+        segment, self.active = self.active, None
+        if segment is not None and not segment.records:
+            self.remove(segment.number)
+            return None
+        return segment
+
+    def seal(self, segment: Segment) -> None:
+        """Cut a retired segment to its length, bring it to the device, then write its sidecar. A failure is logged:
+        then the segment is scanned at the next opening."""
+        try:
+            path = segment_path(self._directory, segment.number)
+            handle = self._files.open(path, WRITE)
+            try:
+                self._files.truncate(handle, segment.end)
+                self._files.sync(handle)
+                segment.nbytes = segment.end
+                self._write_sidecar(segment)
+                self._files.forget(handle)
+            finally:
+                self._files.close(handle)
+        except OSError as error:
+            _LOG.warning("segment %s of the disk tier cannot be sealed: %s", segment.number, error)
+        segment.records = []
+        segment.settled = True
+
+    def remove(self, number: int) -> None:
+        """Delete a segment, of which nothing counts any more. One that the system keeps is there again when opened."""
+        self._all.pop(number, None)
+        self.forget(number)
+        for path in (segment_path(self._directory, number), sidecar_path(self._directory, number)):
+            try:
+                self._files.unlink(path)
+            except OSError as error:
+                _LOG.warning("%s cannot be removed: %s", path, error)
+
+    def forget(self, number: int) -> None:
+        """Close a segment's file; the next use opens it again."""
+        handle = self._handles.pop(number, None)
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                self._files.close(handle)
+
+    def close(self) -> None:
+        """Close all files."""
+        for number in list(self._handles):
+            self.forget(number)
+
+    def _handle(self, number: int, flags: int) -> int:
+        handle = self._handles.get(number)
+        if handle is None:
+            handle = self._files.open(segment_path(self._directory, number), flags)
+            self._keep(number, handle)
+        self._handles.move_to_end(number)
+        return handle
+
+    def _keep(self, number: int, handle: int) -> None:
+        self._handles[number] = handle
+        active = 0 if self.active is None else self.active.number
+        while len(self._handles) > _OPEN:
+            self.forget(next(other for other in self._handles if other not in (number, active)))
+
+    def _sidecar(self, number: int, size: int) -> list[Record] | None:
+        data = read_file(self._files, sidecar_path(self._directory, number))
+        return None if data is None else decode_sidecar(data, self._space, number, size)
+
+    def _scanned(self, number: int, size: int) -> Scan | None:
+        try:
+            handle = self._files.open(segment_path(self._directory, number), READ)
+        except OSError:
+            return None
+        try:
+            return Scan(self._files, handle, size, self._space)
+        finally:
+            self._files.close(handle)
+
+    def _settle(self, segment: Segment, records: list[Record]) -> None:
+        """What a process that did not come to its end left: sealed, or removed if nothing in it counts."""
+        if records:
+            segment.records, segment.end = records, records[-1].end
+            self.seal(segment)
+        else:
+            self.remove(segment.number)
+
+    def _write_sidecar(self, segment: Segment) -> None:
+        data = encode_sidecar(self._space, segment.number, segment.records)
+        write_whole(self._files, sidecar_path(self._directory, segment.number), data)
+        self._files.sync_directory(self._directory)

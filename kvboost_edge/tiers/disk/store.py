@@ -1,0 +1,220 @@
+"""The blocks of one space on disk: what every tier of this process on that directory shares.
+
+Reading, writing and cleaning take turns (`_turn`); `holds`, `touch` and `stat` never wait for the disk. A full segment
+is sealed by a thread that lives as long as that takes, since bringing 64 MiB to a slow device takes seconds and reads
+must not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.disk.cleaning import Cleaner
+from kvboost_edge.tiers.disk.directory import SpaceDirectory
+from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.index import Entry, Index
+from kvboost_edge.tiers.disk.layout import ORDER, write_whole
+from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
+from kvboost_edge.tiers.disk.room import Room
+from kvboost_edge.tiers.disk.sealing import Sealer
+from kvboost_edge.tiers.disk.segments import Segment, Segments
+from kvboost_edge.tiers.disk.sidecar import padded, read_file
+from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
+
+__all__ = ["SEGMENT_BYTES", "Store"]
+
+_LOG = logging.getLogger(__name__)
+SEGMENT_BYTES = 64 << 20
+_RETRY_S = 30.0
+"""After a failed write nothing is written for so long."""
+_SEGMENTS_AT_LEAST = 32
+"""A small cap means small segments: a few of them are always on their way out, see cleaning.py."""
+
+
+class Store:
+    """Blocks of one space. `counts` in `read` and `write`: the fields of TierStats, of the tier that asks."""
+
+    def __init__(
+        self,
+        directory: SpaceDirectory,
+        space: bytes,
+        files: Files,
+        room: Room,
+        clock: Callable[[], float],
+        sealer: Sealer,
+    ) -> None:
+        self.directory = directory
+        self.room = room
+        self._space = space
+        self._files = files
+        self._clock = clock
+        self._sealer = sealer
+        self._turn = threading.Lock()
+        self._segments = Segments(directory.path, space, files, owned=directory.owned)
+        self.index = Index()
+        self.cleaner = Cleaner(self.index, self._segments, room)
+        self._problem = ""
+        self._retry_at = 0.0
+        self._unsaved_bytes = 0
+        self.closed = False
+        uses, frontier = decode_manifest(read_file(files, directory.path / ORDER) or b"", space)
+        self.index.load(self._segments.load(frontier[0]), uses, frontier)
+
+    @property
+    def state(self) -> str:
+        """One line on why nothing is stored at the moment; "" while it is."""
+        return self.directory.why_not or self._problem
+
+    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview], counts: Counter[str]) -> int:
+        """See Tier.read."""
+        done = 0
+        with self._turn:
+            for address, payload in zip(blocks, into, strict=True):
+                entry = None if self.closed else self.index.get(address.prefix_hash)
+                if entry is None:
+                    counts["missing"] += 1
+                    break
+                if not self._read(entry, address, payload, counts):
+                    break
+                counts["read_blocks"] += 1
+                counts["read_bytes"] += entry.nbytes
+                done += 1
+        self.index.renew([address.prefix_hash for address in blocks[:done]], proven=True)
+        return done
+
+    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]) -> int:
+        """See Tier.write."""
+        there: list[bytes] = []
+        with self._turn:
+            for address, payload in zip(blocks, payloads, strict=True):
+                if address.prefix_hash not in self.index and not self._write(address, payload, counts):
+                    counts["not_written"] += 1
+                else:
+                    there.append(address.prefix_hash)
+        self.index.renew(there, proven=False)
+        return sum(prefix_hash in self.index for prefix_hash in there)
+
+    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        """See Tier.drop."""
+        for prefix_hash in prefix_hashes:
+            self.index.drop(prefix_hash)
+
+    def close(self) -> None:
+        """Seal what is there, save the order of use, give up the directory. A second call does nothing."""
+        with self._turn:
+            if self.closed:
+                return
+            self.closed = True
+            if self.directory.owned:
+                self._retire()
+                self._sealer.join()
+                self._save_order()
+            self._segments.close()
+            self.directory.close()
+            self.index.clear()
+
+    def after_fork(self) -> None:
+        """In a child: its parent goes on, it does not."""
+        self._turn = threading.Lock()
+        self.index = Index()
+        self.closed = True
+        self._segments.close()
+        self.directory.close()
+
+    def _read(self, entry: Entry, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
+        """One block into `payload`; a block that does not stand every test is dropped."""
+        if payload.nbytes == entry.payload_bytes:
+            header = memoryview(bytearray(entry.header_bytes))
+            try:
+                done = self._segments.read(entry.segment, [header, payload], entry.offset)
+            except FileNotFoundError:
+                counts["missing"] += 1
+                self.index.drop_segment(entry.segment)
+                self._segments.forget(entry.segment)
+                return False
+            except OSError as error:
+                counts["errors"] += 1
+                self.index.drop(entry.prefix_hash)
+                _LOG.warning("a block of the disk tier cannot be read: %s", error)
+                return False
+            found = decode_header(header) if done == header.nbytes + payload.nbytes else None
+            if (
+                found is not None
+                and (found.space, found.address) == (self._space, address)
+                and is_intact(found, payload)
+            ):
+                return True
+        counts["refused"] += 1
+        self.index.drop(entry.prefix_hash)
+        return False
+
+    def _write(self, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
+        """Append one block; whether it is there now."""
+        if self.closed or not self.directory.owned or (self._problem and self._clock() < self._retry_at):
+            return False
+        nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
+        if nbytes > self.room.max_bytes // 4:
+            self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}", 0.0)
+            return False
+        try:
+            if not self._has_room(nbytes):
+                self._pause(self.room.why_none())
+                return False
+            header = memoryview(encode_header(self._space, address, payload))
+            record = self._segments.append(header, payload, address.prefix_hash, address.parent_hash)
+        except OSError as error:
+            counts["errors"] += 1
+            self._pause(f"{self.directory.path} cannot be written: {error}")
+            self._retire()
+            return False
+        assert self._segments.active is not None
+        self.index.add(Entry(self._segments.active.number, record))
+        counts["written_blocks"] += 1
+        counts["written_bytes"] += nbytes
+        if self._problem:
+            _LOG.info("the disk tier stores again in %s", self.directory.path)
+            self._problem = ""
+        return True
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the active segment, perhaps a new one, takes a record of so many bytes. Raises OSError."""
+        active = self._segments.active
+        if active is not None and active.nbytes - active.end >= nbytes:
+            return True
+        self._retire()
+        size = max(nbytes, min(SEGMENT_BYTES, padded(self.room.max_bytes // _SEGMENTS_AT_LEAST)))
+        if not self.cleaner.make_room(size):
+            return False
+        self._segments.begin(size)
+        self.cleaner.keep_room(size, copies=min(size // 2, size - nbytes))
+        return True
+
+    def _retire(self) -> None:
+        segment = self._segments.retire()
+        if segment is not None:
+            self._sealer.start(lambda: self._seal(segment))
+
+    def _seal(self, segment: Segment) -> None:
+        """On the sealing thread. The order of use is saved as often as that is little beside what was written."""
+        self._segments.seal(segment)
+        self._unsaved_bytes += segment.nbytes
+        if self._unsaved_bytes > 256 * len(self.index):
+            self._save_order()
+
+    def _save_order(self) -> None:
+        try:
+            data = encode_manifest(self._space, *self.index.snapshot())
+            write_whole(self._files, self.directory.path / ORDER, data)
+            self._unsaved_bytes = 0
+        except OSError as error:
+            _LOG.warning("the disk tier's order of use cannot be saved: %s", error)
+
+    def _pause(self, problem: str, seconds: float = _RETRY_S) -> None:
+        if not self._problem:
+            _LOG.warning("the disk tier stores nothing for now: %s", problem)
+        self._problem = problem
+        self._retry_at = self._clock() + seconds

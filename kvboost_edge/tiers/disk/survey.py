@@ -1,0 +1,123 @@
+"""What lies in a cache directory, for people: the spaces in it, whether their blocks are sound, and their removal.
+
+Looks without owning anything; whatever a process has open is never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.tiers.disk.directory import describe, lock_directory
+from kvboost_edge.tiers.disk.files import READ, Files
+from kvboost_edge.tiers.disk.layout import segment_ids, segment_path, sidecar_path
+from kvboost_edge.tiers.disk.room import space_directories
+from kvboost_edge.tiers.disk.sidecar import Scan, decode_sidecar, read_file
+
+__all__ = ["FoundSpace", "Verdict", "default_directory", "delete_space", "find_spaces", "verify_space"]
+
+
+def default_directory() -> Path:
+    """Where the disk tier lies unless disk_cache_dir says otherwise."""
+    return cache_directory() / "blocks"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundSpace:
+    """A space's directory.
+
+    description   of space.json, without `used`
+    used          number of the last opening: the greater, the later
+    nbytes        of its segments
+    changed       seconds since 1970, of what was written last
+    in_use        a process owns it at the moment
+    """
+
+    path: Path
+    description: dict[str, Any]
+    used: int
+    nbytes: int
+    segments: int
+    changed: float
+    in_use: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of the records that were found: how many are sound; how many are known and not sound."""
+
+    sound: int
+    damaged: int
+
+
+def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
+    """The spaces below a cache directory, the one used longest ago first. Raises OSError."""
+    found = [_look(path, files) for path in space_directories(root)] if root.is_dir() else []
+    return sorted(found, key=lambda space: (space.used, space.path))
+
+
+def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> Verdict:
+    """Read every record and compare its checksums; `progress` is told the bytes of each segment done. Changes nothing.
+    Segments that the owner deletes meanwhile are passed over. Raises OSError."""
+    sound = damaged = 0
+    sizes = files.sizes(space.path)
+    for number in segment_ids(sizes):
+        size = sizes[segment_path(space.path, number).name]
+        with contextlib.suppress(FileNotFoundError):
+            handle = files.open(segment_path(space.path, number), READ)
+            try:
+                scan = Scan(files, handle, size, bytes.fromhex(space.path.name))
+                intact = sum(map(scan.payload_holds, scan.records))
+            finally:
+                files.close(handle)
+            data = read_file(files, sidecar_path(space.path, number)) or b""
+            known = decode_sidecar(data, bytes.fromhex(space.path.name), number, 1 << 62) or []
+            sound += intact
+            damaged += max(len(known), len(scan.records)) - intact
+        progress(size)
+    return Verdict(sound, damaged)
+
+
+def delete_space(space: FoundSpace, files: Files) -> bool:
+    """Delete a space's directory with all in it; False: a process has it open. Raises OSError."""
+    handle = lock_directory(space.path, files)
+    if handle is None:
+        return False
+    try:
+        for name in files.sizes(space.path):
+            files.unlink(space.path / name)
+        space.path.rmdir()
+    finally:
+        files.close(handle)
+    return True
+
+
+def _look(path: Path, files: Files) -> FoundSpace:
+    description = describe(path, files)
+    used = description.pop("used")
+    sizes = files.sizes(path)
+    numbers = segment_ids(sizes)
+    nbytes = sum(sizes[segment_path(path, number).name] for number in numbers)
+    changed = max((_changed(path / name) for name in sizes), default=path.stat().st_mtime)
+    return FoundSpace(path, description, used, nbytes, len(numbers), changed, _in_use(path, files))
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _in_use(path: Path, files: Files) -> bool:
+    try:
+        handle = lock_directory(path, files)
+    except OSError:
+        return False
+    if handle is not None:
+        files.close(handle)
+    return handle is None

@@ -1,0 +1,251 @@
+"""The one thread that moves blocks between tiers and memory, so that the engine's never waits for a disk or a network.
+
+It knows bytes and addresses. What it reads and verifies lies in staging buffers until the engine has copied it into the
+pool; what is to be written was copied out of the pool before. Both are bounded in bytes: reading waits for room, and
+what finds no room to be written is not taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
+
+__all__ = ["Mover", "Piece"]
+
+_LOG = logging.getLogger(__name__)
+Bytes = npt.NDArray[np.uint8]
+
+_PIECE_BYTES = 8 << 20  # of a read: a step of 20 ms copies that in 1-2 ms
+_STAGING_BYTES = 64 << 20
+_QUEUE_BYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """Blocks of a load that arrived.
+
+    ticket   whose they are
+    data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given back by `release`
+    tier     where they were
+    is_last  nothing more comes
+    """
+
+    ticket: int
+    data: Bytes
+    tier: str
+    is_last: bool
+
+
+class _Load(NamedTuple):
+    ticket: int
+    addresses: Sequence[BlockAddress]
+
+
+class _Store(NamedTuple):
+    addresses: Sequence[BlockAddress]
+    data: Bytes
+
+
+class Mover:
+    """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first."""
+
+    def __init__(self, tiers: Sequence[Tier], block_bytes: int) -> None:
+        self._tiers, self._block_bytes = list(tiers), block_bytes
+        self._deliver: Callable[[Piece], None] = self.release
+        self._broken: set[str] = set()
+        self._changed = threading.Condition()
+        self._loads: deque[_Load] = deque()
+        self._stores: deque[_Store] = deque()
+        self._cancelled: set[int] = set()
+        self._staged = self._queued = self._not_queued = 0
+        self._closing = False
+        self._deadline = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvboost-edge-tiers", daemon=True)
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        """Begin; `deliver` is called from the mover's thread with each piece, and must not wait."""
+        self._deliver = deliver
+        self._thread.start()
+
+    # The engine's side: none of these waits.
+
+    def may_hold(self, prefix_hash: bytes) -> bool:
+        """Whether a tier has the block, or might have it."""
+        return any(tier.holds(prefix_hash) is not False for tier in self._working())
+
+    def lacking(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Of each block, whether a tier that stores at the moment does not have it."""
+        tiers = [tier for tier in self._working() if tier.stat().writable]
+        return [any(tier.holds(prefix_hash) is not True for tier in tiers) for prefix_hash in prefix_hashes]
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """These blocks of one chain, in order, were used."""
+        for tier in self._working():
+            tier.touch(prefix_hashes)
+
+    def load(self, ticket: int, addresses: Sequence[BlockAddress]) -> None:
+        """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is the last."""
+        with self._changed:
+            self._loads.append(_Load(ticket, addresses))
+            self._changed.notify_all()
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody wants the rest of a load; pieces that are on their way still come, and its last one."""
+        with self._changed:
+            self._cancelled.add(ticket)
+            self._changed.notify_all()
+
+    def release(self, piece: Piece) -> None:
+        """The piece was copied, or is not wanted."""
+        with self._changed:
+            self._staged -= piece.data.nbytes
+            if piece.is_last:
+                self._cancelled.discard(piece.ticket)
+            self._changed.notify_all()
+
+    @property
+    def room(self) -> int:
+        """Blocks that `store` would take now."""
+        return max(0, (_QUEUE_BYTES - self._queued) // self._block_bytes)
+
+    def store(self, addresses: Sequence[BlockAddress], data: Bytes) -> None:
+        """Write blocks, uint8 [len(addresses), bytes_per_block], to every tier that lacks them. The caller asked for
+        room, and does not change the array any more."""
+        with self._changed:
+            self._stores.append(_Store(addresses, data))
+            self._queued += data.nbytes
+            self._changed.notify_all()
+
+    def note_lost(self, count: int) -> None:
+        """So many blocks could not be queued."""
+        self._not_queued += count
+
+    def stats(self) -> dict[str, TierStats]:
+        """Of each tier, by name."""
+        return {tier.name: tier.stat() for tier in self._tiers}
+
+    @property
+    def num_lost(self) -> int:
+        """Blocks that were evicted before they could be queued."""
+        return self._not_queued
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of blocks on their way, in both directions."""
+        return self._staged + self._queued
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Write what is queued, for so long at most; end the thread, then close the tiers. Loads end unread."""
+        with self._changed:
+            self._closing, self._deadline = True, time.monotonic() + seconds
+            self._changed.notify_all()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        for tier in self._tiers:
+            tier.close()
+
+    # The thread's side.
+
+    def _working(self) -> list[Tier]:
+        return [tier for tier in self._tiers if tier.name not in self._broken]
+
+    def _run(self) -> None:
+        for tier in self._tiers:
+            try:
+                tier.begin()
+            except Exception:
+                self._give_up(tier)
+        while True:
+            with self._changed:
+                while not (self._loads or self._stores or self._closing):
+                    self._changed.wait()
+                load = self._loads.popleft() if self._loads else None
+                store = self._stores.popleft() if load is None and self._stores else None
+                if load is None and store is None:
+                    return
+                if self._closing and time.monotonic() > self._deadline:
+                    self._stores.clear()
+                    continue
+            if load is not None:
+                self._read(load)
+            elif store is not None:
+                self._write(store)
+
+    def _read(self, load: _Load) -> None:
+        """Pieces of a load, until nobody has its next block."""
+        at, per_piece = 0, max(1, _PIECE_BYTES // self._block_bytes)
+        while True:
+            addresses = load.addresses[at : at + per_piece]
+            data = self._stage(load.ticket, len(addresses))
+            tier, count = self._read_some(addresses, data)
+            at += count
+            is_last = count == 0 or at == len(load.addresses)
+            with self._changed:
+                self._staged -= data[count:].nbytes
+                is_last = is_last or load.ticket in self._cancelled or self._closing
+            self._deliver(Piece(load.ticket, data[:count], tier, is_last))
+            if is_last:
+                return
+
+    def _stage(self, ticket: int, count: int) -> Bytes:
+        """Room for so many blocks, waited for; none where nobody wants them any more, or where memory is refused."""
+        nbytes = count * self._block_bytes
+
+        def is_unwanted() -> bool:
+            return self._closing or ticket in self._cancelled
+
+        with self._changed:
+            while self._staged and self._staged + nbytes > _STAGING_BYTES and not is_unwanted():
+                self._changed.wait()
+            data = self._allocated(0 if is_unwanted() else count)
+            self._staged += data.nbytes
+        return data
+
+    def _allocated(self, count: int) -> Bytes:
+        try:
+            return np.empty((count, self._block_bytes), dtype=np.uint8)
+        except MemoryError:
+            _LOG.warning("no memory to load %d blocks; they are computed", count)
+            return np.empty((0, self._block_bytes), dtype=np.uint8)
+
+    def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:
+        """The nearest tier that has the first blocks, and how many of them it has."""
+        if not len(data):
+            return "", 0
+        rows = [memoryview(row) for row in data]
+        for tier in self._working():
+            try:
+                count = 0 if tier.holds(addresses[0].prefix_hash) is False else tier.read(addresses, rows)
+            except Exception:
+                self._give_up(tier)
+                continue
+            if count:
+                return tier.name, count
+        return "", 0
+
+    def _write(self, store: _Store) -> None:
+        for tier in self._working():
+            try:
+                lacking = [
+                    i for i, address in enumerate(store.addresses) if tier.holds(address.prefix_hash) is not True
+                ]
+                if lacking:
+                    tier.write([store.addresses[i] for i in lacking], [memoryview(store.data[i]) for i in lacking])
+            except Exception:
+                self._give_up(tier)
+        with self._changed:
+            self._queued -= store.data.nbytes
+            self._changed.notify_all()
+
+    def _give_up(self, tier: Tier) -> None:
+        """A tier says what is wrong in its state; one that raises has a fault, and must not take requests along."""
+        self._broken.add(tier.name)
+        _LOG.exception("tier %s failed and is not used any more", tier.name)

@@ -1,0 +1,339 @@
+"""Blocks on a Redis or Valkey server: what one machine computed, the others need not. All I/O is the mover's."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.base import BlockAddress, TierStats
+from kvboost_edge.tiers.redis.address import parse_url
+from kvboost_edge.tiers.redis.server import Command, Server, ServerError
+from kvboost_edge.tiers.redis.values import (
+    HEAD,
+    Seal,
+    keys_of,
+    piece_lengths,
+    pieces_of,
+    stored_bytes,
+    value_bytes_at,
+)
+
+__all__ = ["PASSWORD_VARIABLE", "SECRET_VARIABLE", "RedisTier"]
+
+_LOG = logging.getLogger(__name__)
+SECRET_VARIABLE = "KVBOOST_EDGE_REDIS_SECRET"
+PASSWORD_VARIABLE = "KVBOOST_EDGE_REDIS_PASSWORD"
+_SHORTEST_SECRET = 16
+_PIPELINE_BYTES = 8 << 20
+_SMALL_COMMANDS = 1024  # in a pipeline, of those that carry no payload
+_HEAD_BLOCKS = 64  # of a chain: what many prompts share is at its head
+_MOST_TOUCHED = 4096
+_MOST_SEEN = 1 << 16
+_SEEN_S = 600.0
+_NO_WRITES_S = 30.0
+_DAY_S = 86_400
+
+
+class RedisTier:
+    """Implements `Tier`. `place` names the server without its secrets.
+
+    A value is believed by its MAC under `secret`, at least 16 characters that all machines of one cache share (default:
+    the environment variable KVBOOST_EDGE_REDIS_SECRET). Without a secret the tier is refused unless `trust`: then
+    whoever can write to the server decides what the model has read. A URL without a password takes that of
+    KVBOOST_EDGE_REDIS_PASSWORD. `ttl_s`: seconds that a block lives after it was written or last used.
+
+    Opening does no I/O: a server that is down, or refuses the password, is a line in `stat().state` after the first
+    attempt (`ping`, on the mover's thread). After 3 failures in a row the server is left alone for 30 s.
+
+    Raises ConfigError for a bad URL or secret, BackendUnavailable without the package redis.
+    """
+
+    name = "redis"
+
+    def __init__(
+        self,
+        url: str,
+        space: bytes,
+        *,
+        secret: str | None = None,
+        trust: bool = False,
+        ttl_s: int = _DAY_S,
+        clock: Callable[[], float] = time.monotonic,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        environment = os.environ if environment is None else environment
+        address = parse_url(url, environment.get(PASSWORD_VARIABLE, ""))
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= 3650 * _DAY_S:
+            raise ConfigError(f"redis_ttl_s={ttl_s!r} must be a number of seconds from 1 to {3650 * _DAY_S}")
+        self.place = address.place
+        self._space = space
+        self._seal = Seal(space, _secret(secret, environment, trust))
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._server = Server(address, clock)
+        self._lock = threading.Lock()
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
+        self._touched: dict[bytes, None] = {}
+        # When blocks were last known to be on the server, so that they are not copied and sent again: it may drop any
+        # of them, which a read would tell.
+        self._seen: dict[bytes, float] = {}
+        self._seen_s = min(_SEEN_S, ttl_s / 2)
+        self._no_writes = ""
+        self._writes_again_at = 0.0
+        self._advice = ""
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"RedisTier({self.place!r})"
+
+    def begin(self) -> None:
+        """Ask the server whether it is there; what is wrong is one line in the log. I/O."""
+        if not self.ping() or self._advice:
+            _LOG.warning("%s", self.stat().state)
+
+    def holds(self, prefix_hash: bytes) -> bool | None:
+        """True for what was written or read in the last minutes, None: only the server knows; False while it is left
+        alone."""
+        if self._closed or self._server.is_off:
+            return False
+        with self._lock:
+            seen = self._seen.get(prefix_hash)
+        return True if seen is not None and self._clock() - seen < self._seen_s else None
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """The first blocks of the chain get their full time to live again, with the next read or write."""
+        with self._lock:
+            for prefix_hash in prefix_hashes[:_HEAD_BLOCKS]:
+                if len(self._touched) == _MOST_TOUCHED:
+                    break
+                self._touched[prefix_hash] = None
+
+    def ping(self) -> bool:
+        """Whether the server answers; learns of a memory policy that will refuse writes. I/O, up to seconds."""
+        answers = self._ask([("PING",), ("INFO", "memory")], _SMALL_COMMANDS)
+        if answers is None or isinstance(answers[0], ServerError):
+            return False
+        memory = answers[1] if isinstance(answers[1], Mapping) else {}
+        full = memory.get("maxmemory") and memory.get("maxmemory_policy") == "noeviction"
+        self._advice = (
+            "its maxmemory-policy is noeviction: once full it takes no blocks; set allkeys-lru" if full else ""
+        )
+        return True
+
+    def present(self, prefix_hashes: Sequence[bytes]) -> int:
+        """How many of these, from the first on, the server has values of, unverified. I/O."""
+        commands: list[Command] = [("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes]
+        answers = self._ask(commands, _SMALL_COMMANDS) or []
+        return next((index for index, answer in enumerate(answers) if answer != 1), len(answers))
+
+    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
+        """Blocks from the first on, in pipelines of about 8 MiB, up to the first that is missing or not to be believed.
+        GETRANGE, not GET: a value that somebody made huge is not fetched whole."""
+        sizes = [stored_bytes(self._seal, block, view.nbytes) for block, view in zip(blocks, into, strict=True)]
+        for batch in _batches(sizes):
+            keys = [keys_of(self._space, blocks[index].prefix_hash, sizes[index]) for index in batch]
+            commands: list[Command] = [
+                ("GETRANGE", key, 0, length)  # a byte more than there should be
+                for index, names in zip(batch, keys, strict=True)
+                for key, length in zip(names, piece_lengths(sizes[index]), strict=True)
+            ]
+            answers = self._ask(commands, _at_once(max(sizes)))
+            if answers is None:
+                self._count(missing=len(blocks) - batch[0])
+                return batch[0]
+            pieces = iter(answers)
+            for index, names in zip(batch, keys, strict=True):
+                if not self._accept(blocks[index], [next(pieces) for _ in names], names, into[index]):
+                    self._refresh()
+                    return index
+        self._refresh()
+        return len(blocks)
+
+    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
+        """Store what is not there, pieces first, the piece that is looked for first last."""
+        sizes = [stored_bytes(self._seal, block, view.nbytes) for block, view in zip(blocks, payloads, strict=True)]
+        there = 0
+        for batch in _batches(sizes):
+            there += self._write_batch([blocks[i] for i in batch], [payloads[i] for i in batch])
+        self._count(not_written=len(blocks) - there)
+        self._refresh()
+        return there
+
+    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        """Delete all pieces of these blocks on the server, for everybody."""
+        for prefix_hash in prefix_hashes:
+            self._lost(prefix_hash)
+        names = self._names_of(prefix_hashes)
+        self._ask([("UNLINK", *keys) for keys in names], _SMALL_COMMANDS)
+
+    def stat(self) -> TierStats:
+        """Counters; sizes are the server's, and not known here."""
+        refused = self._no_writes if self._clock() < self._writes_again_at else ""
+        trouble = self._server.trouble or refused or self._advice
+        with self._lock:
+            return TierStats(
+                blocks=None,
+                bytes=None,
+                **self._counts,
+                writable=not (self._closed or self._server.is_off or refused),
+                state=f"{self.place}: {trouble}" if trouble else "",
+            )
+
+    def close(self) -> None:
+        """Give touched blocks their time and let go of the connection. I/O."""
+        if not self._closed:
+            self._refresh()
+            self._closed = True
+            self._server.close()
+
+    # ---- reading and writing -------------------------------------------------------------------------------------
+
+    def _accept(self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview) -> bool:
+        if any(isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces) or not any(pieces):
+            self._count(missing=1)
+            self._lost(block.prefix_hash)
+            return False
+        if all(isinstance(piece, bytes) for piece in pieces):
+            value = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if self._seal.open(value, block, into.cast("B")):
+                self._count(read_blocks=1, read_bytes=len(value))
+                self._saw(block.prefix_hash)
+                return True
+        self._count(refused=1)
+        self._lost(block.prefix_hash)
+        self._ask([("UNLINK", *keys)], 1)
+        return False
+
+    def _write_batch(self, blocks: list[BlockAddress], payloads: list[memoryview]) -> int:
+        if self._clock() < self._writes_again_at:
+            return 0
+        sizes = [stored_bytes(self._seal, block, view.nbytes) for block, view in zip(blocks, payloads, strict=True)]
+        keys = [keys_of(self._space, block.prefix_hash, size) for block, size in zip(blocks, sizes, strict=True)]
+        lengths = self._ask([("STRLEN", key) for names in keys for key in names], _SMALL_COMMANDS)
+        if lengths is None:
+            return 0
+        found, commands, missing = iter(lengths), list[Command](), list[int]()
+        for index, names in enumerate(keys):
+            held = [next(found) for _ in names]
+            if held == piece_lengths(sizes[index]):
+                self._saw(blocks[index].prefix_hash)
+                continue
+            missing.append(index)
+            pieces = pieces_of(self._seal.value(blocks[index], payloads[index].cast("B")))
+            # Another machine may store the same block meanwhile: the first one's stays. What is there in part or in
+            # another length is written anew as a whole, so that all pieces are of one value.
+            condition = () if any(held) else ("NX",)
+            commands += [
+                ("SET", key, piece, "EX", self._ttl_s, *condition)
+                for key, piece in zip(reversed(names), reversed(pieces), strict=True)
+            ]
+        answers = self._ask(commands, _at_once(max(sizes)))
+        if answers is None:
+            return len(blocks) - len(missing)
+        stored, not_stored = iter(answers), 0
+        for index in missing:
+            errors = [answer for answer in [next(stored) for _ in keys[index]] if isinstance(answer, ServerError)]
+            if errors:
+                not_stored += 1
+                self._stop_writing(str(errors[0]))
+            else:
+                self._count(written_blocks=1, written_bytes=sizes[index])
+                self._saw(blocks[index].prefix_hash)
+        if missing and not not_stored and self._no_writes:
+            _LOG.info("%s takes blocks again", self.place)
+            self._no_writes = ""
+        return len(blocks) - not_stored
+
+    def _stop_writing(self, reason: str) -> None:
+        self._writes_again_at = self._clock() + _NO_WRITES_S
+        if reason != self._no_writes:
+            _LOG.warning("%s takes no blocks, tried again every 30 s: %s", self.place, reason)
+        self._no_writes = reason
+
+    def _refresh(self) -> None:
+        with self._lock:
+            touched, self._touched = list(self._touched), {}
+        if touched:
+            names = self._names_of(touched)
+            self._ask([("EXPIRE", key, self._ttl_s) for keys in names for key in keys], _SMALL_COMMANDS)
+
+    def _names_of(self, prefix_hashes: Sequence[bytes]) -> list[list[str]]:
+        """Keys of all pieces of the blocks that the server has; how many there are the first one says."""
+        commands: list[Command] = [
+            ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD) for prefix_hash in prefix_hashes
+        ]
+        heads = self._ask(commands, _SMALL_COMMANDS) or []
+        return [
+            keys_of(self._space, prefix_hash, value_bytes_at(self._seal, head if isinstance(head, bytes) else b""))
+            for prefix_hash, head in zip(prefix_hashes, heads, strict=False)
+            if head != b""
+        ]
+
+    def _ask(self, commands: Sequence[Command], at_once: int) -> list[Any] | None:
+        if self._closed or self._server.is_off:
+            return None
+        answers = self._server.ask(commands, at_once)
+        failed = answers is None or any(isinstance(answer, ServerError) for answer in answers)
+        self._count(errors=int(failed))
+        return answers
+
+    def _saw(self, prefix_hash: bytes) -> None:
+        """The block is on the server, now."""
+        with self._lock:
+            self._seen.pop(prefix_hash, None)
+            self._seen[prefix_hash] = self._clock()
+            if len(self._seen) > _MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
+
+    def _lost(self, prefix_hash: bytes) -> None:
+        with self._lock:
+            self._seen.pop(prefix_hash, None)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] += number
+
+
+_COUNTERS = [field.name for field in dataclasses.fields(TierStats) if field.type == "int"]
+
+
+def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> str | None:
+    if secret is None:
+        secret = environment.get(SECRET_VARIABLE)
+    if secret is not None and len(secret) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"the secret of the Redis tier has {len(secret)} characters, at least {_SHORTEST_SECRET} are needed; "
+            f"set {SECRET_VARIABLE} to the output of: openssl rand -hex 32"
+        )
+    if secret is None and not trust:
+        raise ConfigError(
+            f"redis_url without a secret: set {SECRET_VARIABLE} to the same random text on all machines of this cache "
+            "(openssl rand -hex 32), or redis_trust=True to believe whatever the server holds"
+        )
+    return secret
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Indices in order, each batch about 8 MiB and at least one block."""
+    batch: list[int] = []
+    taken = 0
+    for index, size in enumerate(sizes):
+        if batch and taken + size > _PIPELINE_BYTES:
+            yield batch
+            batch, taken = [], 0
+        batch.append(index)
+        taken += size
+    if batch:
+        yield batch
+
+
+def _at_once(value_bytes: int) -> int:
+    """Commands in a pipeline of about 8 MiB whose values are at most that long."""
+    return max(1, _PIPELINE_BYTES // piece_lengths(value_bytes)[0])

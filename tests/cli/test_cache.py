@@ -1,0 +1,131 @@
+"""`kvboost-edge cache` over made-up directories: what is there, what is sound, what goes; what is open stays."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disk_cases import OTHER_SPACE, SPACE, chain, opened, read, segments, space_dir, write
+from kvboost_edge.cli.app import run
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package's cache directory: two spaces, the first used longest ago, and a file of packed weights."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    with opened(tmp_path / "blocks", SPACE, description={"model": "alpha-7b", "kv_format": "int8"}) as tier:
+        write(tier, chain(20))
+    with opened(tmp_path / "blocks", OTHER_SPACE, description={"model": "beta-1b", "kv_format": "float16"}) as tier:
+        write(tier, chain(40))
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "0123-int4.kvpack").write_bytes(bytes(5000))
+    return tmp_path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    assert run(["cache", *argv, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    return {**found, "rows": {row["name"]: row for row in found["rows"]}}
+
+
+def bytes_of(home: Path, space: bytes) -> int:
+    return sum(path.stat().st_size for path in segments(home / "blocks", space))
+
+
+def test_list_and_status_say_what_is_there(home, capsys):
+    found = answer(capsys, "list")
+    assert list(found["rows"]) == ["alpha-7b int8", "beta-1b float16", "0123-int4"]
+    row = found["rows"]["alpha-7b int8"]
+    assert row["bytes"] == bytes_of(home, SPACE) > 0
+    assert (row["kind"], row["in_use"], row["days"]) == ("blocks", False, 0.0)
+    assert row["description"] == {"model": "alpha-7b", "kv_format": "int8"}
+    assert found["bytes"] == bytes_of(home, SPACE) + bytes_of(home, OTHER_SPACE) + 5000
+    assert list(answer(capsys, "list", "BETA")["rows"]) == ["beta-1b float16"]
+    assert run(["cache", "status"]) == 0
+    text = capsys.readouterr().out
+    assert "in 2 spaces" in text
+    assert str(home / "blocks") in text
+    assert run(["cache", "list"]) == 0
+    assert "alpha-7b int8" in capsys.readouterr().out
+
+
+def test_what_is_open_is_said_and_stays(home, capsys):
+    with opened(home / "blocks", SPACE) as tier:
+        assert answer(capsys, "list")["rows"]["alpha-7b int8"]["in_use"]
+        found = answer(capsys, "clear")["rows"]
+        assert not found["alpha-7b int8"]["removed"]
+        assert found["beta-1b float16"]["removed"]
+        assert answer(capsys, "verify")["rows"]["alpha-7b int8"]["blocks"] == 20
+        assert read(tier, chain(20)) == 20
+        assert write(tier, chain(22)) == 22
+    assert not space_dir(home / "blocks", OTHER_SPACE).exists()
+    assert not (home / "packed" / "0123-int4.kvpack").exists()
+    with opened(home / "blocks", SPACE) as tier:
+        assert read(tier, chain(22)) == 22
+
+
+def test_verify_counts_damaged_blocks_and_fails(home, capsys):
+    found = answer(capsys, "verify")["rows"]
+    assert {name: (row["blocks"], row["damaged"]) for name, row in found.items()} == {
+        "alpha-7b int8": (20, 0),
+        "beta-1b float16": (40, 0),
+    }
+    path = segments(home / "blocks", SPACE)[0]
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+    row = answer(capsys, "verify", code=1)["rows"]["alpha-7b int8"]
+    assert (row["blocks"], row["damaged"]) == (19, 1)
+    assert run(["cache", "verify"]) == 1
+    assert "1 damaged" in capsys.readouterr().out
+
+
+def test_a_dry_run_removes_nothing(home, capsys):
+    before = sorted(home.rglob("*"))
+    for action in (["clear"], ["prune", "--max-disk-bytes", "0"]):
+        assert len(answer(capsys, *action, "--dry-run")["rows"]) == (3 if action == ["clear"] else 2)
+        assert run(["cache", *action, "--dry-run"]) == 0
+        assert "would go" in capsys.readouterr().out
+    assert {path for path in sorted(home.rglob("*")) if path not in before} == set()
+    assert all(path.exists() for path in before)
+
+
+def test_prune_removes_blocks_beyond_the_cap_those_used_longest_ago_first(home, capsys):
+    cap = bytes_of(home, OTHER_SPACE) + 1
+    assert list(answer(capsys, "prune", "--max-disk-bytes", str(cap))["rows"]) == ["alpha-7b int8"]
+    assert list(answer(capsys, "list")["rows"]) == ["beta-1b float16", "0123-int4"]
+    assert answer(capsys, "prune")["rows"] == {}
+
+
+def test_prune_removes_what_was_not_used_for_so_many_days(home, capsys):
+    long_ago = 1_000_000_000
+    for path in (*space_dir(home / "blocks", SPACE).iterdir(), home / "packed" / "0123-int4.kvpack"):
+        os.utime(path, (long_ago, long_ago))
+    assert list(answer(capsys, "prune", "--older-than", "30")["rows"]) == ["alpha-7b int8", "0123-int4"]
+    assert list(answer(capsys, "list")["rows"]) == ["beta-1b float16"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["list", "--dry-run"], "--dry-run"),
+        (["clear", "--max-disk-bytes", "5"], "--max-disk-bytes"),
+        (["verify", "--older-than", "5"], "--older-than"),
+        (["prune", "--older-than", "-1"], "--older-than"),
+    ],
+)
+def test_options_that_belong_elsewhere_are_refused_by_name(home, capsys, argv, named):
+    assert run(["cache", *argv]) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_another_directory_and_none_at_all(home, capsys):
+    assert answer(capsys, "list", "--disk-cache-dir", str(home / "nothing"))["bytes"] == 5000
+    assert run(["cache", "list", "--disk-cache-dir", str(home / "packed" / "0123-int4.kvpack")]) == 0
+    capsys.readouterr()
+    assert run(["cache", "sweep"]) != 0

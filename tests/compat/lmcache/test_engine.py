@@ -1,0 +1,350 @@
+"""LMCache's engine, rule by rule, over memory, disk, both and Redis."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvboost_edge.errors import RequestError
+from lmcache_cases import HEAD_SIZE, HEADS, LAYERS, equal, kv_of, kv_slice, num_tokens_of
+
+T, F = True, False
+
+
+def mask(skipped: int, total: int) -> np.ndarray:
+    return np.arange(total) >= skipped
+
+
+# ---- store and retrieve ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+def test_what_was_stored_is_found_partial_last_chunk_included(engines, length, fmt):
+    engine = engines(fmt=fmt)
+    tokens = np.arange(50, 50 + length)
+    kv = kv_of(tokens, fmt)
+    assert engine.lookup(tokens) == 0
+    engine.store(tokens, kv)
+    found, ret_mask = engine.retrieve(tokens)
+    assert equal(found, kv)
+    assert ret_mask.dtype == np.bool_
+    assert ret_mask.tolist() == [T] * length
+    assert engine.lookup(tokens) == length
+
+
+@pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
+def test_the_blob_form_is_one_array_of_layers_and_k_and_v(engines, fmt):
+    engine = engines(fmt=fmt)
+    tokens = np.arange(10)
+    kv = kv_of(tokens, fmt)
+    blob = np.stack([np.stack(pair) for pair in kv])
+    engine.store(tokens, blob)
+    found, ret_mask = engine.retrieve(tokens, return_tuple=False)
+    rows = (10, HEADS) if fmt == "vllm" else (HEADS, 10)
+    assert found.shape == (LAYERS, 2, *rows, HEAD_SIZE)
+    assert np.array_equal(found, blob)
+    assert ret_mask.all()
+    assert equal(engine.retrieve(tokens)[0], kv)
+
+
+def test_nothing_found_is_an_empty_tuple_and_a_mask_of_false(engine):
+    tokens = np.arange(10)
+    for return_tuple in (True, False):
+        kv, ret_mask = engine.retrieve(tokens, return_tuple=return_tuple)
+        assert kv == ()
+        assert ret_mask.tolist() == [F] * 10
+    engine.store(np.arange(1, 11), kv_of(np.arange(1, 11)))
+    assert engine.retrieve(tokens)[0] == ()
+    assert engine.retrieve([])[0] == ()
+    assert engine.retrieve([])[1].shape == (0,)
+
+
+def test_the_longest_stored_prefix_is_found_and_no_more(engine):
+    tokens = np.arange(20)
+    kv = kv_of(tokens)
+    engine.store(tokens[:10], kv_slice(kv, 0, 10))  # chunks 0-3, 4-7, and 8, 9
+    for asked, expected in ((20, 8), (12, 8), (11, 8), (10, 10), (9, 8), (8, 8), (7, 4), (4, 4), (3, 0)):
+        found, ret_mask = engine.retrieve(tokens[:asked])
+        assert engine.lookup(tokens[:asked]) == expected == num_tokens_of(found)
+        assert ret_mask.tolist() == [T] * expected + [F] * (asked - expected)
+        assert not found or equal(found, kv_slice(kv, 0, expected))
+    other = tokens.copy()
+    other[5] = 99
+    assert engine.lookup(other) == 4
+    other[0] = 99
+    assert engine.lookup(other) == 0, "a chunk is found behind its own prefix only"
+
+
+@pytest.mark.parametrize("skipped", range(12))
+def test_any_suffix_may_be_asked_for(engine, skipped):
+    tokens = np.arange(11)
+    kv = kv_of(tokens)
+    engine.store(tokens, kv)
+    found, ret_mask = engine.retrieve(tokens, mask(skipped, 11))
+    assert ret_mask.tolist() == mask(skipped, 11).tolist()
+    assert found == () if skipped == 11 else equal(found, kv_slice(kv, skipped, 11))
+    blob, _ = engine.retrieve(tokens, mask(skipped, 11), return_tuple=False)
+    assert skipped == 11 or np.array_equal(blob, np.stack([np.stack(pair) for pair in kv_slice(kv, skipped, 11)]))
+    longer = np.arange(20)
+    found, ret_mask = engine.retrieve(longer, mask(skipped, 20))
+    expected = range(skipped, 8)
+    assert np.flatnonzero(ret_mask).tolist() == list(expected)
+    assert not expected or equal(found, kv_slice(kv, skipped, 8))
+
+
+def test_a_suffix_is_stored_behind_what_is_there(engine):
+    tokens = np.arange(11)
+    kv = kv_of(tokens)
+    engine.store(tokens[:4], kv_slice(kv, 0, 4))
+    engine.store(tokens, kv_slice(kv, 4, 11), mask(4, 11))
+    assert equal(engine.retrieve(tokens)[0], kv)
+    engine.store(tokens, kv_slice(kv, 8, 11), mask(8, 11).tolist())
+    assert equal(engine.retrieve(tokens)[0], kv)
+
+
+def test_a_suffix_whose_front_was_never_stored_is_found_when_asked_for_alone(engine):
+    tokens = np.arange(11)
+    kv = kv_of(tokens)
+    engine.store(tokens, kv_slice(kv, 4, 11), mask(4, 11))
+    assert engine.lookup(tokens) == 0
+    assert engine.retrieve(tokens)[0] == ()
+    assert equal(engine.retrieve(tokens, mask(5, 11))[0], kv_slice(kv, 5, 11))
+
+
+def test_what_is_there_is_kept_unless_it_is_to_be_replaced(engine):
+    tokens = np.arange(11)
+    first, second = kv_of(tokens), kv_of(tokens, salt=0.5)
+    engine.store(tokens, first)
+    engine.store(tokens, second)
+    assert equal(engine.retrieve(tokens)[0], first)
+    engine.store(tokens, second, skip_existing=False)
+    assert equal(engine.retrieve(tokens)[0], second)
+
+
+def test_a_suffix_is_replaced_with_a_mask(engine):
+    """Known fault: an assertion failed where skip_existing=False met a mask."""
+    tokens = np.arange(11)
+    first, second = kv_of(tokens), kv_of(tokens, salt=0.5)
+    engine.store(tokens, first)
+    engine.store(tokens, kv_slice(second, 8, 11), mask(8, 11), skip_existing=False)
+    assert equal(kv_slice(engine.retrieve(tokens)[0], 0, 8), kv_slice(first, 0, 8))
+    assert equal(kv_slice(engine.retrieve(tokens)[0], 8, 11), kv_slice(second, 8, 11))
+
+
+def test_replaced_keys_and_values_may_be_of_another_type_and_shape(engine):
+    tokens = np.arange(8)
+    half = kv_of(tokens, dtype=np.float16)
+    engine.store(tokens, kv_of(tokens))
+    engine.store(tokens, half, skip_existing=False)
+    assert equal(engine.retrieve(tokens)[0], half)
+    words = kv_of(tokens, dtype=np.int16)  # the same number of bytes
+    engine.store(tokens, words, skip_existing=False)
+    assert equal(engine.retrieve(tokens)[0], words)
+    engine.store(tokens, kv_slice(half, 4, 8), mask(4, 8), skip_existing=False)
+    assert equal(engine.retrieve(tokens)[0], kv_slice(words, 0, 4)), "what makes up one answer is of one type"
+    assert equal(engine.retrieve(tokens, mask(4, 8))[0], kv_slice(half, 4, 8))
+
+
+def test_what_is_stored_without_waiting_is_there_in_the_end(engines):
+    tokens = np.arange(11)
+    first, second = kv_of(tokens), kv_of(tokens, salt=0.5)
+    engine = engines()
+    mine = kv_of(tokens)
+    engine.store(tokens, mine, blocking=False)
+    for pair in mine:
+        for array in pair:
+            array[:] = -1  # the caller's arrays are the caller's again
+    engine.store(np.arange(100, 104), kv_of(np.arange(100, 104)))  # waits for what was before it
+    assert equal(engine.retrieve(tokens)[0], first)
+    engine.store(tokens, first, skip_existing=False, blocking=False)
+    engine.store(tokens, second, skip_existing=False)
+    assert equal(engine.retrieve(tokens)[0], second), "the later call counts"
+
+
+def test_what_is_returned_is_the_callers(engine):
+    tokens = np.arange(8)
+    engine.store(tokens, kv_of(tokens))
+    for return_tuple in (True, False):
+        found, _ = engine.retrieve(tokens, return_tuple=return_tuple)
+        for array in [a for pair in found for a in pair] if return_tuple else [found]:
+            array[:] = -1
+    assert equal(engine.retrieve(tokens)[0], kv_of(tokens))
+
+
+def test_without_partial_chunks_the_last_tokens_are_not_stored(engines):
+    engine = engines(save_unfull_chunk=False)
+    tokens = np.arange(11)
+    engine.store(tokens, kv_of(tokens))
+    assert engine.lookup(tokens) == 8
+    engine.store(tokens[:3], kv_of(tokens[:3]))
+    assert engine.lookup(tokens[:3]) == 0
+
+
+# ---- whose they are --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, ">i8"]
+)
+def test_tokens_of_every_integer_type_are_the_same_tokens(engine, dtype):
+    """Known fault: the hash depended on the type of the tokens."""
+    tokens = [5, 6, 7, 100, 9]
+    engine.store(tokens, kv_of(tokens))
+    assert engine.lookup(np.array(tokens, dtype)) == engine.lookup(tuple(tokens)) == 5
+
+
+@pytest.mark.parametrize(
+    "other", [{"model_name": "model2"}, {"world_size": 2}, {"worker_id": 1}, {"fmt": "huggingface"}]
+)
+def test_every_part_of_the_metadata_is_part_of_the_key(engines, backend, other):
+    tokens = np.arange(8)
+    engines().store(tokens, kv_of(tokens))
+    assert engines().lookup(tokens) == (0 if backend == "memory" else 8), "an engine's memory is its own"
+    neighbour = engines(**other)
+    assert neighbour.lookup(tokens) == 0
+    assert neighbour.retrieve(tokens)[0] == ()
+
+
+def test_what_one_engine_stored_another_finds_where_the_place_is_shared(engines, backend):
+    tokens = np.arange(11)
+    engines().store(tokens, kv_of(tokens))
+    expected = 0 if backend == "memory" else 11
+    other = engines()
+    assert other.lookup(tokens) == expected
+    assert num_tokens_of(other.retrieve(tokens)[0]) == expected
+
+
+def test_after_a_restart_what_is_on_disk_is_found_again(tmp_path, engines):
+    tokens = np.arange(11)
+    first = engines(backend=("memory", f"file://{tmp_path}/again"))
+    first.store(tokens, kv_of(tokens))
+    first.close()
+    second = engines(backend=("memory", f"file://{tmp_path}/again"))
+    assert second.lookup(tokens) == 11
+    assert equal(second.retrieve(tokens)[0], kv_of(tokens))
+    assert second.stats()["memory"].blocks == 3, "and is in memory from then on"
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+
+def test_hits_and_misses_are_tokens_asked_for_and_a_partial_hit_counts_both(engine):
+    """Known fault: a partial hit counted no misses."""
+    tokens = np.arange(10)
+    assert engine.hit_rate == 0.0
+    engine.retrieve(tokens)
+    assert (engine.hit_tokens_count, engine.miss_tokens_count, engine.hit_rate) == (0, 10, 0.0)
+    engine.store(tokens[:8], kv_of(tokens[:8]))
+    engine.retrieve(tokens)
+    assert (engine.hit_tokens_count, engine.miss_tokens_count, engine.hit_rate) == (8, 12, 0.4)
+    engine.retrieve(tokens, mask(5, 10))
+    assert (engine.hit_tokens_count, engine.miss_tokens_count) == (11, 14)
+    engine.retrieve(tokens, mask(9, 10))
+    assert (engine.hit_tokens_count, engine.miss_tokens_count) == (11, 15)
+    engine.lookup(tokens)
+    assert (engine.hit_tokens_count, engine.miss_tokens_count) == (11, 15)
+
+
+# ---- bad arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 3, 5, 9, 11])
+def test_a_store_mask_must_leave_out_whole_chunks(engine, skipped):
+    tokens = np.arange(11)
+    with pytest.raises(ValueError, match=rf"leaves out {skipped} tokens.*chunk_size=4"):
+        engine.store(tokens, kv_of(tokens[skipped:]), mask(skipped, 11))
+    assert engine.lookup(tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [([T, F, T, T], "False for the first"), ([T, T, T, F], "False for the first"), ([T] * 3, "4 booleans"),
+     ([0, 0, 1, 1], "4 booleans"), ([[T] * 4], "4 booleans"), ("x", "4 booleans"), (5, "4 booleans")],
+)  # fmt: skip
+def test_a_mask_is_false_then_true_one_boolean_per_token(engine, bad, message):
+    tokens = np.arange(4)
+    engine.store(tokens, kv_of(tokens))
+    with pytest.raises(ValueError, match=message):
+        engine.retrieve(tokens, bad)
+    with pytest.raises(ValueError, match=message):
+        engine.store(tokens, kv_of(tokens), bad)
+    assert engine.miss_tokens_count == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [[1, 2], [3, 4]],
+        [1.0, 2.0],
+        [True, False],
+        ["a"],
+        [-1],
+        [2**32],
+        5,
+        "tokens",
+        [2**70],
+        [None],
+        [1, [2]],
+        np.array(3),
+    ],
+)
+def test_tokens_that_are_none_are_a_value_error_everywhere(engine, bad):
+    for call in (lambda: engine.lookup(bad), lambda: engine.retrieve(bad), lambda: engine.store(bad, kv_of([1]))):
+        with pytest.raises(RequestError):
+            call()
+
+
+def bad_kv():
+    good = kv_of(np.arange(4))
+    k = good[0][0]
+    return {
+        "too few tokens": (kv_slice(good, 0, 3), "of 3 tokens were given for 4"),
+        "none": ((), "at least one"),
+        "nothing": (None, "at least one"),
+        "a pair missing": ((good[0], (k,)), "at least one"),
+        "layers of other shapes": ((good[0], (k[:3], k[:3])), "one type and shape"),
+        "layers of other types": ((good[0], (k, k.astype(np.float64))), "one type and shape"),
+        "two axes": (((k[0], k[0]),), "3 axes"),
+        "no heads": (((k[:, :0], k[:, :0]),), "hold nothing"),
+        "a blob of other axes": (np.zeros((2, 3, 4, 3, 4)), r"\[num_layers, 2"),
+        "objects": (((k.astype(object), k.astype(object)),), "cannot be stored"),
+        "complex numbers": (((k.astype(complex), k.astype(complex)),), "cannot be stored"),
+        "lists": ((([1.0], [1.0]),), "not list"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_kv())
+def test_keys_and_values_that_are_none_are_a_value_error_and_nothing_is_stored(engine, name):
+    kv, message = bad_kv()[name]
+    with pytest.raises(ValueError, match=message):
+        engine.store(np.arange(4), kv)
+    assert engine.lookup(np.arange(4)) == 0
+
+
+def test_a_closed_engine_says_so_and_closes_again(engine):
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.lookup([1]), lambda: engine.retrieve([1]), lambda: engine.store([1], kv_of([1]))):
+        with pytest.raises(RequestError, match="closed"):
+            call()
+
+
+def test_bad_arguments_are_refused_without_assertions_too():
+    """Known fault: asserts on user input, which `python -O` leaves out."""
+    code = (
+        "import numpy as np\n"
+        "from kvboost_edge.compat.lmcache import *\n"
+        "e = LMCacheEngine(LMCacheEngineConfig(4), LMCacheEngineMetadata('m', 1, 0, 'vllm'))\n"
+        "kv = [(np.zeros((3, 1, 2)), np.zeros((3, 1, 2)))]\n"
+        "for mask in ([False, True, True, True], [True, True, False, True]):\n"
+        "    try: e.store([1, 2, 3, 4], kv, mask)\n"
+        "    except ValueError: print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True,
+                          cwd=Path(__file__).parents[3])  # fmt: skip
+    assert done.stdout == "refused\nrefused\n"

@@ -1,0 +1,82 @@
+"""What tests of the disk tier share: chains of blocks whose payloads are known from their hashes, small tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+SPACE = bytes(range(32))
+OTHER_SPACE = bytes(range(32, 64))
+PAYLOAD_BYTES = 4000  # no multiple of 64
+TOKENS = 16
+RECORD_BYTES = 256 + 4032
+CAP = 2 << 20
+
+
+def chain(length: int, seed: int = 0, parent: bytes = bytes(32)) -> list[BlockAddress]:
+    """Addresses of consecutive blocks of random tokens."""
+    draw = random.Random(seed)
+    blocks = []
+    for _ in range(length):
+        tokens = draw.randbytes(4 * TOKENS)
+        blocks.append(BlockAddress(hashlib.sha256(parent + tokens).digest(), parent, tokens))
+        parent = blocks[-1].prefix_hash
+    return blocks
+
+
+@functools.lru_cache(4096)
+def payload(block: BlockAddress, nbytes: int = PAYLOAD_BYTES) -> bytes:
+    """The only bytes this block may ever be served with."""
+    return random.Random(block.prefix_hash).randbytes(nbytes)
+
+
+@contextlib.contextmanager
+def opened(directory: Path, space: bytes = SPACE, **options: Any) -> Iterator[DiskTier]:
+    """A tier with a cap of 2 MiB, so segments of 64 KiB, that seals at once."""
+    tier = DiskTier.open(directory, space, **{"max_bytes": CAP, "sealer": InlineSealer(), **options})
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def write(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> int:
+    return tier.write(blocks, [memoryview(payload(block, nbytes)) for block in blocks])
+
+
+def read(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> int:
+    """How many from the first on are served; each of them with the right bytes."""
+    into = [memoryview(bytearray(nbytes)) for _ in blocks]
+    done = tier.read(blocks, into)
+    for block, got in zip(blocks[:done], into, strict=False):
+        assert got == payload(block, nbytes), "a block was served with bytes that are not its own"
+    return done
+
+
+def present(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_BYTES) -> set[bytes]:
+    """Hashes of the blocks that are served, each asked for alone."""
+    return {block.prefix_hash for block in blocks if read(tier, [block], nbytes)}
+
+
+def scratch() -> Path:
+    """A directory to be removed by its user, in memory where there is such a place."""
+    return Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+
+
+def space_dir(directory: Path, space: bytes = SPACE) -> Path:
+    return directory / space.hex()
+
+
+def segments(directory: Path, space: bytes = SPACE) -> list[Path]:
+    return sorted(space_dir(directory, space).glob("*.kvs"))

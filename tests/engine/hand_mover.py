@@ -1,0 +1,78 @@
+"""A tier in memory, and a mover that is driven by hand: every interleaving of loads, stores and steps can be made."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from kvboost_edge.tiers.base import BlockAddress, TierStats
+from kvboost_edge.tiers.mover import Mover, Piece
+
+
+class DictTier:
+    """Blocks in a dict. knows: whether `holds` can tell. losses: chance that a block is gone when it is read."""
+
+    def __init__(self, name: str = "shelf", *, knows: bool = True, losses: float = 0.0, seed: int = 0) -> None:
+        self.name = name
+        self.blocks: dict[bytes, tuple[BlockAddress, bytes]] = {}
+        self.writable, self.closed = True, False
+        self.touched: list[bytes] = []
+        self.num_read = self.num_written = 0
+        self._knows, self._losses, self._rng = knows, losses, random.Random(seed)
+
+    def begin(self) -> None:
+        pass
+
+    def holds(self, prefix_hash: bytes) -> bool | None:
+        return prefix_hash in self.blocks if self._knows else None
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        self.touched += prefix_hashes
+
+    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
+        for count, (address, buffer) in enumerate(zip(blocks, into, strict=True)):
+            if self._rng.random() < self._losses:
+                self.blocks.pop(address.prefix_hash, None)
+            known, data = self.blocks.get(address.prefix_hash, (None, b""))
+            if known != address:
+                buffer[:] = b"\xff" * len(buffer)  # what is not verified may be anything
+                return count
+            buffer[:] = data
+            self.num_read += 1
+        return len(blocks)
+
+    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
+        for address, payload in zip(blocks, payloads, strict=True):
+            data = bytes(payload)
+            known = self.blocks.setdefault(address.prefix_hash, (address, data))
+            assert known == (address, data), "equal addresses hold equal bytes, whoever computed them"
+            self.num_written += 1
+        return len(blocks)
+
+    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        for prefix_hash in prefix_hashes:
+            self.blocks.pop(prefix_hash, None)
+
+    def stat(self) -> TierStats:
+        return TierStats(blocks=len(self.blocks), writable=self.writable)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class HandMover(Mover):
+    """Has no thread: `pump` does what it would do."""
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        self._deliver = deliver
+
+    def pump(self, most: int = 1000) -> int:
+        """Do up to so many loads and stores; how many there were."""
+        for count in range(most):
+            if self._loads:
+                self._read(self._loads.popleft())
+            elif self._stores:
+                self._write(self._stores.popleft())
+            else:
+                return count
+        return most

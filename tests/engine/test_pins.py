@@ -1,0 +1,256 @@
+"""Pinned prompts: what stays, for how long, whose it is, and which requests that refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.fake_runner import Bench, expected_tokens, fake_engine, hold_passes, runner_of
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+
+PROMPT = list(range(60, 100))  # two full blocks and a half
+
+
+@pytest.fixture
+def engine() -> Iterator[CPUPagedEngine]:
+    with fake_engine(num_blocks=16) as engine:
+        yield engine
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def flush(engine: CPUPagedEngine) -> None:
+    """A request that wants all blocks that are not pinned."""
+    free = engine.paged_stats()["free_blocks"]
+    engine.generate([1] * (free * 16 - 8), 2)
+
+
+def hits(engine: CPUPagedEngine, prompt: list[int] = PROMPT, **terms: Any) -> int:
+    result = engine.generate(prompt, 2, **terms)
+    assert list(result.output_token_ids) == expected_tokens(prompt, 2)
+    return result.cached_tokens
+
+
+def test_a_pinned_prompt_survives_what_flushes_the_pool(engine: CPUPagedEngine) -> None:
+    assert engine.pin(PROMPT).chunks_stored == 2
+    flush(engine)
+    assert engine.reset_cache() > 0
+    stats = engine.paged_stats()
+    assert (stats["pinned_blocks"], stats["used_blocks"], stats["max_pinned_blocks"]) == (2, 2, 8)
+    assert stats["pinned_bytes"] == 2 * stats["bytes_per_block"]
+    assert hits(engine) == 32
+    computed = runner_of(engine).computed
+    assert engine.pin(PROMPT).chunks_stored == 2
+    assert runner_of(engine).computed == computed + 8, "of what is cached only the rest is computed"
+    assert (engine.unpin(PROMPT), engine.unpin(PROMPT)) == (2, 0)
+    flush(engine)
+    assert hits(engine) == 0
+    assert engine.paged_stats()["used_blocks"] == 0
+
+
+def test_pins_are_their_tenants_and_salts(engine: CPUPagedEngine) -> None:
+    engine.pin(PROMPT, tenant="a")
+    engine.pin(PROMPT, tenant="a", cache_salt="s")
+    for terms in ({}, {"tenant": "b"}, {"cache_salt": "s"}, {"tenant": "b", "cache_salt": "s"}):
+        assert engine.unpin(PROMPT, **terms) == 0
+    flush(engine)
+    assert hits(engine, tenant="b") == 0
+    assert hits(engine, tenant="a") == hits(engine, tenant="a", cache_salt="s") == 32
+    assert engine.unpin(PROMPT, tenant="a") == engine.unpin(PROMPT, tenant="a", cache_salt="s") == 2
+
+
+def test_warm_and_submit_pin_too(engine: CPUPagedEngine) -> None:
+    engine.warm("x" * 40, pin=True)
+    assert engine.unpin("x" * 40) == 2
+    engine.submit(PROMPT, pin=True, max_new_tokens=30).result(30)
+    assert engine.unpin(PROMPT) == 2, "the prompt, not what was generated"
+
+
+def test_a_pin_ends_in_time_also_while_the_engine_sleeps(clock: list[float]) -> None:
+    bench = Bench(16)
+    for prompt, ttl in ((PROMPT, 5.0), ([7] * 32, None), ([8] * 32, 50.0)):
+        bench.submit(prompt, 2, pin=True, ttl=ttl)
+        bench.run()
+    assert bench.manager.pins.num_blocks == 6
+    clock[0] += 5
+    assert not bench.step(), "nothing to compute"
+    assert (bench.manager.pins.num_blocks, bench.manager.pins.next_end) == (4, 150.0)
+    clock[0] += 1e6
+    bench.step()
+    assert bench.manager.pins.num_blocks == 2
+
+
+def test_an_idle_engine_wakes_when_a_pin_ends(engine: CPUPagedEngine) -> None:
+    engine.pin(PROMPT, ttl=0.05)
+    give_up = time.monotonic() + 30
+    while engine.paged_stats()["pinned_blocks"]:
+        assert time.monotonic() < give_up
+    assert engine.paged_stats()["cached_blocks"] == 2
+
+
+def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine: CPUPagedEngine) -> None:
+    with pytest.raises(CapacityError, match=r"9 more blocks cannot be pinned: of the 16 .* max_pinned_blocks=8"):
+        engine.pin([1] * 144)
+    with pytest.raises(RequestError, match="a prompt of 15 tokens cannot be pinned"):
+        engine.pin([1] * 15)
+    assert runner_of(engine).computed == 0
+    engine.pin([2] * 96)
+    with pytest.raises(CapacityError, match="4 more blocks cannot be pinned"):
+        engine.pin([3] * 64)
+    assert engine.paged_stats()["pinned_blocks"] == 6
+    assert hits(engine, [3] * 64) == 63, "what was computed for it is cached all the same"
+    with fake_engine(max_pinned_blocks=0) as other, pytest.raises(CapacityError, match="max_pinned_blocks=0"):
+        other.pin(PROMPT)
+    with pytest.raises(ConfigError, match=r"max_pinned_blocks=40 must be in 0\.\.32"):
+        fake_engine(max_pinned_blocks=40)
+    with pytest.raises(ConfigError, match="max_pinned_blocks=-1 must be at least 0"):
+        fake_engine(max_pinned_blocks=-1)
+
+
+def test_what_is_expected_again_counts_as_used_again() -> None:
+    with fake_engine(num_blocks=16) as engine:
+        flags = engine._parts.manager._uses.again
+        engine.generate(PROMPT, 2)
+        assert sum(flags) == 0
+        engine.generate([7] * 40, 2, expect_reuse=True)
+        assert sum(flags) == 2 + 1, "with the block that was not full, which is nobody's by now"
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"expect_reuse": "24h"}, "expect_reuse='24h' must be True or False"),
+        ({"pin": 1}, "pin=1 must be True or False"),
+        ({"ttl": 5}, "ttl=5 is how long a pin lasts"),
+        ({"pin": True, "ttl": 0}, r"ttl=0 must be in \(0, 1e\+09\]"),
+        ({"pin": True, "ttl": float("nan")}, "ttl=nan must be in"),
+        ({"pin": True, "ttl": float("inf")}, "ttl=inf must be in"),
+        ({"pin": True, "ttl": "long"}, "ttl='long' must be a number"),
+    ],
+    ids=repr,
+)
+def test_bad_terms_of_pins(engine: CPUPagedEngine, terms: dict[str, Any], message: str) -> None:
+    for call in (engine.submit, engine.check, engine.stream):
+        with pytest.raises(RequestError, match=message):
+            call(PROMPT, **terms)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.unpin([])
+
+
+def test_a_request_that_fails_or_is_cancelled_pins_nothing(engine: CPUPagedEngine) -> None:
+    runner_of(engine).nan_for = {PROMPT[-1]}
+    with pytest.raises(Exception, match="NaN"):
+        engine.pin(PROMPT)
+    assert engine.submit(PROMPT, pin=True, deadline=time.monotonic() - 1).result(30).finish_reason == "timeout"
+    assert engine.paged_stats()["pinned_blocks"] == 0
+
+
+def test_pins_outlive_preemption_and_every_request_ends() -> None:
+    """Half of the pool is pinned while six requests share the other half."""
+    bench = Bench(16, max_num_seqs=6)
+    bench.submit([9] * 128, 1, pin=True)
+    bench.run()
+    handles = [bench.submit([i] * 30, 50, tenant=str(i % 2)) for i in range(6)]
+    bench.run()
+    for i, handle in enumerate(handles):
+        assert list(handle.result(0).output_token_ids) == expected_tokens([i] * 30, 50)
+    assert bench.scheduler.num_preemptions > 0
+    assert bench.manager.pins.num_blocks == 8
+
+
+# ---- requests that only the pins keep from running -------------------------------------------------------------------
+
+
+def test_a_request_larger_than_what_is_left_is_refused_at_once(engine: CPUPagedEngine) -> None:
+    engine.pin([5] * 80)
+    with pytest.raises(CapacityError, match=r"the pool has 11 of 16 that are not pinned; lower max_new_tokens, unpin"):
+        engine.submit([1] * 180)
+    assert hits(engine, [1] * 150) == 0
+
+
+def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine: CPUPagedEngine) -> None:
+    engine.pin([5] * 128)
+    for prompt, served in (([5] * 128 + [6] * 110, 128), ([5] * 128, 127)):
+        assert hits(engine, prompt) == served
+    assert hits(engine, [5] * 128 + [6] * 100, mode="prefix_cache") == 224
+    for options in ({"mode": "baseline"}, {"prompt_logprobs": 0}):
+        with pytest.raises(CapacityError, match="8 of 16 that are not pinned"):
+            engine.submit([5] * 128 + [6] * 100, **options)
+    with pytest.raises(CapacityError, match="8 of 16 that are not pinned"):
+        engine.submit([5] * 128 + [6] * 127, max_new_tokens=2)
+
+
+def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradiction() -> None:
+    """The pins grew while it waited: nothing else runs, so nothing would ever free what it needs."""
+    bench = Bench(16)
+    bench.submit([3] * 128, 1)
+    bench.run()
+    handle = bench.submit([1] * 200)
+    bench.manager.pins.add([3] * 128, bench.parts.root)
+    bench.run()
+    with pytest.raises(CapacityError, match="the pool has 8 of 16 that are not pinned"):
+        handle.result(0)
+    later = bench.submit([2] * 20)
+    bench.run()
+    assert later.result(0).generated_tokens == 8
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 20])
+def test_pins_that_grow_while_it_runs_end_it_with_an_error_that_names_them(steps: int) -> None:
+    bench = Bench(16, max_batch_tokens=32)
+    bench.submit([3] * 96, 1)
+    bench.run()
+    handle = bench.submit([1] * 100, 60)
+    for _ in range(steps):
+        bench.step()
+    bench.manager.pins.add([3] * 96, bench.parts.root)
+    other = bench.submit([1] * 100, 60)
+    bench.run()
+    assert handle.result(0).generated_tokens == other.result(0).generated_tokens == 60, "ten blocks are left"
+    late = bench.submit([2] * 100, 60)
+    for _ in range(steps):
+        bench.step()
+    bench.manager.pins.add([1] * 32, bench.parts.root)
+    bench.run()
+    with pytest.raises(CapacityError, match="the pool has 8 of 16 that are not pinned"):
+        late.result(0)
+
+
+def test_unpinning_lets_a_waiting_request_in() -> None:
+    bench = Bench(16)
+    bench.submit([3] * 128, 1, pin=True)
+    bench.run()
+    first = bench.submit([1] * 60, 60)
+    bench.step()
+    second = bench.submit([2] * 60, 20)
+    bench.step()
+    assert len(bench.scheduler.waiting) == 1
+    assert bench.manager.pins.end([3] * 128, bench.parts.root) == 8
+    bench.step()
+    assert len(bench.scheduler.running) == 2
+    bench.run()
+    assert (first.result(0).generated_tokens, second.result(0).generated_tokens) == (60, 20)
+
+
+def test_a_pin_may_be_ended_while_a_request_reads_its_blocks() -> None:
+    with fake_engine(num_blocks=16) as engine:
+        engine.pin(PROMPT)
+        go = threading.Event()
+        hold_passes(engine, go)
+        handle = engine.submit([*PROMPT, 1, 2], max_new_tokens=5)
+        while not engine.num_running():
+            assert engine.is_alive()
+        assert engine.unpin(PROMPT) == 2
+        go.set()
+        assert list(handle.result(30).output_token_ids) == expected_tokens([*PROMPT, 1, 2], 5)
+        assert engine.paged_stats()["used_blocks"] == 0

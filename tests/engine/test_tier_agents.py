@@ -1,0 +1,48 @@
+"""An agent on a pool that holds its head and little more: nothing that a tier can bring back is computed twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from agent_turns import Turns, play
+from engine.fake_runner import Bench, expected_tokens
+from engine.hand_mover import DictTier
+
+AGENT = Turns(head=160, chats=2, turns=3, message=20, answer=8, side=70, sides=3, vocab=250)
+
+
+def run(bench: Bench, turns: Turns, seed: int | None) -> tuple[int, int]:
+    """Full blocks computed twice, in all and at most by one request. `seed`: the mover is as slow as chance wills."""
+    draw = random.Random(seed)
+
+    def ask(prompt: list[int], count: int) -> tuple[int, list[int]]:
+        handle = bench.submit(prompt, count)
+        while not handle.done:
+            worked = bench.step()
+            if seed is None or draw.random() < 0.5:
+                worked = bool(bench.mover.pump(1)) or worked
+            if not worked:
+                bench.core.tiering.save_more()
+        result = handle.result(0)
+        assert list(result.output_token_ids) == expected_tokens(prompt, count)
+        return result.cached_tokens, list(result.output_token_ids)
+
+    twice = play(turns, ask).twice
+    bench.run()
+    return sum(twice), max(twice)
+
+
+@pytest.mark.parametrize("num_blocks", [18, 20, 22])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_no_full_block_is_computed_twice(num_blocks: int, seed: int | None) -> None:
+    tier = DictTier()
+    assert run(Bench(num_blocks, tiers=[tier]), AGENT, seed) == (0, 0)
+    assert tier.num_read >= AGENT.head // 16
+
+
+def test_without_a_tier_the_same_agent_computes_its_head_again() -> None:
+    twice, _ = run(Bench(18), dataclasses.replace(AGENT, turns=2), None)
+    assert twice > AGENT.head // 16

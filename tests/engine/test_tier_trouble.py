@@ -1,0 +1,196 @@
+"""A running engine over a real disk tier, and what a hostile operator does to it: answers stay right, nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.fake_runner import assert_clean, expected_tokens, fake_engine, runner_of
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+SPACE = bytes(32)
+SECONDS = 30  # nothing here takes as long
+
+
+def prompt(number: int, length: int = 100) -> list[int]:
+    return [(7 * number + 3 * place) % 250 for place in range(length)]
+
+
+@contextlib.contextmanager
+def opened(directory: Path, num_blocks: int = 64, *, max_bytes: int = 16 << 20, **options: Any) -> Iterator[Any]:
+    tier = DiskTier.open(directory, SPACE, max_bytes=max_bytes)
+    with fake_engine(num_blocks, tiers=[tier], **options) as engine:
+        yield engine
+
+
+def ask(engine: CPUPagedEngine, token_ids: list[int], count: int = 4) -> dict[str, int]:
+    """Where the prompt's tokens came from; the answer is the right one."""
+    handle = engine.submit(token_ids, max_new_tokens=count, temperature=0.0, ignore_eos=True)
+    result = handle.result(SECONDS)
+    assert list(result.output_token_ids) == expected_tokens(token_ids, count)
+    return dict(result.hit_tokens)
+
+
+def fill(directory: Path, *prompts: list[int]) -> None:
+    """Have the blocks of these prompts on disk."""
+    with opened(directory) as engine:
+        for token_ids in prompts:
+            ask(engine, token_ids)
+
+
+def no_memory(*args: Any, **options: Any) -> Any:
+    raise MemoryError("there is none")
+
+
+def test_without_memory_to_copy_blocks_out_they_are_not_kept(tmp_path, monkeypatch, caplog):
+    with opened(tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._parts.backend, "read_blocks", no_memory)
+            ask(engine, prompt(1))
+            ask(engine, prompt(2))
+        assert engine.failure() is None
+        ask(engine, prompt(3))
+        assert engine.paged_stats()["lost_blocks"] == 12
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    with opened(tmp_path) as engine:
+        assert [ask(engine, prompt(number)).get("disk", 0) for number in (1, 2, 3)] == [0, 0, 96]
+
+
+def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeypatch, caplog):
+    fill(tmp_path, prompt(1))
+
+    def empty(shape: tuple[int, int], dtype: Any) -> np.ndarray:
+        return no_memory() if shape[0] else np.empty(shape, dtype)
+
+    with opened(tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvboost_edge.tiers.mover.np", types.SimpleNamespace(empty=empty, uint8=np.uint8))
+            assert ask(engine, prompt(1)) == {"pool": 0}
+        assert engine.paged_stats()["staging_bytes"] == 0
+        engine.reset_cache()
+        assert ask(engine, prompt(1)) == {"pool": 0, "disk": 96}
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_blocks_that_cannot_be_put_into_the_pool_are_computed(tmp_path, monkeypatch, caplog):
+    fill(tmp_path, prompt(1))
+    with opened(tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._parts.backend, "write_blocks", no_memory)
+            assert ask(engine, prompt(1)) == {"pool": 0}
+        assert_clean(engine)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_of_a_request_that_failed_nothing_is_kept(tmp_path):
+    with opened(tmp_path) as engine:
+        runner_of(engine).nan_for = {251}
+        for _ in range(2):
+            with pytest.raises(KVBoostError, match="NaN"):
+                engine.generate([*prompt(1, 60), 251], max_new_tokens=2)
+    with opened(tmp_path) as engine:
+        assert engine.paged_stats()["tiers"]["disk"]["blocks"] == 0
+
+
+def test_two_engines_on_one_directory_share_it(tmp_path):
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        callers = [
+            threading.Thread(target=lambda e=engine: [ask(e, prompt(i % 5)) for i in range(20)])
+            for engine in (one, other)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        one.close()
+        ask(other, prompt(9))
+        assert_clean(other)
+    with opened(tmp_path) as engine:
+        assert ask(engine, prompt(9)) == {"pool": 0, "disk": 96}
+
+
+def test_a_directory_deleted_under_a_running_engine(tmp_path, caplog):
+    with opened(tmp_path / "disk") as engine:
+        ask(engine, prompt(1))
+        shutil.rmtree(tmp_path / "disk", ignore_errors=True)
+        engine.reset_cache()
+        for number in range(8):
+            ask(engine, prompt(number))
+        assert_clean(engine)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    fill(tmp_path / "disk", prompt(1))
+
+
+@pytest.mark.parametrize("num_blocks", [8, 10, 13])
+def test_a_pool_too_small_for_two_prompts(tmp_path, num_blocks):
+    hits = 0
+    with opened(tmp_path, num_blocks) as engine:
+        for number in range(40):
+            hits += ask(engine, prompt(number % 6, 110)).get("disk", 0)
+        assert engine.paged_stats()["lost_blocks"] == 0
+        assert_clean(engine)
+    assert hits > 2000
+
+
+def test_cancels_and_resets_while_prefixes_are_on_their_way(tmp_path):
+    prompts = [prompt(number, 150) for number in range(6)]
+    fill(tmp_path, *prompts)
+    with opened(tmp_path, 32) as engine:
+        for _ in range(40):
+            engine.reset_cache()
+            handles = [engine.submit(token_ids, max_new_tokens=3) for token_ids in prompts]
+            engine.reset_cache()
+            for handle in handles[::2]:
+                handle.cancel()
+            for handle, token_ids in list(zip(handles, prompts, strict=True))[1::2]:
+                assert list(handle.result(SECONDS).output_token_ids) == expected_tokens(token_ids, 3)
+            for handle in handles:
+                handle.result(SECONDS)
+        assert_clean(engine)
+        assert len(engine._scheduler.loads) == engine.paged_stats()["staging_bytes"] == 0
+
+
+def test_closing_while_prefixes_are_on_their_way(tmp_path):
+    prompts = [prompt(number, 150) for number in range(6)]
+    fill(tmp_path, *prompts)
+    for _ in range(10):
+        with opened(tmp_path) as engine:
+            handles = [engine.submit(token_ids, max_new_tokens=3) for token_ids in prompts]
+            engine.close()
+            for handle in handles:
+                with contextlib.suppress(KVBoostError):
+                    handle.result(SECONDS)
+    with opened(tmp_path) as engine:
+        assert ask(engine, prompts[0]) == {"pool": 0, "disk": 144}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_keeps_off(tmp_path):
+    with opened(tmp_path) as engine:
+        ask(engine, prompt(1))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                with contextlib.suppress(KVBoostError):
+                    engine.generate([1], max_new_tokens=1)
+                    os._exit(2)
+                engine.close()
+                with contextlib.closing(DiskTier.open(tmp_path, SPACE)) as tier:
+                    code = 3 if tier.stat().writable else 0  # its parent owns the directory
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ask(engine, prompt(2))
+    with opened(tmp_path) as engine:
+        assert ask(engine, prompt(2)) == {"pool": 0, "disk": 96}

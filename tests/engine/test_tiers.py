@@ -1,0 +1,238 @@
+"""Blocks outside the pool: what is kept and when, what comes back and who waits for it, and what goes wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.fake_runner import Bench, expected_tokens
+from engine.hand_mover import DictTier
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import GenerationMode
+
+PROMPT = list(range(70))  # four full blocks and six tokens
+
+
+def kept(*prompts: list[int], tier: DictTier | None = None) -> DictTier:
+    """A tier that holds what these prompts left, filled by another engine."""
+    tier = tier or DictTier()
+    bench = Bench(tiers=[tier])
+    for prompt in prompts:
+        bench.submit(prompt, 1)
+        bench.run()
+    return tier
+
+
+def test_full_blocks_are_kept_and_come_back():
+    tier = kept(PROMPT)
+    assert len(tier.blocks) == 4
+    bench = Bench(tiers=[tier])
+    handle = bench.submit(PROMPT, 8)
+    bench.run()
+    result = handle.result(0)
+    assert list(result.output_token_ids) == expected_tokens(PROMPT, 8)
+    assert (result.cached_tokens, result.hit_tokens) == (64, {"pool": 0, "shelf": 64})
+    assert bench.runner.computed == 6 + 7
+    assert result.load_ms > 0
+    assert sum(result.phases.values()) == pytest.approx(result.total_ms)
+    assert bench.manager.used_block_count == 0
+
+
+def test_a_prefix_comes_from_the_pool_and_two_tiers():
+    near, far = DictTier("near"), DictTier("far", knows=False)
+    kept(PROMPT, tier=far)
+    kept(PROMPT[:48], tier=near)
+    bench = Bench(tiers=[near, far])
+    bench.submit([*PROMPT[:16], 99], 1)
+    bench.run()
+    handle = bench.submit(PROMPT, 4)
+    bench.run()
+    assert handle.result(0).hit_tokens == {"pool": 16, "near": 32, "far": 16}
+    assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 4)
+    assert len(near.blocks) == 4  # what came from afar is kept near
+
+
+def test_others_run_while_a_prefix_is_on_its_way():
+    bench = Bench(tiers=[kept(PROMPT)])
+    waiting = bench.submit(PROMPT, 4)
+    bench.step()
+    other = bench.submit([200, 201, 202], 4)
+    for _ in range(10):
+        bench.step()
+    assert other.done
+    assert not waiting.done
+    assert bench.scheduler.only_waits
+    assert not bench.step()
+    bench.run()
+    assert list(waiting.result(0).output_token_ids) == expected_tokens(PROMPT, 4)
+
+
+def test_one_load_serves_all_who_share_the_prefix():
+    tier = kept(PROMPT)
+    bench = Bench(tiers=[tier])
+    handles = [bench.submit([*PROMPT[:64], 100 + i], 3) for i in range(4)]
+    bench.run()
+    assert tier.num_read == 4
+    assert [handle.result(0).hit_tokens for handle in handles] == [{"pool": 0, "shelf": 64}, *[{"pool": 64}] * 3]
+
+
+def test_what_a_tier_lost_is_computed_and_nobody_waits_for_it():
+    tier = DictTier(knows=False)
+    kept(PROMPT, tier=tier)
+    third = next(key for key, (address, _) in tier.blocks.items() if address.tokens[0] == 32)
+    bench = Bench(tiers=[tier])
+    del tier.blocks[third]
+    handles = [bench.submit([*PROMPT, 100 + i], 3) for i in range(2)]
+    bench.run()
+    assert handles[0].result(0).hit_tokens == {"pool": 0, "shelf": 32}
+    assert handles[1].result(0).hit_tokens == {"pool": 64}
+    assert third in tier.blocks  # kept again
+
+
+def test_a_baseline_request_loads_nothing():
+    tier = kept(PROMPT)
+    bench = Bench(tiers=[tier])
+    handle = bench.submit(PROMPT, 1, GenerationMode.BASELINE)
+    bench.run()
+    assert (tier.num_read, handle.result(0).cached_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_cancelled_request_gives_its_blocks_back(arrived):
+    bench = Bench(tiers=[kept(PROMPT)])
+    handle = bench.submit(PROMPT, 4)
+    bench.step()
+    if arrived:
+        bench.mover.pump()
+    handle.cancel()
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert bench.manager.used_block_count == 0
+    assert len(bench.scheduler.loads) == bench.mover.staging_bytes == 0
+
+
+def test_a_deadline_ends_a_request_whose_prefix_does_not_come():
+    bench = Bench(tiers=[kept(PROMPT)])
+    handle = bench.submit(PROMPT, 4, deadline=0.0)
+    bench.step()
+    bench.step()
+    assert handle.result(0).finish_reason == "timeout"
+    bench.run()
+    assert bench.manager.used_block_count == 0
+
+
+def test_what_is_evicted_before_it_was_copied_is_copied_then():
+    tier = DictTier()
+    bench = Bench(6, tiers=[tier], max_batch_tokens=96)
+    bench.core.tiering.save_some = lambda seconds: None  # nothing is copied behind the steps
+    for first in (0, 100):
+        bench.submit([first + i for i in range(64)], 1)
+        while bench.step():
+            pass
+    bench.mover.pump()
+    chains = {bytes(address.tokens)[:4] for address, _ in tier.blocks.values()}
+    assert {int.from_bytes(tokens, "little") for tokens in chains} >= {32, 48}
+    bench.run()
+    handle = bench.submit(list(range(64)), 2)
+    bench.run()
+    assert handle.result(0).cached_tokens >= 48
+    assert list(handle.result(0).output_token_ids) == expected_tokens(list(range(64)), 2)
+
+
+def test_a_tier_that_does_not_store_is_given_nothing():
+    tier = DictTier()
+    tier.writable = False
+    kept(PROMPT, tier=tier)
+    assert tier.num_written == 0
+
+
+def test_a_tier_that_raises_is_not_asked_again(caplog):
+    class Broken(DictTier):
+        def read(self, blocks, into):
+            raise RuntimeError("a fault")
+
+    tier = kept(PROMPT, tier=Broken())
+    bench = Bench(tiers=[tier])
+    handle = bench.submit(PROMPT, 3)
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 3)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_load_yields_to_who_runs():
+    """A pool of six blocks: a running sequence that grows takes the blocks that a load holds."""
+    bench = Bench(6, tiers=[kept(PROMPT)])
+    growing = bench.submit([250, 251], 50)
+    bench.step()
+    waiting = bench.submit(PROMPT[:66], 2)
+    bench.run()
+    assert list(growing.result(0).output_token_ids) == expected_tokens([250, 251], 50)
+    assert list(waiting.result(0).output_token_ids) == expected_tokens(PROMPT[:66], 2)
+
+
+def test_use_counts_on_the_tier_too():
+    tier = kept(PROMPT)
+    bench = Bench(tiers=[tier])
+    bench.submit(PROMPT, 1)
+    bench.run()
+    assert tier.touched == list(tier.blocks)
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[object, np.ndarray]:
+    found = {}
+    for bits in (16, 8, (8, 4), 4):
+        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64, kv_cache_bits=bits) as engine:
+            found[bits] = engine.logits(TOKENS, start=200)
+    return found
+
+
+TOKENS = np.random.default_rng(3).integers(10, 250, 230).tolist()
+
+
+@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
+def test_a_restarted_engine_answers_to_the_bit(tmp_path, bits, cold):
+    options = {"num_blocks": 64, "kv_cache_bits": bits, "disk_cache_dir": tmp_path, "debug_checks": True}
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        engine.warm(TOKENS)
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        result = engine.generate(TOKENS, max_new_tokens=1, temperature=0.0)
+        assert result.hit_tokens == {"pool": 0, "disk": 224}
+        engine.reset_cache()
+        np.testing.assert_array_equal(engine.logits(TOKENS, start=200), cold[bits])
+        assert engine.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
+
+
+def test_other_bits_find_nothing(tmp_path):
+    found = []
+    for bits in (16, 8, 16):
+        options = {"num_blocks": 64, "kv_cache_bits": bits, "disk_cache_dir": tmp_path}
+        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+            found.append(engine.generate(TOKENS, max_new_tokens=1).hit_tokens.get("disk", 0))
+    assert found == [0, 0, 224]
+
+
+def test_without_its_directory_the_engine_serves_on_and_says_so(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_text("")
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=path) as engine:
+        assert engine.generate([5, 6], max_new_tokens=2).generated_tokens == 2
+        tier = engine.paged_stats()["tiers"]["disk"]
+    assert not tier["writable"]
+    assert "disk_cache_dir" in tier["state"]
+    assert [record.levelname for record in caplog.records if "disk" in record.message] == ["WARNING"]
+
+
+def test_the_figures_name_the_tier(tmp_path):
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path) as engine:
+        engine.warm(TOKENS[:64])
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path) as engine:
+        engine.warm(TOKENS[:80])
+        stats, cache = engine.paged_stats(), engine.cache_stats()
+    assert stats["tiers"]["disk"]["read_blocks"] == cache["disk_hits"] == 4
+    assert cache["disk_chunks"] >= 4
+    assert cache["disk_budget_mb"] > 1
+    assert stats["lost_blocks"] == 0
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16) as engine:
+        assert engine.paged_stats()["tiers"] == {}
+        assert engine.cache_stats()["disk_chunks"] == 0

@@ -1,0 +1,138 @@
+"""The order of what is cached against a model that sorts everything anew for each entry it gives up."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from kvboost_edge.kvcache.order import CachedOrder
+
+
+@dataclasses.dataclass
+class Model:
+    """The rules of `CachedOrder` as sentences. entries: key -> (owner, used again, when)."""
+
+    capacity: int
+    entries: dict[int, tuple[bytes, int, int]] = dataclasses.field(default_factory=dict)
+    given_up: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    now: int = 0
+
+    def put(self, key: int, owner: bytes, again: int) -> None:
+        self.now += 1
+        self.entries[key] = (owner, again, self.now)
+
+    def count(self, owner: bytes) -> int:
+        return sum(entry[0] == owner for entry in self.entries.values())
+
+    @property
+    def owners(self) -> set[bytes]:
+        return {owner for owner, _, _ in self.entries.values()}
+
+    @property
+    def floor(self) -> int:
+        return self.capacity // 2 // max(1, len(self.owners))
+
+    def protected(self, owner: bytes) -> int:
+        return sum(min(self.count(other), self.floor) for other in self.owners - {owner})
+
+    def take(self, count: int, owner: bytes, share: int) -> list[int]:
+        taken: list[int] = []
+        for floor in (self.floor, 0):
+            while len(taken) < count:
+                free = {o for o in self.owners if o == owner or self.count(o) > floor}
+                open_to = {key: entry for key, entry in self.entries.items() if entry[0] in free}
+                once = {key for key, entry in open_to.items() if not entry[1]}
+                if once and sum(not entry[1] for entry in self.entries.values()) > share:
+                    open_to = {key: open_to[key] for key in once}
+                if not open_to:
+                    break
+                key = min(open_to, key=lambda key: open_to[key][2])
+                taken.append(key)
+                del self.entries[key]
+        return taken
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_operations_agree_with_the_model(seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = rng.choice((1, 5, 20, 60))
+    owners = [b"%d" % number for number in range(rng.choice((1, 2, 3, 9)))]
+    order: CachedOrder[int] = CachedOrder(capacity)
+    model = Model(capacity)
+    for step in range(400):
+        act, keys, owner = rng.random(), list(model.entries), rng.choice(owners)
+        if act < 0.5 and len(keys) < capacity:
+            again = int(rng.random() < 0.4)
+            order.put(step, owner, again=again)
+            model.put(step, owner, again)
+        elif act < 0.6 and keys:
+            key = rng.choice(keys)
+            order.remove(key)
+            del model.entries[key]
+        elif act < 0.7 and keys:
+            key = rng.choice(keys)
+            order.refresh(key)
+            model.put(key, *model.entries[key][:2])
+        elif act < 0.8:
+            order.missed(once=rng.randrange(3), again=rng.randrange(3))
+            assert capacity // 10 <= order.once_share <= capacity
+        elif keys:
+            if len(owners) == 1:
+                copy = dataclasses.replace(model, entries=model.entries.copy())
+                assert order.oldest_first() == copy.take(len(keys), owner, order.once_share)
+            count = rng.randrange(1, 1 + rng.choice((1, len(keys))))
+            asking = rng.choice([owner, b"a stranger"])
+            assert order.take(count, asking) == model.take(count, asking, order.once_share)
+        assert len(order) == len(model.entries)
+        for other in (*owners, b"a stranger"):
+            assert order.protected(other) == model.protected(other)
+        assert all(key in order for key in model.entries)
+        assert sorted(order.oldest_first()) == sorted(model.entries)
+
+
+def test_what_is_used_once_goes_before_what_came_again_beyond_its_share() -> None:
+    order: CachedOrder[str] = CachedOrder(10)
+    for key in "abc":
+        order.put(key, b"", again=1)
+    for key in "defghij":
+        order.put(key, b"")
+    assert order.oldest_first() == list("abcdefghij"), "at first it is plain LRU"
+    order.missed(once=0, again=6)
+    assert order.once_share == 4
+    assert order.oldest_first() == list("def" + "abc" + "ghij")
+    order.missed(once=0, again=100)
+    assert order.once_share == 1, "a tenth stays"
+    order.missed(once=100, again=0)
+    assert order.once_share == 10
+
+
+def test_what_is_given_up_seldom_and_then_wanted_counts_for_more() -> None:
+    order: CachedOrder[int] = CachedOrder(100)
+    for key in range(100):
+        order.put(key, b"", again=int(key >= 90))
+    order.take(100, b"")
+    order.missed(once=0, again=2)
+    assert order.once_share == 100 - 2 * 3, "nine times more seldom: three times more"
+    order.missed(once=2, again=0)
+    assert order.once_share == 100 - 2 * 3 + 2
+
+
+def test_one_who_reads_much_flushes_no_other_below_the_floor() -> None:
+    order: CachedOrder[tuple[str, int]] = CachedOrder(100)
+    for number in range(40):
+        order.put(("a", number), b"a", again=number % 2)
+    for number in range(5000):
+        if len(order) == 100:
+            order.take(1, b"reader")
+        order.put(("reader", number), b"reader")
+    assert sum(owner == "a" for owner, _ in order.oldest_first()) == 25
+
+
+def test_a_key_that_is_not_there() -> None:
+    order: CachedOrder[int] = CachedOrder(4)
+    for call in (order.remove, order.refresh):
+        with pytest.raises(KeyError):
+            call(3)
+    assert order.take(3, b"") == []

@@ -1,0 +1,112 @@
+"""What counts as used again: found by a prompt, or going on where a published chain ended."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.uses import Uses
+from kvcache_cases import ROOT, B, prefill
+
+
+def used_again(manager: KVCacheManager, tokens: list[int]) -> list[int]:
+    """Of each published block of a prompt, whether it was used again."""
+    table = manager.open_table([*tokens, 0], ROOT, count=False)
+    flags = [manager._uses.again[block_id] for block_id in table.block_ids]
+    manager.free(table)
+    return flags
+
+
+def test_a_block_is_used_again_once_a_prompt_finds_it() -> None:
+    manager = KVCacheManager(12, B)
+    head, one, other = [1] * 8, [*[1] * 8, *[2] * 4], [*[1] * 8, *[3] * 4]
+    manager.free(prefill(manager, one))
+    assert used_again(manager, one) == [0, 0, 0]
+    manager.free(prefill(manager, other))
+    assert used_again(manager, one) == [1, 1, 0]
+    assert used_again(manager, other) == [1, 1, 0], "it branched off inside the other chain"
+    manager.free(prefill(manager, [*head, *[4] * 4]))
+    assert used_again(manager, [*head, *[4] * 4]) == [1, 1, 0]
+
+
+def test_a_chain_that_goes_on_at_its_end_is_used_again_as_a_whole() -> None:
+    manager = KVCacheManager(12, B)
+    turn = [1] * 8
+    manager.free(prefill(manager, turn))
+    manager.free(prefill(manager, [*turn, *[2] * 9]))
+    assert used_again(manager, [*turn, *[2] * 9]) == [1, 1, 1, 1]
+
+
+def test_a_block_that_is_handed_out_anew_was_used_by_nobody() -> None:
+    manager = KVCacheManager(4, B)
+    for _ in range(2):
+        manager.free(prefill(manager, [1] * 8))
+    assert used_again(manager, [1] * 8) == [1, 1]
+    manager.free(prefill(manager, [2] * 16))
+    assert used_again(manager, [2] * 16) == [0, 0, 0, 0]
+
+
+def test_found_again_after_preemption_is_no_second_use() -> None:
+    manager = KVCacheManager(4, B)
+    manager.free(prefill(manager, [1] * 8))
+    assert used_again(manager, [1] * 8) == [0, 0]
+    assert used_again(manager, [1] * 8) == [0, 0]
+
+
+def test_a_table_may_say_that_its_blocks_come_again() -> None:
+    for use_cache in (True, False):
+        manager = KVCacheManager(12, B)
+        table = manager.open_table([1] * 8, ROOT, use_cache=use_cache, again=True)
+        manager.extend(table, 8)
+        manager.commit(table, [1] * 8, 8)
+        manager.free(table)
+        assert used_again(manager, [1] * 8) == [1, 1]
+
+
+def test_uses_by_themselves() -> None:
+    uses = Uses(3)
+    assert not uses.matched([])
+    uses.follow([0])
+    assert uses.matched([0, 1])
+    assert not uses.matched([0])
+    assert list(uses.again) == [1, 1, 0]
+    uses.forget([0])
+    assert uses.matched([0])
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(LeastRecentlyUsed, 0), (TenantFloors, 5 * 4)])
+def test_one_off_documents_do_not_flush_conversations(policy: Any, expected: int) -> None:
+    """Three documents are more than LRU keeps; what was missed in the first rounds teaches the order."""
+    manager = KVCacheManager(40, B, policy=policy)
+    chats = [[number] * 2 * B for number in range(1, 5)]
+    hits = 0
+    for turn in range(12):
+        for tokens in chats * 2:
+            table = prefill(manager, [*tokens, 0])
+            hits += turn > 6 and table.num_cached_tokens == len(tokens)
+            manager.free(table)
+        hits -= 4 * (turn > 6)  # those of the second time
+        for number in range(3):
+            manager.free(prefill(manager, [100 + 3 * turn + number] * 15 * B))
+    assert hits == expected
+
+
+def test_an_ancestor_is_never_evicted_before_its_descendants() -> None:
+    rng = random.Random(3)
+    manager = KVCacheManager(60, B, policy=TenantFloors)
+    texts = [[rng.randrange(5)] * B * 2 for _ in range(3)]
+    for _ in range(400):
+        tokens = rng.choice(texts) + [token for _ in range(rng.randrange(8)) for token in [rng.randrange(3)] * B]
+        owner = rng.choice((b"a", b"b"))
+        table = manager.open_table(tokens, owner * 32, owner=owner)
+        manager.extend(table, len(tokens))
+        manager.commit(table, tokens, len(tokens))
+        manager.free(table)
+        entries = manager._index.entries().values()
+        serials = {0, *(entry.serial for entry in entries)}
+        assert all(entry.parent_serial in serials for entry in entries)
+    assert manager.evictions > 300

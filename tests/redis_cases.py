@@ -1,0 +1,57 @@
+"""Shared by the tests of the Redis tier: its secret, its space, a chain of blocks, a clock that a test moves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from kvboost_edge.kvcache.hashing import chain_hash
+from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.redis.tier import RedisTier
+
+__all__ = ["SECRET", "SPACE", "Clock", "chain", "opened", "reads", "stored_keys"]
+
+SECRET = "a secret of the test suite"
+SPACE = bytes(range(32))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chain(count: int, payload_bytes: int = 1000, seed: int = 0) -> tuple[list[BlockAddress], list[memoryview]]:
+    """Consecutive blocks of 16 tokens and random payloads."""
+    draw = random.Random(seed)
+    blocks: list[BlockAddress] = []
+    parent = draw.randbytes(32)
+    for _ in range(count):
+        tokens = draw.randbytes(64)
+        blocks.append(BlockAddress(chain_hash(parent, tokens), parent, tokens))
+        parent = blocks[-1].prefix_hash
+    return blocks, [memoryview(draw.randbytes(payload_bytes)) for _ in range(count)]
+
+
+def opened(url: str, **options: Any) -> RedisTier:
+    """A tier under the suite's secret, unless told otherwise."""
+    options.setdefault("secret", SECRET)
+    options.setdefault("environment", {})
+    return RedisTier(url, options.pop("space", SPACE), **options)
+
+
+def reads(tier: RedisTier, blocks: list[BlockAddress], payloads: list[memoryview]) -> int:
+    """How many blocks a read serves; those are what was written, whatever else happened."""
+    into = [memoryview(bytearray(len(payload))) for payload in payloads]
+    count = tier.read(blocks, into)
+    assert into[:count] == payloads[:count]
+    return count
+
+
+def stored_keys(client: Any) -> list[str]:
+    """All keys on the server."""
+    return sorted(key.decode() for key in client.keys("*"))

@@ -1,0 +1,46 @@
+"""Tiers as a server's clients see them: where an answer's tokens came from, what each tier holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge import CPUPagedEngine
+from live_servers import ENGINE_OPTIONS, LiveServer, serving
+
+BODY = {"model": "kvboost-edge/demo", "prompt": "The mine of North Romin is nickel. " * 12, "max_tokens": 2}
+
+
+@pytest.fixture
+def restarted(tmp_path: Path) -> Iterator[LiveServer]:
+    """A server whose engine begins with what another one left on disk."""
+    options: dict[str, Any] = {**ENGINE_OPTIONS, "disk_cache_dir": tmp_path}
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        engine.warm(BODY["prompt"])
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine, serving(engine) as server:
+        yield server
+
+
+def test_an_answer_tells_what_came_from_disk_and_how_long_that_took(restarted):
+    with restarted.client() as client:
+        first, second = (client.post("/v1/completions", json=BODY).json() for _ in range(2))
+        cached = first["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert first["kvboost"]["hit_tokens"] == {"pool": 0, "disk": cached}
+        assert cached > 64
+        assert first["kvboost"]["load_ms"] > 0
+        assert second["kvboost"]["hit_tokens"] == {"pool": cached}
+        assert second["kvboost"]["load_ms"] == 0
+        blocks, stats = client.get("/v1/blocks").json(), client.get("/v1/stats").json()
+    assert {name: tier["recent_hit_tokens"] for name, tier in blocks["tiers"].items()} == {
+        "pool": cached,
+        "disk": cached,
+    }
+    assert blocks["recent_computed_tokens"] == 2 * (first["usage"]["prompt_tokens"] - cached)
+    disk = restarted.engine.paged_stats()["tiers"]["disk"]
+    assert stats["tiers"] == {"disk": disk}
+    shown = {name: value for name, value in blocks["tiers"]["disk"].items() if name in disk}
+    assert shown == {name: disk[name] for name in shown}
+    assert (shown["writable"], shown["state"], shown["blocks"] > 4) == (True, "", True)

@@ -1,0 +1,216 @@
+"""Files that were changed, cut, swapped or are somebody else's: misses, and never a wrong byte."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disk_cases import (
+    CAP,
+    OTHER_SPACE,
+    PAYLOAD_BYTES,
+    RECORD_BYTES,
+    SPACE,
+    chain,
+    opened,
+    present,
+    read,
+    scratch,
+    segments,
+    space_dir,
+    write,
+)
+from disk_faults import FaultyFiles
+from kvboost_edge.tiers.disk import tier as stores
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+BLOCKS = chain(40)
+HASHES = {block.prefix_hash for block in BLOCKS}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed tier of 40 blocks in three segments; not written to."""
+    directory = tmp_path_factory.mktemp("sound")
+    with opened(directory) as tier:
+        write(tier, BLOCKS)
+    assert len(segments(directory)) == 3
+    return directory
+
+
+def copy_of(sound: Path, directory: Path) -> Path:
+    shutil.copytree(sound, directory, dirs_exist_ok=True)
+    return directory
+
+
+def served(directory: Path) -> set[bytes]:
+    with opened(directory, files=FaultyFiles()) as tier:
+        return present(tier, BLOCKS)
+
+
+def damaged_files(directory: Path) -> list[Path]:
+    return sorted(path for path in space_dir(directory).iterdir() if path.name != "lock")
+
+
+class Copies:
+    """The sound tier's files in memory, put back before every case."""
+
+    def __init__(self, sound: Path) -> None:
+        self.directory = scratch()
+        self.path = space_dir(self.directory)
+        self.path.mkdir(mode=0o700)
+        self.files = {path.name: path.read_bytes() for path in damaged_files(sound)}
+
+    def fresh(self) -> None:
+        for path in self.path.iterdir():
+            if path.name not in self.files:
+                path.unlink()
+        for name, data in self.files.items():
+            (self.path / name).write_bytes(data)
+
+
+@pytest.fixture
+def copies(sound: Path) -> Iterator[Copies]:
+    made = Copies(sound)
+    yield made
+    shutil.rmtree(made.directory)
+
+
+def test_a_thousand_bit_flips(copies, scale):
+    """Anywhere in any file. A flip in a segment costs at most the block it hit; one elsewhere none."""
+    draw = random.Random(1)
+    names = [name for name in copies.files for _ in range(8 if name.endswith(".kvs") else 1)]
+    for number in range(scale(1000, 10_000)):
+        copies.fresh()
+        name = draw.choice(names)
+        data = bytearray(copies.files[name])
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        (copies.path / name).write_bytes(data)
+        assert len(served(copies.directory)) >= len(BLOCKS) - name.endswith(".kvs"), (number, name, bit)
+
+
+def test_a_thousand_truncations(copies, scale):
+    """A segment cut short keeps the blocks before the cut; any other file cut short costs none."""
+    draw = random.Random(2)
+    for number in range(scale(1000, 10_000)):
+        copies.fresh()
+        name = draw.choice(list(copies.files))
+        data = copies.files[name]
+        cut = draw.randrange(len(data))
+        (copies.path / name).write_bytes(data[:cut])
+        lost = -(-(len(data) - cut) // RECORD_BYTES) if name.endswith(".kvs") else 0
+        assert len(served(copies.directory)) >= len(BLOCKS) - lost, (number, name, cut)
+
+
+def test_without_sidecars_and_manifest_all_is_found_again(sound, tmp_path):
+    directory = copy_of(sound, tmp_path / "copy")
+    for path in (*space_dir(directory).glob("*.kvx"), space_dir(directory) / "order"):
+        path.unlink()
+    assert served(directory) == HASHES
+    assert len(list(space_dir(directory).glob("*.kvx"))) == 3
+
+
+def test_a_damaged_record_in_the_middle_costs_no_other(sound, tmp_path):
+    """Its header gone and the sidecar too: what is behind it is found by looking at every multiple of 64."""
+    directory = copy_of(sound, tmp_path / "copy")
+    for path in (*space_dir(directory).glob("*.kvx"), space_dir(directory) / "order"):
+        path.unlink()
+    path = segments(directory)[0]
+    data = bytearray(path.read_bytes())
+    data[3 * RECORD_BYTES : 3 * RECORD_BYTES + 300] = bytes(300)
+    path.write_bytes(data)
+    assert served(directory) == HASHES - {BLOCKS[3].prefix_hash}
+
+
+def test_swapped_segments_and_sidecars_serve_no_wrong_byte(sound, tmp_path):
+    for swap in ("kvs", "kvx"):
+        directory = copy_of(sound, tmp_path / swap)
+        first, second, *_ = sorted(space_dir(directory).glob(f"*.{swap}"))
+        first.rename(tmp_path / "aside")
+        second.rename(first)
+        (tmp_path / "aside").rename(second)
+        assert served(directory) <= HASHES
+        assert served(directory) <= HASHES
+
+
+def test_files_of_another_space_are_not_served(sound, tmp_path):
+    """Another model's directory under this one's name: every record says whose it is."""
+    directory = tmp_path / "copy"
+    shutil.copytree(space_dir(sound), space_dir(directory, OTHER_SPACE))
+    with opened(directory, OTHER_SPACE) as tier:
+        assert present(tier, BLOCKS) == set()
+    with opened(directory, OTHER_SPACE) as tier:
+        assert write(tier, BLOCKS) == len(BLOCKS)
+        assert read(tier, BLOCKS) == len(BLOCKS)
+
+
+def test_another_length_of_blocks_is_not_served(sound, tmp_path):
+    directory = copy_of(sound, tmp_path / "copy")
+    with opened(directory) as tier:
+        for nbytes in (PAYLOAD_BYTES // 2, PAYLOAD_BYTES * 2):
+            for block in BLOCKS[:10]:
+                assert tier.read([block], [memoryview(bytearray(nbytes))]) == 0
+        assert tier.stat().refused == 10
+
+
+@pytest.mark.parametrize("name", ["00000001.kvs", "00000001.kvx", "order", "space.json"])
+def test_garbage_links_and_directories_in_the_place_of_files(sound, tmp_path, name):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"nobody's business")
+    for kind in ("garbage", "link", "directory", "empty"):
+        directory = copy_of(sound, tmp_path / kind)
+        path = space_dir(directory) / name
+        path.unlink()
+        if kind == "garbage":
+            path.write_bytes(random.Random(3).randbytes(100_000))
+        elif kind == "link":
+            path.symlink_to(secret)
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            path.touch()
+        assert served(directory) >= {block.prefix_hash for block in BLOCKS[15:]}
+        with opened(directory) as tier:
+            assert write(tier, chain(3, 5)) == 3
+        assert secret.read_bytes() == b"nobody's business"
+
+
+def test_records_of_a_segment_that_no_sidecar_knows_are_not_mistaken_for_payload(tmp_path):
+    """A payload that holds the magic, or even a whole record of this space, changes nothing."""
+    inner = chain(1, 7)[0]
+    with opened(tmp_path / "inner") as tier:
+        write(tier, [inner], 64)
+    record = segments(tmp_path / "inner")[0].read_bytes()
+    block = chain(1, 8)[0]
+    text = (record * 20)[:PAYLOAD_BYTES]
+    with opened(tmp_path) as tier:
+        tier.write([block], [memoryview(text)])
+    for path in (*space_dir(tmp_path).glob("*.kvx"), space_dir(tmp_path) / "order"):
+        path.unlink()
+    with opened(tmp_path, SPACE) as tier:
+        into = memoryview(bytearray(PAYLOAD_BYTES))
+        assert tier.read([block], [into]) == 1
+        assert into == text
+        assert not tier.holds(inner.prefix_hash)
+
+
+def test_numbers_of_segments_that_somebody_removed_are_not_used_again(sound, tmp_path):
+    """The manifest knows of later ones than there are: what is written since counts all the same after a crash."""
+    directory = copy_of(sound, tmp_path / "copy")
+    for path in segments(directory)[1:]:
+        path.unlink()
+    later = chain(40, 9)
+    tier = DiskTier.open(directory, SPACE, max_bytes=CAP, files=FaultyFiles(), sealer=InlineSealer())
+    write(tier, later, 5000)
+    shutil.copy(space_dir(sound) / "order", space_dir(directory) / "order")
+    for shared in stores._stores.values():
+        shared.store.after_fork()  # lets go of all handles and writes nothing, as a crash does
+    stores._stores.clear()
+    with opened(directory, files=FaultyFiles()) as again:
+        assert present(again, later, 5000) == {block.prefix_hash for block in later}

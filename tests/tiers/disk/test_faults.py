@@ -1,0 +1,144 @@
+"""Every call of the system fails in turn: no error reaches the caller, no wrong byte is served, storing goes on."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disk_cases import chain, opened, present, read, segments, space_dir, write
+from disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+LARGE = 28_000  # two to a segment
+BLOCKS = [chain(5, seed) for seed in range(14)]
+KEPT = chain(3, 99)
+
+
+class Clock:
+    """Monotonic seconds, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def story(tier: DiskTier) -> None:
+    """Enough of everything: new segments, sealing, cleaning, reading, a head that is used again."""
+    for blocks in BLOCKS:
+        write(tier, KEPT, LARGE)
+        write(tier, blocks, LARGE)
+        read(tier, [*KEPT[:1], blocks[0]], LARGE)
+
+
+def number_of_calls(directory: Path) -> int:
+    files = FaultyFiles()
+    with opened(directory, files=files) as tier:
+        story(tier)
+        assert tier.stat().evicted > 0
+    with opened(directory, files=files) as tier:
+        assert read(tier, KEPT, LARGE) == len(KEPT)
+    assert set(files.trace) >= {"allocate", "truncate", "unlink", "replace", "sync", "sync_directory", "sizes", "space"}
+    return files.calls
+
+
+FAULTS = {**{errno.errorcode[code]: fails(code) for code in ERRORS}, "half": moves_half, "nothing": moves_nothing}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
+    """Each n in turn: then the faults end, half a minute passes, and the tier stores and serves as before."""
+    calls = number_of_calls(tmp_path / "count")
+    step = scale(60, 1)
+    for at in range(first_call(name, step), calls, step):
+        clock, directory = Clock(), tmp_path / str(at)
+        files = FaultyFiles(at, FAULTS[name], lasting=lasting)
+        try:
+            tier_options: dict[str, Any] = {"files": files, "clock": clock}
+            with opened(directory, **tier_options) as tier:
+                story(tier)
+                files.at = -1
+                clock.now += 60
+                assert_stores(tier)
+        except ConfigError as error:
+            if "disk_cache_dir" not in str(error) or files.calls > 40:
+                raise  # only opening does, naming the knob
+        with opened(directory, files=FaultyFiles()) as tier:
+            for blocks in BLOCKS:
+                present(tier, blocks, LARGE)
+            assert_stores(tier)
+
+
+def first_call(name: str, step: int) -> int:
+    """Different faults begin at different calls, so that together they meet every one."""
+    return sorted(FAULTS).index(name) % step
+
+
+def assert_stores(tier: DiskTier) -> None:
+    if "another process" in tier.stat().state or "reading only" in tier.stat().state:
+        return
+    fresh = chain(3, 1000 + tier.stat().written_blocks)
+    assert write(tier, fresh) == 3, tier.stat()
+    assert read(tier, fresh) == 3
+    assert tier.stat().writable
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_a_full_or_broken_disk_is_read_and_written_again_later(tmp_path, code, caplog):
+    clock = Clock()
+    files = FaultyFiles(names=("write", "allocate"))
+    with opened(tmp_path, files=files, clock=clock) as tier:
+        assert write(tier, KEPT) == len(KEPT)
+        files.at, files.fault, files.lasting = files.calls, fails(code), True
+        assert write(tier, BLOCKS[0]) == 0
+        calls = files.calls
+        stat = tier.stat()
+        assert (stat.writable, stat.not_written, stat.errors) == (False, len(BLOCKS[0]), 1)
+        assert str(tmp_path) in stat.state
+        assert "\n" not in stat.state
+        clock.now = 29.0
+        assert write(tier, BLOCKS[0]) == 0
+        assert files.calls == calls, "nothing is tried before its time"
+        assert read(tier, KEPT) == len(KEPT)
+        files.at = -1
+        clock.now = 31.0
+        assert write(tier, BLOCKS[0]) == len(BLOCKS[0])
+        assert tier.stat().state == ""
+    assert sum("stores nothing" in record.message for record in caplog.records) == 1
+    with opened(tmp_path) as tier:
+        assert read(tier, KEPT) == len(KEPT)
+
+
+def test_a_block_that_the_device_cannot_read_is_a_miss_and_forgotten(tmp_path):
+    files = FaultyFiles(names=("read",))
+    with opened(tmp_path, files=files) as tier:
+        write(tier, KEPT)
+        files.at, files.fault = files.calls + 2, fails(errno.EIO)
+        assert read(tier, KEPT) == 2
+        assert tier.stat().errors == 1
+        assert not tier.holds(KEPT[2].prefix_hash)
+        assert write(tier, KEPT) == len(KEPT)
+        assert read(tier, KEPT) == len(KEPT)
+
+
+def test_an_unreadable_segment_is_left_as_it_is(tmp_path):
+    """A device that refuses for a while must not make the tier delete what it could not look at."""
+    with opened(tmp_path) as tier:
+        write(tier, KEPT)
+    for path in tmp_path.glob("*/*.kvx"):
+        path.unlink()
+    before = [path.stat().st_size for path in segments(tmp_path)]
+    files = FaultyFiles(0, fails(errno.EIO), lasting=True, names=("read",))
+    with opened(tmp_path, files=files) as tier:
+        assert not any(tier.holds(block.prefix_hash) for block in KEPT)
+    assert [path.stat().st_size for path in segments(tmp_path)] == before
+    (space_dir(tmp_path) / "order").unlink()  # which forgot them
+    with opened(tmp_path) as tier:
+        assert read(tier, KEPT) == len(KEPT)

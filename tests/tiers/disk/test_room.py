@@ -1,0 +1,190 @@
+"""The cap over all spaces, the floor of free room, and which blocks go first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disk_cases import CAP, OTHER_SPACE, RECORD_BYTES, SPACE, chain, opened, present, read, segments, write
+from disk_faults import FaultyFiles
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.room import default_cap, free_floor
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+HELD = CAP // RECORD_BYTES  # blocks that would fill the cap
+
+
+class SmallDisk(FaultyFiles):
+    """A file system of `total` bytes of which `free` are left."""
+
+    def __init__(self, free: int, total: int = 20 << 20) -> None:
+        super().__init__()
+        self.left = free
+        self.total = total
+
+    def space(self, path: Path) -> tuple[int, int]:
+        return self.left, self.total
+
+
+def on_disk(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*/*.kvs"))
+
+
+def options() -> dict[str, Any]:
+    return {"files": FaultyFiles()}
+
+
+def test_the_cap_holds_and_the_last_written_are_there(tmp_path):
+    with opened(tmp_path, **options()) as tier:
+        for seed in range(120):
+            assert write(tier, chain(10, seed)) == 10
+            assert on_disk(tmp_path) <= CAP
+        stat = tier.stat()
+        assert stat.bytes <= CAP
+        assert stat.blocks + stat.evicted == 1200
+        assert stat.blocks > 0.8 * HELD
+        assert tier._store.cleaner.copied_bytes < 0.1 * stat.written_bytes, "what is about to go is not copied"
+        assert read(tier, chain(10, 119)) == 10
+
+
+def test_of_a_chain_the_tail_goes_before_the_head(tmp_path):
+    """However it was written, what is left of a chain begins at its head."""
+    long = chain(100, 1)
+    with opened(tmp_path, **options()) as tier:
+        for start in range(0, 100, 7):
+            write(tier, long[start : start + 7])
+        for seed in range(2, 90):
+            write(tier, chain(5, seed))
+            held = [tier.holds(block.prefix_hash) for block in long]
+            assert held == sorted(held, reverse=True)
+        assert not all(held)
+
+
+def test_heads_that_are_shared_survive_a_full_disk(tmp_path):
+    head = chain(20, 1)
+    with opened(tmp_path, **options()) as tier:
+        write(tier, head)
+        for seed in range(2, 220):
+            tier.touch([block.prefix_hash for block in head])
+            write(tier, chain(8, seed, head[-1].prefix_hash))
+        assert tier.stat().evicted > 2 * HELD
+        assert read(tier, head) == 20
+    with opened(tmp_path, **options()) as tier:
+        assert read(tier, head) == 20
+
+
+def test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once(tmp_path):
+    """No touch in between: it is proven, the scan is on probation."""
+    used = chain(60, 1)
+    with opened(tmp_path, **options()) as tier:
+        write(tier, used)
+        assert read(tier, used) == 60
+        for seed in range(2, 2 + 3 * HELD // 10):
+            write(tier, chain(10, seed))
+        assert tier.stat().evicted > HELD
+        assert read(tier, used) == 60
+
+
+def test_use_outlives_a_restart(tmp_path):
+    first, second = chain(60, 1), chain(60, 2)
+    with opened(tmp_path, **options()) as tier:
+        write(tier, first)
+        write(tier, second)
+        tier.touch([block.prefix_hash for block in first])
+    with opened(tmp_path, **options()) as tier:
+        for seed in range(3, 45):
+            write(tier, chain(10, seed))
+        assert len(present(tier, first)) == 60
+        assert len(present(tier, second)) < 60
+
+
+def test_at_most_twice_as_much_is_written_as_was_stored(tmp_path):
+    """Cleaning copies what is still used; every other chain is used again, which is the worst case for it."""
+    with opened(tmp_path, **options()) as tier:
+        for seed in range(260):
+            write(tier, chain(6, seed))
+            if seed % 2 and seed > 40:
+                read(tier, chain(6, seed - 40))
+        assert 0 < tier._store.cleaner.copied_bytes <= tier.stat().written_bytes
+
+
+def test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_others(tmp_path):
+    spaces = [bytes([number]) * 32 for number in range(4)]
+    for space in spaces[:3]:
+        with opened(tmp_path, space, **options()) as tier:
+            write(tier, chain(120))
+    with opened(tmp_path, spaces[0], **options()) as tier:
+        assert read(tier, chain(120)) == 120  # 1 is now the oldest
+    with opened(tmp_path, spaces[3], **options()) as tier:
+        write(tier, chain(200))
+        assert on_disk(tmp_path) <= CAP
+        assert [len(segments(tmp_path, space)) for space in spaces] == [8, 1, 8, 14]
+        write(tier, chain(430))
+        assert on_disk(tmp_path) <= CAP
+        assert [len(segments(tmp_path, space)) > 0 for space in spaces[1:3]] == [False, False]
+        assert read(tier, chain(430)) > 0.8 * HELD
+
+
+def test_a_space_that_is_open_is_left_alone_by_others(tmp_path):
+    with opened(tmp_path, **options()) as mine, opened(tmp_path, OTHER_SPACE, **options()) as theirs:
+        write(theirs, chain(100))
+        for seed in range(30):
+            write(mine, chain(10, seed))
+        assert on_disk(tmp_path) <= CAP
+        assert read(theirs, chain(100)) == 100
+        assert mine.stat().blocks > 60
+
+
+def test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again(tmp_path):
+    floor = free_floor(20 << 20)
+    assert floor == 1 << 20
+    disk, now = SmallDisk(free=4 << 20), [0.0]
+    with opened(tmp_path, files=disk, clock=lambda: now[0]) as tier:
+        write(tier, chain(100))
+        taken = on_disk(tmp_path)
+        disk.left = floor - taken // 2  # half of what the tier has is wanted by others
+        write(tier, chain(40, 2))
+        assert on_disk(tmp_path) <= taken // 2 + (64 << 10)
+        disk.left = 0
+        assert write(tier, chain(200, 3)) < 200
+        assert not tier.stat().writable
+        assert "stay so" in tier.stat().state
+        disk.left = 4 << 20
+        now[0] = 60.0
+        assert write(tier, chain(50, 4)) == 50
+        assert tier.stat().writable
+
+
+@pytest.mark.parametrize(
+    ("free", "cap"), [(0, 1 << 20), (10 << 30, 2 << 30), (80 << 30, 16 << 30), (1 << 40, 16 << 30)]
+)
+def test_the_default_cap_is_a_fifth_of_what_is_free_or_16_gib(tmp_path, free, cap):
+    assert default_cap(tmp_path / "not" / "there", SmallDisk(free)) == cap
+
+
+def test_what_the_tier_takes_counts_as_free_for_its_cap(tmp_path):
+    with opened(tmp_path) as tier:
+        write(tier, chain(100))
+    taken = on_disk(tmp_path)
+    assert default_cap(tmp_path, SmallDisk((50 << 20) - taken)) == 10 << 20
+
+
+def test_the_floor_is_a_twentieth_or_1_gib():
+    assert free_floor(1 << 40) == 1 << 30
+    assert free_floor(10 << 30) == 512 << 20
+
+
+def test_free_room_is_that_of_the_nearest_directory_that_exists(tmp_path):
+    assert Files().space(tmp_path / "not" / "yet")[1] == Files().space(tmp_path)[1]
+
+
+def test_a_second_tier_of_a_space_sets_the_cap_of_both(tmp_path):
+    with opened(tmp_path, **options()) as tier:
+        with opened(tmp_path, max_bytes=2 * CAP) as second:
+            assert tier.stat().max_bytes == second.stat().max_bytes == 2 * CAP
+        with pytest.raises(ConfigError, match="max_disk_bytes"):
+            DiskTier.open(tmp_path, SPACE, max_bytes=1)
+        assert tier.stat().max_bytes == 2 * CAP

@@ -1,0 +1,46 @@
+"""Segments are sealed beside reading and writing, by a thread that ends when there is nothing to do."""
+
+from __future__ import annotations
+
+import threading
+
+from disk_cases import CAP, chain, read, segments
+from disk_cases import write as write_blocks
+from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.sealing import Sealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+
+class SlowDevice(Files):
+    """Brings nothing to the device until it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def sync(self, handle: int) -> None:
+        assert self.go.wait(60)
+
+
+def test_a_slow_device_holds_up_neither_writing_nor_reading(tmp_path):
+    files, sealer = SlowDevice(), Sealer()
+    tier = DiskTier.open(tmp_path, bytes(32), max_bytes=CAP, files=files, sealer=sealer)
+    try:
+        assert write_blocks(tier, chain(60)) == 60  # four segments
+        assert read(tier, chain(60)) == 60
+        assert not list(tmp_path.glob("*/*.kvx"))
+    finally:
+        files.go.set()
+        tier.close()
+    assert len(list(tmp_path.glob("*/*.kvx"))) == len(segments(tmp_path, bytes(32))) == 4
+    assert "kvboost-disk-seal" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_jobs_are_done_in_turn_and_one_that_fails_stops_no_other(caplog):
+    done: list[int] = []
+    sealer = Sealer()
+    for number in range(5):
+        sealer.start(lambda number=number: done.append(number) if number != 2 else 1 / 0)
+    sealer.join()
+    assert done == [0, 1, 3, 4]
+    assert "ZeroDivisionError" in caplog.text
+    sealer.join()

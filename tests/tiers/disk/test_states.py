@@ -1,0 +1,132 @@
+"""Hypothesis drives a tier against a dict through writes, reads, restarts and crashes: it may lose, it never lies."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from conftest import LONG
+from disk_cases import CAP, SPACE, chain, payload, scratch
+from disk_faults import FaultyFiles, PowerOff, powers_off
+from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.disk import tier as module
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+CHAINS = [chain(12, seed) for seed in range(6)]
+for _branch in range(3):  # chains that share a head
+    CHAINS.append([*CHAINS[0][:6], *chain(6, 50 + _branch, CHAINS[0][5].prefix_hash)])
+NBYTES = 18_000  # three to a segment, a hundred in all
+
+chains = st.integers(0, len(CHAINS) - 1)
+lengths = st.integers(1, 12)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """`given`: hashes that were ever stored. A crash happens at any call of the system, and what was not yet on the
+    device may be lost with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = scratch()
+        self.given: set[bytes] = set()
+        self.open()
+
+    def open(self) -> None:
+        self.files = FaultyFiles()
+        self.tier = DiskTier.open(self.directory, SPACE, max_bytes=CAP, files=self.files, sealer=InlineSealer())
+        assert self.tier.stat().writable
+
+    @rule(which=chains, start=st.integers(0, 8), length=lengths)
+    def write(self, which: int, start: int, length: int) -> None:
+        blocks = CHAINS[which][start : start + length]
+        there = self.tier.write(blocks, [memoryview(payload(block, NBYTES)) for block in blocks])
+        assert there == sum(self.tier.holds(block.prefix_hash) for block in blocks) == len(blocks)
+        self.given |= {block.prefix_hash for block in blocks}
+
+    @rule(which=chains, start=st.integers(0, 8), length=lengths)
+    def read(self, which: int, start: int, length: int) -> None:
+        self.check(CHAINS[which][start : start + length])
+
+    @rule(which=chains, length=lengths)
+    def touch(self, which: int, length: int) -> None:
+        self.tier.touch([block.prefix_hash for block in CHAINS[which][:length]])
+
+    @rule(which=chains, start=st.integers(0, 11))
+    def drop(self, which: int, start: int) -> None:
+        hashes = [block.prefix_hash for block in CHAINS[which][start:]]
+        self.tier.drop(hashes)
+        assert not any(map(self.tier.holds, hashes))
+
+    @rule(seed=st.integers(0, 1000))
+    def fill(self, seed: int) -> None:
+        """Chains that come once, enough to push others out."""
+        blocks = chain(30, 10_000 + seed)
+        self.tier.write(blocks, [memoryview(bytes(NBYTES))] * len(blocks))
+
+    @rule()
+    def reopen(self) -> None:
+        held = [block for blocks in CHAINS for block in blocks if self.tier.holds(block.prefix_hash)]
+        self.tier.close()
+        self.open()
+        assert all(self.tier.holds(block.prefix_hash) for block in held)
+
+    @rule(which=chains, after=st.integers(0, 40), damage=st.integers(0, 2**32))
+    def crash(self, which: int, after: int, damage: int) -> None:
+        """The process ends at some call of a write of new chains; then part of the unsealed segment is not there."""
+        self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, powers_off, True
+        try:
+            self.fill(damage % 1000 + 5000)
+            self.write(which, 0, 12)
+            self.tier.close()
+        except PowerOff:
+            self.given |= {block.prefix_hash for block in CHAINS[which]}
+        self.files.at = -1
+        for shared in module._stores.values():
+            shared.store.after_fork()  # lets go of all handles and writes nothing
+        module._stores.clear()
+        self.lose(random.Random(damage))
+        self.open()
+
+    def lose(self, draw: random.Random) -> None:
+        path = max(self.directory.glob("*/*.kvs"), default=None)
+        if path is None or path.with_suffix(".kvx").exists():
+            return
+        with open(path, "r+b") as file:
+            start = draw.randrange(path.stat().st_size + 1)
+            if draw.random() < 0.5:
+                file.truncate(start)
+            else:
+                file.seek(start)
+                file.write(bytes(min(draw.randrange(1, 20_000), path.stat().st_size - start)))
+
+    @invariant()
+    def cap_holds(self) -> None:
+        sizes = [path.stat().st_size for path in self.directory.glob("*/*.kvs")]
+        assert sum(sizes) <= CAP
+        assert 0 <= self.tier.stat().bytes <= sum(sizes)
+
+    def check(self, blocks: list[BlockAddress]) -> None:
+        into = [memoryview(bytearray(NBYTES)) for _ in blocks]
+        done = self.tier.read(blocks, into)
+        for block, got in zip(blocks[:done], into, strict=False):
+            assert got == payload(block, NBYTES)
+            assert block.prefix_hash in self.given
+
+    def teardown(self) -> None:
+        for blocks in CHAINS:
+            self.check(blocks)
+        self.tier.close()
+        shutil.rmtree(self.directory)
+
+
+@pytest.mark.slow
+def test_a_tier_may_lose_and_never_lies():
+    run_state_machine_as_test(
+        DiskMachine, settings=settings(max_examples=10_000 if LONG else 1000, stateful_step_count=8)
+    )

@@ -1,0 +1,228 @@
+"""A disk tier holds what it was given, over restarts, and for one writer at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from disk_cases import CAP, OTHER_SPACE, RECORD_BYTES, SPACE, chain, opened, payload, present, read, segments, write
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+
+def test_what_is_written_is_read_over_restarts(tmp_path):
+    blocks = chain(20)
+    for attempt in range(3):
+        with opened(tmp_path) as tier:
+            if attempt == 0:
+                assert not tier.holds(blocks[0].prefix_hash)
+                assert write(tier, blocks) == 20
+            assert all(tier.holds(block.prefix_hash) for block in blocks)
+            assert read(tier, blocks) == 20
+            stat = tier.stat()
+            assert (stat.blocks, stat.bytes, stat.max_bytes) == (20, 20 * RECORD_BYTES, CAP)
+            assert (stat.read_blocks, stat.read_bytes) == (20, 20 * RECORD_BYTES)
+            assert (stat.writable, stat.state) == (True, "")
+
+
+def test_a_block_is_stored_once(tmp_path):
+    with opened(tmp_path) as tier:
+        assert write(tier, chain(5)) == 5
+        assert write(tier, chain(8)) == 8
+        assert tier.stat().written_blocks == 8
+        assert tier.stat().written_bytes == 8 * RECORD_BYTES
+
+
+def test_a_read_ends_at_the_first_block_that_is_not_there(tmp_path):
+    blocks = chain(6)
+    with opened(tmp_path) as tier:
+        write(tier, [*blocks[:3], *blocks[4:]])
+        assert read(tier, blocks) == 3
+        assert tier.stat().missing == 1
+        assert read(tier, blocks[4:]) == 2
+
+
+@pytest.mark.parametrize("part", ["parent_hash", "tokens"])
+def test_a_block_of_the_same_hash_and_another_address_is_refused_and_dropped(tmp_path, part):
+    block = chain(2)[1]
+    with opened(tmp_path) as tier:
+        write(tier, [block])
+        other = block._replace(**{part: bytes(reversed(getattr(block, part)))})
+        assert tier.read([other], [memoryview(bytearray(4000))]) == 0
+        assert tier.stat().refused == 1
+        assert not tier.holds(block.prefix_hash)
+
+
+def test_a_block_of_another_length_is_refused(tmp_path):
+    block = chain(2)[1]
+    for nbytes in (3999, 4001, 64):
+        with opened(tmp_path / str(nbytes)) as tier:
+            write(tier, [block])
+            assert tier.read([block], [memoryview(bytearray(nbytes))]) == 0
+            assert tier.stat().refused == 1
+
+
+def test_spaces_do_not_see_one_another(tmp_path):
+    blocks = chain(4)
+    with opened(tmp_path) as tier, opened(tmp_path, OTHER_SPACE) as other:
+        write(tier, blocks)
+        assert present(other, blocks) == set()
+        write(other, blocks[:2])
+    with opened(tmp_path, OTHER_SPACE) as other:
+        assert present(other, blocks) == {block.prefix_hash for block in blocks[:2]}
+
+
+def test_dropped_blocks_stay_away_over_a_restart(tmp_path):
+    blocks = chain(6)
+    with opened(tmp_path) as tier:
+        write(tier, blocks)
+        tier.drop([blocks[5].prefix_hash, bytes(32)])
+        assert read(tier, blocks) == 5
+    with opened(tmp_path) as tier:
+        assert read(tier, blocks) == 5
+
+
+def test_blocks_of_every_length_lie_side_by_side(tmp_path):
+    with opened(tmp_path) as tier:
+        for seed, nbytes in enumerate((1, 63, 64, 65, 4095, 4096, 70_000, 200_000)):
+            assert write(tier, chain(1, seed), nbytes) == 1
+        for seed, nbytes in enumerate((1, 63, 64, 65, 4095, 4096, 70_000, 200_000)):
+            assert read(tier, chain(1, seed), nbytes) == 1
+
+
+def test_a_block_too_large_for_the_cap_is_not_written_and_said(tmp_path):
+    with opened(tmp_path) as tier:
+        assert write(tier, chain(1), CAP) == 0
+        stat = tier.stat()
+        assert stat.not_written == 1
+        assert not stat.writable
+        assert f"max_disk_bytes={CAP}" in stat.state
+
+
+def test_tiers_of_one_process_share_a_store(tmp_path):
+    blocks = chain(8)
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        write(first, blocks)
+        assert read(second, blocks) == 8
+        assert (first.stat().read_blocks, second.stat().read_blocks) == (0, 8)
+        first.close()
+        first.close()
+        assert first.stat().state == "closed"
+        assert (first.write(blocks, [memoryview(b"")] * 8), first.read(blocks, [memoryview(b"")] * 8)) == (0, 0)
+        assert write(second, chain(10)) == 10
+    with opened(tmp_path) as tier:
+        assert read(tier, chain(10)) == 10
+
+
+def test_two_threads_write_and_read_one_store(tmp_path):
+    chains = [chain(40, seed) for seed in range(4)]
+
+    def work(mine: list[BlockAddress], found: list[int]) -> None:
+        with opened(tmp_path) as tier:
+            for start in range(0, 40, 4):
+                write(tier, mine[start : start + 4])
+                found.append(read(tier, mine[: start + 4]))
+
+    with opened(tmp_path):
+        results: list[list[int]] = [[] for _ in chains]
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(chains, results, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == [list(range(4, 44, 4))] * 4
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from disk_cases import chain, opened, present, read, write
+with opened(Path(sys.argv[1])) as tier:
+    state = tier.stat()
+    print(int(state.writable), write(tier, chain(9)), read(tier, chain(9)), state.state)
+"""
+
+
+def run_child(directory: Path) -> str:
+    tests = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    command = [sys.executable, "-c", CHILD, str(directory)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_a_second_process_reads_only_and_says_so(tmp_path):
+    with opened(tmp_path) as tier:
+        write(tier, chain(8))
+        assert run_child(tmp_path).startswith("0 8 8 ")
+        assert "owned by another process" in run_child(tmp_path)
+        assert read(tier, chain(8)) == 8
+    assert run_child(tmp_path) == "1 9 9 \n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
+    tier = DiskTier.open(tmp_path, SPACE, max_bytes=CAP)
+    write(tier, chain(4))
+    ready, ended = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        empty = tier.stat().state == "closed" and write(tier, chain(5)) == 0 and read(tier, chain(4)) == 0
+        tier.close()
+        with opened(tmp_path) as own:
+            reads = own.stat().state != "" and read(own, chain(4)) == 4
+        os.write(ready[1], b"1" if empty and reads else b"0")
+        os.read(ended[0], 1)
+        os._exit(0)
+    assert os.read(ready[0], 1) == b"1"
+    tier.close()
+    with opened(tmp_path) as again:  # the child lives, and keeps nobody out
+        assert again.stat().writable
+        assert read(again, chain(4)) == 4
+    os.write(ended[1], b"1")
+    os.waitpid(child, 0)
+    for end in (*ready, *ended):
+        os.close(end)
+
+
+def test_a_reader_stands_segments_that_the_owner_removes(tmp_path):
+    """The same files seen by a store that does not own them: misses, and never another's bytes."""
+    from kvboost_edge.tiers.disk import tier as module
+
+    blocks = chain(60)
+    with opened(tmp_path) as owner:
+        write(owner, blocks)
+        mine = dict(module._stores)
+        module._stores.clear()  # as another process would
+        with opened(tmp_path) as reader:
+            assert not reader.stat().writable
+            assert read(reader, blocks[:20]) == 20
+            assert len(segments(tmp_path)) > 2
+            segments(tmp_path)[0].unlink()
+            segments(tmp_path)[1].unlink()
+            assert len(present(reader, blocks)) == 60 - 2 * 15
+            assert reader.stat().refused == 0
+        module._stores.update(mine)
+
+
+@pytest.mark.parametrize("cap", [0, -1, True, 1.5e9, (1 << 20) - 1])
+def test_a_cap_that_is_none_is_refused_by_name(tmp_path, cap):
+    with pytest.raises(ConfigError, match="max_disk_bytes"):
+        DiskTier.open(tmp_path, SPACE, max_bytes=cap)
+    with opened(tmp_path) as tier:
+        assert tier.stat().writable, "nothing is left locked"
+
+
+def test_a_space_is_named_by_32_bytes(tmp_path):
+    with pytest.raises(ConfigError, match="32 bytes"):
+        DiskTier.open(tmp_path, b"short")
+
+
+def test_payloads_differ():
+    assert len({payload(block) for block in chain(5)}) == 5

@@ -1,0 +1,21 @@
+"""A server per file of tests, and blocks to put on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from redis_servers import RedisServer, running_redis
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with running_redis() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVBOOST_EDGE_REDIS_SECRET", "KVBOOST_EDGE_REDIS_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,42 @@
+"""After three failures in a row a server is left alone; one attempt decides when the pause is over."""
+
+from __future__ import annotations
+
+from kvboost_edge.tiers.redis.breaker import CircuitBreaker
+from redis_cases import Clock
+
+
+def test_the_third_failure_in_a_row_opens_it_for_a_while():
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    breaker.failed()
+    breaker.failed()
+    assert not breaker.succeeded()
+    assert [breaker.failed() for _ in range(2)] == [False, False]
+    assert not breaker.is_open
+    assert breaker.failed(), "the third in a row"
+    assert breaker.is_open
+    clock.now += 29.9
+    assert breaker.is_open
+    clock.now += 0.2
+    assert not breaker.is_open
+
+
+def test_the_first_failure_after_the_pause_opens_it_again_and_says_nothing_new():
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    for _ in range(3):
+        breaker.failed()
+    clock.now += 31
+    assert not breaker.failed()
+    assert breaker.is_open
+
+
+def test_a_success_after_the_pause_closes_it():
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    for _ in range(3):
+        breaker.failed()
+    clock.now += 31
+    assert breaker.succeeded()
+    assert [breaker.failed() for _ in range(3)] == [False, False, True]

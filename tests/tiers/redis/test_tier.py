@@ -1,0 +1,292 @@
+"""The Redis tier over a real server: what one machine stored another reads; what is not to be believed is a miss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.tiers.redis import tier as tier_module
+from kvboost_edge.tiers.redis.tier import SECRET_VARIABLE
+from kvboost_edge.tiers.redis.values import PIECE_BYTES, Seal, pieces_of
+from redis_cases import SECRET, SPACE, Clock, chain, opened, reads, stored_keys
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def client(server):
+    """The server, emptied, by a connection of the test's own."""
+    with server.client() as plain:
+        plain.flushall()
+        yield plain
+
+
+# ---- writing and reading ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "payload_bytes"), [(40, 1000), (5, 3 * MIB), (1, 0)])
+def test_what_one_wrote_another_reads(server, client, count, payload_bytes):
+    blocks, payloads = chain(count, payload_bytes)
+    writer, reader = opened(server.url), opened(server.url)
+    assert reads(reader, blocks, payloads) == 0
+    assert writer.write(blocks, payloads) == count
+    assert reads(reader, blocks, payloads) == count
+    assert (writer.stat().written_blocks, reader.stat().read_blocks, reader.stat().missing) == (count, count, 1)
+    assert reader.stat().read_bytes == writer.stat().written_bytes == sum(client.strlen(k) for k in client.keys("*"))
+    assert all(client.strlen(key) <= PIECE_BYTES and 0 < client.ttl(key) <= 86_400 for key in client.keys("*"))
+    assert all(key.startswith(f"kvb:{SPACE[:8].hex()}:") for key in stored_keys(client))
+    writer.close()
+    reader.close()
+
+
+def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
+    blocks, payloads = chain(8, 2 * MIB)  # several pipelines
+    tier = opened(server.url)
+    tier.write(blocks[:3] + blocks[4:], payloads[:3] + payloads[4:])
+    assert tier.present([block.prefix_hash for block in blocks]) == 3
+    assert reads(tier, blocks, payloads) == 3
+    assert reads(tier, blocks[4:], payloads[4:]) == 4
+    assert tier.present([block.prefix_hash for block in blocks[4:]]) == 4
+    tier.close()
+
+
+def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, client):
+    blocks, payloads = chain(4, 100_000)
+    first, second = opened(server.url), opened(server.url)
+    first.write(blocks[:2], payloads[:2])
+    before = client.info("stats")["total_net_input_bytes"]
+    assert second.write(blocks, payloads) == 4
+    assert 200_000 < client.info("stats")["total_net_input_bytes"] - before < 220_000
+    assert second.stat().written_blocks == 2
+    first.close()
+    second.close()
+
+
+def test_a_block_that_lost_a_piece_is_a_miss_and_is_written_whole_again(server, client):
+    blocks, payloads = chain(1, 3 * MIB)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    keys = stored_keys(client)
+    assert len(keys) == 4
+    for lost in keys:
+        client.delete(lost)
+        assert reads(tier, blocks, payloads) == 0
+        assert tier.write(blocks, payloads) == 1
+        assert reads(tier, blocks, payloads) == 1
+    tier.close()
+
+
+def test_dropped_blocks_leave_nothing_behind(server, client):
+    blocks, payloads = chain(3, 3 * MIB)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    unknown, _ = chain(1, seed=9)
+    tier.drop([blocks[0].prefix_hash, unknown[0].prefix_hash, blocks[2].prefix_hash])
+    assert {key.split(":")[2] for key in stored_keys(client)} == {blocks[1].prefix_hash.hex()}
+    assert reads(tier, blocks, payloads) == 0
+    tier.close()
+
+
+def test_spaces_do_not_see_each_other(server, client):
+    """Another model, another KV format, another tenant: even where the first 8 bytes of their digests are equal."""
+    blocks, payloads = chain(2)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    for other in (bytes(32), SPACE[:8] + bytes(24)):
+        neighbour = opened(server.url, space=other)
+        assert reads(neighbour, blocks, payloads) == 0
+        neighbour.close()
+    tier.close()
+
+
+# ---- what is not to be believed --------------------------------------------------------------------------------------
+
+
+def damages():
+    """Name -> what a stranger does to the server's keys, given those of two blocks."""
+    blocks, payloads = chain(2, 3 * MIB)
+    foreign = pieces_of(Seal(SPACE, "somebody else's secret").value(blocks[0], payloads[0]))
+    elsewhere = pieces_of(Seal(bytes(32), SECRET).value(blocks[0], payloads[0]))
+    older = pieces_of(Seal(SPACE, SECRET).value(blocks[0]._replace(tokens=bytes(64)), payloads[0]))
+
+    def replace(pieces):
+        return lambda client, mine, other: [client.set(k, bytes(p)) for k, p in zip(mine, pieces, strict=True)]
+
+    def swap(client, one, another):
+        first, second = client.get(one), client.get(another)
+        client.set(one, second)
+        client.set(another, first)
+
+    return {
+        "poisoned": lambda client, mine, other: client.setrange(mine[2], 1000, b"\xff\xfe"),
+        "truncated": lambda client, mine, other: client.set(mine[3], client.getrange(mine[3], 0, -2)),
+        "longer": lambda client, mine, other: client.append(mine[0], b"\0"),
+        "garbage": lambda client, mine, other: client.set(mine[0], b"garbage"),
+        "of another type": lambda client, mine, other: (client.delete(mine[0]), client.rpush(mine[0], "x")),
+        "swapped": lambda client, mine, other: [swap(client, a, b) for a, b in zip(mine, other, strict=True)],
+        "a piece swapped": lambda client, mine, other: swap(client, mine[1], other[1]),
+        "pieces in another order": lambda client, mine, other: swap(client, mine[1], mine[2]),
+        "foreign": replace(foreign),
+        "of another space": replace(elsewhere),
+        "replayed, of other tokens": replace(older),
+    }
+
+
+@pytest.mark.parametrize("name", damages())
+def test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew(name, server, client):
+    blocks, payloads = chain(2, 3 * MIB)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    by_block = [[key for key in stored_keys(client) if block.prefix_hash.hex() in key] for block in blocks]
+    damages()[name](client, *by_block)
+    assert reads(tier, blocks, payloads) == 0
+    assert tier.stat().refused == 1
+    assert not client.exists(*by_block[0])
+    tier.read(blocks[1:], [memoryview(bytearray(3 * MIB))])  # those that were swapped with it go likewise
+    assert tier.write(blocks, payloads) == 2
+    assert reads(tier, blocks, payloads) == 2
+    tier.close()
+
+
+def test_a_value_that_somebody_made_huge_is_not_fetched(server, client):
+    blocks, payloads = chain(1)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    client.setrange(stored_keys(client)[0], 100 * MIB, b"x")
+    before = client.info("stats")["total_net_output_bytes"]
+    assert reads(tier, blocks, payloads) == 0
+    assert client.info("stats")["total_net_output_bytes"] - before < 20_000
+    tier.close()
+
+
+def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, client):
+    blocks, payloads = chain(2)
+    tier = opened(server.url, secret=None, trust=True)
+    assert tier.write(blocks, payloads) == 2
+    assert reads(tier, blocks, payloads) == 2
+    client.setrange(next(key for key in stored_keys(client) if blocks[1].prefix_hash.hex() in key), 500, b"\xff\xfe")
+    assert reads(tier, blocks, payloads) == 1
+    tier.close()
+
+
+# ---- time to live ----------------------------------------------------------------------------------------------------
+
+
+def test_touched_heads_get_their_time_again_with_the_next_read(server, client):
+    blocks, payloads = chain(80)
+    long, long_payloads = chain(1, 3 * MIB, seed=1)
+    tier = opened(server.url, ttl_s=1000)
+    tier.write(blocks + long, payloads + long_payloads)
+    keys = client.keys("*")
+    for key in keys:
+        client.expire(key, 10)
+    commands = client.info("stats")["total_commands_processed"]
+    tier.touch([block.prefix_hash for block in blocks])
+    tier.touch([block.prefix_hash for block in long])
+    assert client.info("stats")["total_commands_processed"] == commands + 1, "touch itself asks nothing"
+    assert reads(tier, blocks[:1], payloads[:1]) == 1
+    fresh = {key.decode().split(":")[2] for key in keys if client.ttl(key) > 10}
+    assert fresh == {block.prefix_hash.hex() for block in blocks[:64] + long}
+    assert sum(client.ttl(key) > 10 for key in keys) == 64 + 4
+    tier.close()
+
+
+def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
+    blocks, payloads = chain(1)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    client.expire(stored_keys(client)[0], 10)
+    tier.touch([blocks[0].prefix_hash])
+    tier.close()
+    assert client.ttl(stored_keys(client)[0]) > 10
+    tier.close()
+    assert (tier.write(blocks, payloads), reads(tier, blocks, payloads), tier.holds(bytes(32))) == (0, 0, False)
+    assert not tier.stat().writable
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_secret_the_tier_is_refused_unless_trusted():
+    with pytest.raises(ConfigError, match=rf"{SECRET_VARIABLE}.*redis_trust=True"):
+        opened("redis://h", secret=None)
+    with pytest.raises(ConfigError, match="15 characters, at least 16"):
+        opened("redis://h", secret="x" * 15)
+    with pytest.raises(ConfigError, match="0 characters"):
+        opened("redis://h", secret=None, environment={SECRET_VARIABLE: ""}, trust=True)
+    for ttl in (0, -1, True, 1.5, None):
+        with pytest.raises(ConfigError, match="redis_ttl_s="):
+            opened("redis://h", ttl_s=ttl)
+    opened("redis://h", secret=None, environment={SECRET_VARIABLE: SECRET}).close()
+    opened("redis://h", secret=None, trust=True).close()
+
+
+def test_the_secret_may_come_from_the_environment(server, client):
+    blocks, payloads = chain(1)
+    writer, reader = opened(server.url), opened(server.url, secret=None, environment={SECRET_VARIABLE: SECRET})
+    writer.write(blocks, payloads)
+    assert reads(reader, blocks, payloads) == 1
+    writer.close()
+    reader.close()
+
+
+def test_opening_asks_nothing_and_knows_nothing_yet(server, client):
+    commands = client.info("stats")["total_connections_received"]
+    tier = opened(server.url, clock=Clock())
+    assert tier.holds(bytes(32)) is None
+    stat = tier.stat()
+    assert (stat.blocks, stat.bytes, stat.max_bytes, stat.writable, stat.state) == (None, None, None, True, "")
+    assert client.info("stats")["total_connections_received"] == commands
+    assert tier.ping()
+    tier.close()
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(BackendUnavailable, match=r"kvboost-edge\[redis\]"):
+        opened("redis://h")
+
+
+def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
+    code = "import sys, kvboost_edge.tiers.redis.tier; sys.exit('redis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
+
+
+def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(server, client):
+    blocks, payloads = chain(4, 2 * MIB)
+    hashes = [block.prefix_hash for block in blocks]
+    clock = Clock()
+    tier, reader = opened(server.url, clock=clock, ttl_s=100), opened(server.url)
+
+    def held(by) -> list[bool | None]:
+        return [by.holds(prefix_hash) for prefix_hash in hashes]
+
+    assert held(tier) == [None] * 4
+    tier.write(blocks[:3], payloads[:3])
+    assert held(tier) == [True, True, True, None]
+    assert reads(reader, blocks[:2], payloads[:2]) == 2
+    assert held(reader) == [True, True, None, None]
+    reader.write(blocks, payloads)  # it finds the third there
+    assert held(reader) == [True] * 4
+    client.flushall()
+    assert reads(reader, blocks, payloads) == 0
+    assert held(reader) == [None, True, True, True]
+    reader.drop(hashes[1:2])
+    assert held(reader) == [None, None, True, True]
+    clock.now += 51  # by then the server may have let go of it
+    assert held(tier) == [None] * 4
+    tier.close()
+    reader.close()
+
+
+def test_what_it_remembers_is_bounded(server, client, monkeypatch):
+    monkeypatch.setattr(tier_module, "_MOST_SEEN", 3)
+    blocks, payloads = chain(5)
+    tier = opened(server.url)
+    tier.write(blocks, payloads)
+    assert [tier.holds(block.prefix_hash) for block in blocks] == [None, None, True, True, True]
+    tier.close()

@@ -1,0 +1,99 @@
+"""A sealed value opens for the block it was made for and for nothing else, and its pieces are of bounded length."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvboost_edge.tiers.redis.values import (
+    PIECE_BYTES,
+    Seal,
+    keys_of,
+    piece_lengths,
+    pieces_of,
+    stored_bytes,
+    value_bytes_at,
+)
+from redis_cases import SECRET, SPACE, chain
+
+OTHER_SPACE = bytes(32)
+
+
+def opens(seal: Seal, value: bytes, block, payload_bytes: int) -> bytes | None:
+    """The payload; where the value is refused, not a byte of it was written."""
+    into = bytearray(b"\x5a" * payload_bytes)
+    if seal.open(value, block, memoryview(into)):
+        return bytes(into)
+    assert bytes(into) == b"\x5a" * payload_bytes
+    return None
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+@pytest.mark.parametrize("payload_bytes", [0, 1, 1000])
+def test_a_value_opens_for_its_own_block(secret, payload_bytes):
+    blocks, payloads = chain(2, payload_bytes)
+    seal = Seal(SPACE, secret)
+    value = seal.value(blocks[0], payloads[0])
+    assert len(value) == stored_bytes(seal, blocks[0], payload_bytes)
+    assert opens(seal, value, blocks[0], payload_bytes) == payloads[0]
+    assert opens(seal, value, blocks[1], payload_bytes) is None, "swapped"
+    assert opens(Seal(OTHER_SPACE, secret), value, blocks[0], payload_bytes) is None, "of another model"
+    assert opens(seal, value, blocks[0]._replace(tokens=bytes(64)), payload_bytes) is None
+    assert opens(seal, value, blocks[0]._replace(parent_hash=bytes(32)), payload_bytes) is None
+
+
+def test_any_bit_that_flips_is_found(scale):
+    blocks, payloads = chain(1, 200)
+    seal = Seal(SPACE, SECRET)
+    value = seal.value(blocks[0], payloads[0])
+    for bit in random.Random(0).sample(range(8 * len(value)), scale(1000, 8 * len(value))):
+        damaged = bytearray(value)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert opens(seal, bytes(damaged), blocks[0], 200) is None
+
+
+def test_whatever_is_cut_off_or_added_is_found():
+    blocks, payloads = chain(1, 200)
+    seal = Seal(SPACE, SECRET)
+    value = seal.value(blocks[0], payloads[0])
+    assert all(opens(seal, value[:length], blocks[0], 200) is None for length in range(len(value)))
+    assert opens(seal, value + b"\0", blocks[0], 200) is None
+
+
+def test_who_does_not_know_the_secret_cannot_make_a_value():
+    blocks, payloads = chain(1)
+    seal = Seal(SPACE, SECRET)
+    trusting = Seal(SPACE, None).value(blocks[0], payloads[0])
+    for forged in (
+        Seal(SPACE, SECRET + "!").value(blocks[0], payloads[0]),
+        trusting,
+        trusting + bytes(seal.mac_bytes),
+    ):
+        assert opens(seal, forged, blocks[0], 1000) is None
+    assert opens(Seal(SPACE, None), seal.value(blocks[0], payloads[0]), blocks[0], 1000) is None
+
+
+@pytest.mark.parametrize("length", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1, 7_654_321])
+def test_pieces_are_of_half_to_one_mebibyte_and_make_up_the_value(length):
+    value = random.Random(length).randbytes(length)
+    pieces = pieces_of(value)
+    assert b"".join(pieces) == value
+    assert [len(piece) for piece in pieces] == piece_lengths(length)
+    assert len(keys_of(SPACE, bytes(32), length)) == len(pieces)
+    assert len(pieces) == 1 or all(PIECE_BYTES // 2 <= len(piece) <= PIECE_BYTES for piece in pieces)
+
+
+def test_keys_name_space_block_and_piece():
+    keys = keys_of(SPACE, b"\xab" * 32, 2 * PIECE_BYTES + 1)
+    first = f"kvb:0001020304050607:{'ab' * 32}"
+    assert keys == [first, f"{first}:1", f"{first}:2"]
+
+
+def test_a_value_says_its_length_and_an_absurd_one_is_not_believed():
+    blocks, payloads = chain(1, 5000)
+    seal = Seal(SPACE, SECRET)
+    value = seal.value(blocks[0], payloads[0])
+    assert value_bytes_at(seal, value[8:24]) == len(value)
+    assert value_bytes_at(seal, value[8:23]) == 0
+    assert value_bytes_at(seal, b"\xff" * 16) == 0
