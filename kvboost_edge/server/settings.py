@@ -48,7 +48,8 @@ class ServerSettings:
     batch_window_ms     longest wait of a request whose first block another request is computing, so that those that
                         share a prefix start together; 0 turns it off
     max_queue_size      requests that may wait beside the `max_batch_size` that run; the next one gets 503
-    max_queue_tokens    prompt tokens of all requests in flight; None: 16 times what the pool holds
+    max_queue_tokens    tokens of all requests in flight; None: 16 times what the pool holds. With several keys half of
+                        the places, tokens and bytes of bodies is kept for them by weight, see work/shares.py
     request_timeout     from the last byte of the request to the end of its answer; then 504 and the work stops
     drain_seconds       after SIGTERM answers in progress may take so long
     max_connections     open connections; the next one gets 503 and is closed

@@ -125,11 +125,11 @@ class Gate:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        body = _Body(receive, self._state)
+        body = _Body(receive, self._state, scope["kvboost"].get("tenant"))
         try:
             await self._app(scope, body.receive, send)
         finally:
-            self._state.admission.free_body(body.num_bytes)
+            self._state.admission.free_body(body.tenant, body.num_bytes)
 
     def _methods(self, path: str) -> set[str]:
         """What the routes of a path take; empty for none. Everybody may know it: the README lists the routes."""
@@ -149,13 +149,14 @@ class Gate:
             if name == b"content-length" and int(value) > limit:
                 raise _too_large(limit)
         if scope["method"] == "POST" and scope["path"] in ADMITTED_PATHS:
-            self._state.admission.check()
+            self._state.admission.check(scope["kvboost"].get("tenant"))
 
 
 class _Body:
     """A request's body: bounded whatever was declared, and counted among all bodies until the request has ended."""
 
-    def __init__(self, receive: Receive, state: ServerState) -> None:
+    def __init__(self, receive: Receive, state: ServerState, tenant: str | None) -> None:
+        self.tenant = tenant
         self.num_bytes = 0
         self._receive = receive
         self._admission = state.admission
@@ -167,7 +168,7 @@ class _Body:
         size = len(message.get("body", b""))
         if self.num_bytes + size > self._limit:
             raise _too_large(self._limit)
-        self._admission.hold_body(size)
+        self._admission.hold_body(self.tenant, size)
         self.num_bytes += size
         return message
 

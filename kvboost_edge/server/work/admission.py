@@ -12,12 +12,13 @@ import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from starlette.requests import Request
 
 from kvboost_edge.server.errors import ApiError, ClientGone, DeadlineExceeded, QueueFull, ShuttingDown
 from kvboost_edge.server.work.grouping import PrefixGroups
+from kvboost_edge.server.work.shares import Shares
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -40,60 +41,85 @@ class Observer(Protocol):
 
 
 class Admission:
-    """Counts what is in flight; only the event loop's thread touches it."""
+    """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread touches it."""
 
     def __init__(self, engine: CPUPagedEngine, settings: ServerSettings) -> None:
         stats = engine.paged_stats()
         self.weights = settings.tenant_weights
         self._batch = settings.max_batch_size or int(stats["max_num_seqs"])
-        self.max_sequences = self._batch + settings.max_queue_size
         self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
-        self.max_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
         self.request_timeout = settings.request_timeout
-        self.max_body_bytes = _LARGEST_BODIES * settings.max_body_bytes
-        self.sequences = 0
-        self.tokens = 0
-        self.body_bytes = 0
+        self._places = Shares(self._batch + settings.max_queue_size, self.weights, least=1)
+        most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
+        self._tokens = Shares(most_tokens, self.weights)
+        self._bodies = Shares(_LARGEST_BODIES * settings.max_body_bytes, self.weights)
         self.refused = 0
         self.tickets: set[Ticket] = set()
         self.groups = PrefixGroups(settings.batch_window_ms / 1e3, int(stats["block_size"]))
         self._mean_seconds = 1.0
 
-    def check(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
+    @property
+    def sequences(self) -> int:
+        """Sequences in flight."""
+        return self._places.used
+
+    @property
+    def max_sequences(self) -> int:
+        """The most of them."""
+        return self._places.limit
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the requests in flight, as estimated."""
+        return self._tokens.used
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of bodies that are held."""
+        return self._bodies.used
+
+    def check(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> None:
         """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they never could."""
-        if num_sequences > self.max_sequences:
+        most_sequences, most_tokens = self._places.most(tenant), self._tokens.most(tenant)
+        if num_sequences > most_sequences:
             raise ApiError(
                 400,
-                f"the request asks for {num_sequences} sequences, the server takes {self.max_sequences} at once; "
+                f"the request asks for {num_sequences} sequences, the server takes {most_sequences} at once; "
                 "ask for fewer, or raise --max-queue-size",
                 code="request_too_large",
             )
-        if num_tokens > self.max_tokens:
+        if num_tokens > most_tokens:
             raise ApiError(
                 400,
-                f"the request holds about {num_tokens} tokens, the server takes {self.max_tokens} at once; "
+                f"the request holds about {num_tokens} tokens, the server takes {most_tokens} at once; "
                 "send less, or raise --max-queue-tokens",
                 code="request_too_large",
             )
-        if self.sequences + num_sequences > self.max_sequences:
-            self._refuse(f"{self.sequences} requests are in flight, the limit is {self.max_sequences}")
-        if self.tokens + num_tokens > self.max_tokens:
-            self._refuse(f"requests with {self.tokens} tokens are in flight, the limit is {self.max_tokens}")
+        if not self._places.fit(tenant, num_sequences):
+            self._refuse(tenant, self._places, "{} requests{} are in flight")
+        if not self._tokens.fit(tenant, num_tokens):
+            self._refuse(tenant, self._tokens, "requests{1} with {0} tokens are in flight")
 
-    def hold_body(self, num_bytes: int) -> None:
+    def enter(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
+        """Count a request that may come in, else raise as `check`."""
+        self.check(tenant, num_sequences, num_tokens)
+        self._places.take(tenant, num_sequences)
+        self._tokens.take(tenant, num_tokens)
+
+    def leave(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
+        """The request has ended."""
+        self._places.give_back(tenant, num_sequences)
+        self._tokens.give_back(tenant, num_tokens)
+
+    def hold_body(self, tenant: str | None, num_bytes: int) -> None:
         """Count bytes of a body that came; QueueFull when all bodies together are too large."""
-        if self.body_bytes + num_bytes > self.max_body_bytes:
-            self._refuse(f"bodies of {self.body_bytes} bytes are held, the limit is {self.max_body_bytes}")
-        self.body_bytes += num_bytes
+        if not self._bodies.fit(tenant, num_bytes):
+            self._refuse(tenant, self._bodies, "bodies{1} of {0} bytes are held")
+        self._bodies.take(tenant, num_bytes)
 
-    def free_body(self, num_bytes: int) -> None:
+    def free_body(self, tenant: str | None, num_bytes: int) -> None:
         """The request of these bytes has ended."""
-        self.body_bytes -= num_bytes
-
-    def retry_after(self) -> int:
-        """Seconds until a place is likely free: one batch of those in flight, by the time requests took lately."""
-        seconds = self._mean_seconds * max(1, self.sequences) / self._batch
-        return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
+        self._bodies.give_back(tenant, num_bytes)
 
     def cancel_all(self) -> None:
         """End every request in flight."""
@@ -104,9 +130,21 @@ class Admission:
         """Learn how long a request was in flight."""
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
-    def _refuse(self, reason: str) -> None:
+    def retry_after(self, tenant: str | None = None) -> int:
+        """Seconds until a place is likely free: one batch of those in flight, by the time requests took lately. Of
+        several tenants each one's own count: nothing tells of the others' requests."""
+        in_flight = self._places.used_by(tenant) if self._places.are_kept else self.sequences
+        seconds = self._mean_seconds * max(1, in_flight) / self._batch
+        return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
+
+    def _refuse(self, tenant: str | None, shares: Shares, what: str) -> NoReturn:
         self.refused += 1
-        raise QueueFull(f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", self.retry_after())
+        if shares.are_kept:
+            reason = what.format(shares.used_by(tenant), " of this key")
+            reason += f"; its share is {shares.kept_for(tenant)}, and there is no room beyond it"
+        else:
+            reason = f"{what.format(shares.used, '')}, the limit is {shares.limit}"
+        raise QueueFull(f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", self.retry_after(tenant))
 
 
 class Ticket:
@@ -140,9 +178,7 @@ class Ticket:
 
     async def __aenter__(self) -> Ticket:
         admission = self._admission
-        admission.check(self._num_sequences, self._num_tokens)
-        admission.sequences += self._num_sequences
-        admission.tokens += self._num_tokens
+        admission.enter(self.tenant, self._num_sequences, self._num_tokens)
         admission.tickets.add(self)
         loop = asyncio.get_running_loop()
         self._entered = time.monotonic()
@@ -155,8 +191,7 @@ class Ticket:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         admission = self._admission
-        admission.sequences -= self._num_sequences
-        admission.tokens -= self._num_tokens
+        admission.leave(self.tenant, self._num_sequences, self._num_tokens)
         admission.tickets.discard(self)
         admission.took(time.monotonic() - self._entered)
         self.first_token()

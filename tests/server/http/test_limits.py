@@ -61,6 +61,25 @@ def test_bodies_of_all_requests_together_are_bounded(demo_engine):
     assert admission.body_bytes == 0
 
 
+def test_the_bodies_of_one_key_leave_room_for_another_s(demo_engine):
+    """Of eight of the largest, two are kept for each of two keys; one key has six at most."""
+    with (
+        serving(demo_engine, max_body_bytes=40_000, api_keys=("one", "two")) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        admission = server.state.admission
+        for _ in range(6):
+            sock = stack.enter_context(server.connect())
+            sock.sendall(HEAD + b"x-api-key: one\r\nContent-Length: 40000\r\n\r\n" + b" " * 39_999)
+        wait_until(lambda: admission.body_bytes == 6 * 39_999, "the bodies to be held")
+        with server.client(headers={"x-api-key": "one"}) as client:
+            refused = client.post("/v1/completions", json={**TEXT, "user": "x" * 100})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        with server.client(headers={"x-api-key": "two"}) as client:
+            assert client.post("/v1/completions", json=TEXT).status_code == 200
+    assert admission.body_bytes == 0
+
+
 def test_a_body_at_the_limit_is_read(strict):
     with strict.client() as client:
         answer = client.post("/v1/completions", content=b'{"model": 1}'.ljust(20_000))

@@ -353,3 +353,36 @@ def test_the_gates_lists_name_the_routes_there_are() -> None:
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes} >= ADMIN_PATHS
     assert {route.path for route in routes if "POST" in route.methods} - ADMIN_PATHS == ADMITTED_PATHS
+
+
+def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
+    """Four places: one is kept for each of two keys, two belong to whoever comes first."""
+    limits = {"max_batch_size": 1, "max_queue_size": 3}
+    greedy, patient = {"headers": {"x-api-key": "greedy"}}, {"headers": {"x-api-key": "patient"}}
+    with serving(tiny_engine, api_keys=("greedy", "patient"), **limits) as server, contextlib.ExitStack() as stack:
+        stack.callback(held.release)
+        answers = [stack.enter_context(posting(server, TEXT, **greedy)) for _ in range(3)]
+        wait_until(lambda: server.state.admission.sequences == 3, "three requests in flight")
+        with server.client(**greedy) as client:
+            refused = client.post("/v1/completions", json=TEXT)
+            never = client.post("/v1/completions", json={**TEXT, "n": 4})
+        answers.append(stack.enter_context(posting(server, TEXT, **patient)))
+        wait_until(lambda: server.state.admission.sequences == 4, "the other key's request in flight")
+        with server.client(**patient) as client:
+            second = client.post("/v1/completions", json=TEXT)
+        held.release()
+    assert [answer.status_code for answers_of_one in answers for answer in answers_of_one] == [200] * 4
+    assert (refused.status_code, never.status_code, second.status_code) == (503, 503, 503)
+    said = "requests of this key are in flight; its share is 1, and there is no room beyond it; "
+    assert refused.json()["error"]["message"].startswith(f"3 {said}")
+    assert second.json()["error"]["message"].startswith(f"1 {said}")
+    assert server.state.admission.sequences == 0
+
+
+def test_what_a_key_could_never_have_beside_the_others_is_400(tiny_engine):
+    settings = {"api_keys": ("one", "two"), "max_queue_tokens": 200}
+    with serving(tiny_engine, **settings) as server, server.client(headers={"x-api-key": "one"}) as client:
+        fits = client.post("/v1/completions", json={**TEXT, "max_tokens": 100})
+        never = client.post("/v1/completions", json={**TEXT, "max_tokens": 160})
+    assert (fits.status_code, never.status_code) == (200, 400)
+    assert "takes 150 at once" in never.json()["error"]["message"]
