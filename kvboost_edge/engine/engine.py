@@ -307,7 +307,7 @@ class CPUPagedEngine:
         return self._core.failure
 
     def reset_cache(self) -> int:
-        """Forget every cached block that is not in use; returns how many."""
+        """Forget every cached block of the pool that is not in use; returns how many. Tiers keep theirs."""
         with self._core.reading():
             return self._parts.manager.reset()
 
