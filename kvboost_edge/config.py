@@ -37,6 +37,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _LATER: dict[str, dict[str, str]] = {
     "runner": {"onnx": "the ONNX runner is not built yet"},
 }
+_LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 # Options whose feature does not exist yet: told apart from a misspelling.
 _LATER_OPTIONS: Mapping[str, str] = {
@@ -180,6 +181,8 @@ class EngineConfig:
             raise ConfigError("disk_cache_dir='' names no directory; give a path, 'off' or None")
         if value == "off":
             object.__setattr__(self, "disk_cache_dir", None)
+        if self.max_disk_bytes is not None and self.max_disk_bytes < _LEAST_DISK_BYTES:
+            raise ConfigError(f"max_disk_bytes={self.max_disk_bytes} must be at least {_LEAST_DISK_BYTES}, or None")
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off")
         if self.redis_url is not None and (not isinstance(self.redis_url, str) or not self.redis_url):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,27 @@ def test_kv_cache_bits_as_text(text: str, value: Any) -> None:
 def test_text_that_is_no_kv_cache_bits(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^kv_cache_bits="):
         kv_bits_from_text(text)
+
+
+def test_a_disk_tier_is_a_path_and_a_bound() -> None:
+    assert EngineConfig.from_options(disk_cache_dir="off").disk_cache_dir is None
+    assert EngineConfig.from_options(disk_cache_dir="x", max_disk_bytes=8e9).max_disk_bytes == 8_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"disk_cache_dir": ""}, "disk_cache_dir=''"),
+        ({"disk_cache_dir": 7}, "disk_cache_dir=7"),
+        ({"max_disk_bytes": 8e9}, "needs a disk_cache_dir"),
+        ({"disk_cache_dir": "x", "max_disk_bytes": 1000}, "max_disk_bytes=1000 must be at least"),
+        ({"disk_cache_dir": "x", "max_disk_bytes": float("inf")}, "max_disk_bytes=inf"),
+    ],
+    ids=str,
+)
+def test_what_no_disk_tier_can_be(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        EngineConfig.from_options(**options)
 
 
 def test_threads_are_bounded() -> None:
