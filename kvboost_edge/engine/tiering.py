@@ -209,12 +209,13 @@ class Tiering(Untiered):
 
     def save_more(self) -> bool:
         self._save_next(_MOST_BYTES)
-        return bool(self._unsaved)
+        return bool(self._unsaved) and self._mover.stores
 
     def _save_next(self, most_bytes: int) -> None:
-        """Copy out the oldest ones, at least one of them where there is room."""
+        """Copy out the oldest ones, at least one of them where there is room. While no tier stores they wait in the
+        pool: a full disk may have room again."""
         self._note_published()
-        if not self._unsaved:
+        if not self._unsaved or not self._mover.stores:
             return
         most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
         oldest = list(itertools.islice(self._unsaved, most))

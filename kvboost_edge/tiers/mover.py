@@ -81,9 +81,14 @@ class Mover:
         """Whether a tier has the block, or might have it."""
         return any(tier.holds(prefix_hash) is not False for tier in self._working())
 
+    @property
+    def stores(self) -> bool:
+        """Whether a tier stores at the moment."""
+        return bool(self._storing())
+
     def lacking(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Of each block, whether a tier that stores at the moment does not have it."""
-        tiers = [tier for tier in self._working() if tier.stat().writable]
+        tiers = self._storing()
         return [any(tier.holds(prefix_hash) is not True for tier in tiers) for prefix_hash in prefix_hashes]
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
@@ -156,6 +161,9 @@ class Mover:
 
     def _working(self) -> list[Tier]:
         return [tier for tier in self._tiers if tier.name not in self._broken]
+
+    def _storing(self) -> list[Tier]:
+        return [tier for tier in self._working() if tier.stat().writable]
 
     def _run(self) -> None:
         for tier in self._tiers:

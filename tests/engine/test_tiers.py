@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 
+from disk_faults import FaultyFiles, fails
 from engine.fake_runner import Bench, expected_tokens
 from engine.hand_mover import DictTier
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.tiers.disk.tier import DiskTier
 
 PROMPT = list(range(70))  # four full blocks and six tokens
 
@@ -144,6 +148,37 @@ def test_a_tier_that_does_not_store_is_given_nothing():
     tier.writable = False
     kept(PROMPT, tier=tier)
     assert tier.num_written == 0
+
+
+def test_what_was_computed_while_no_tier_stored_is_kept_once_one_does():
+    tier = DictTier()
+    bench = Bench(tiers=[tier])
+    tier.writable = False
+    bench.submit(PROMPT, 1)
+    bench.run()
+    assert not bench.core.tiering.save_more()  # nothing to wait for
+    tier.writable = True
+    bench.submit([1], 1)
+    bench.run()
+    assert len(tier.blocks) == 4
+
+
+def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
+    now = [0.0]
+    files = FaultyFiles()
+    tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, files=files, clock=lambda: now[0])
+    bench = Bench(tiers=[tier])
+    files.at, files.fault, files.lasting = files.calls, fails(errno.ENOSPC), True
+    bench.submit(PROMPT, 1)
+    bench.run()
+    files.at = -1
+    assert (tier.stat().writable, tier.stat().written_blocks) == (False, 0)
+    assert "No space left" in tier.stat().state
+    now[0] += 60
+    bench.submit([*range(100, 120)], 1)
+    bench.run()
+    assert (tier.stat().state, tier.stat().written_blocks) == ("", 1)
+    tier.close()
 
 
 def test_a_tier_that_raises_is_not_asked_again(caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -22,12 +23,18 @@ class Sealer:
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> None:
-        """Have a job done soon."""
+        """Have a job done soon; now, where no thread can be had: the system has a limit, and an interpreter that is
+        ending starts none."""
         with self._lock:
             self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvboost-disk-seal")
-                self._thread.start()
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._run, name="kvboost-disk-seal")
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+                return
+        self._run()
 
     def join(self) -> None:
         """Return when all jobs are done."""

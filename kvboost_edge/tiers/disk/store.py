@@ -66,8 +66,17 @@ class Store:
 
     @property
     def state(self) -> str:
-        """One line on why nothing is stored at the moment; "" while it is."""
+        """One line on why nothing is stored at the moment, or was when that was last tried; "" while all is well."""
         return self.directory.why_not or self._problem
+
+    @property
+    def writable(self) -> bool:
+        """Whether storing would be tried now: after a failure again when a pause is over, or it would never end."""
+        return self.directory.owned and not self.closed and not self._pauses
+
+    @property
+    def _pauses(self) -> bool:
+        return bool(self._problem) and self._clock() < self._retry_at
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview], counts: Counter[str]) -> int:
         """See Tier.read."""
@@ -154,11 +163,11 @@ class Store:
 
     def _write(self, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
         """Append one block; whether it is there now."""
-        if self.closed or not self.directory.owned or (self._problem and self._clock() < self._retry_at):
+        if not self.writable:
             return False
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
         if nbytes > self.room.max_bytes // 4:
-            self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}", 0.0)
+            self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}")
             return False
         try:
             if not self._has_room(nbytes):
@@ -213,8 +222,8 @@ class Store:
         except OSError as error:
             _LOG.warning("the disk tier's order of use cannot be saved: %s", error)
 
-    def _pause(self, problem: str, seconds: float = _RETRY_S) -> None:
+    def _pause(self, problem: str) -> None:
         if not self._problem:
             _LOG.warning("the disk tier stores nothing for now: %s", problem)
         self._problem = problem
-        self._retry_at = self._clock() + seconds
+        self._retry_at = self._clock() + _RETRY_S

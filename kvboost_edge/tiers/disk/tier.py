@@ -127,7 +127,7 @@ class DiskTier:
             bytes=store.index.nbytes,
             max_bytes=store.room.max_bytes,
             evicted=store.cleaner.evicted,
-            writable=not (store.state or store.closed),
+            writable=store.writable,
             state="closed" if store.closed else store.state,
         )
 

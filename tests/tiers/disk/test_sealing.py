@@ -44,3 +44,14 @@ def test_jobs_are_done_in_turn_and_one_that_fails_stops_no_other(caplog):
     assert done == [0, 1, 3, 4]
     assert "ZeroDivisionError" in caplog.text
     sealer.join()
+
+
+def test_where_no_thread_can_be_had_a_segment_is_sealed_at_once(tmp_path, monkeypatch):
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    tier = DiskTier.open(tmp_path, bytes(32), max_bytes=CAP)
+    assert write_blocks(tier, chain(60)) == 60
+    tier.close()
+    assert len(list(tmp_path.glob("*/*.kvx"))) == len(segments(tmp_path, bytes(32))) == 4

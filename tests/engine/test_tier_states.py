@@ -1,0 +1,173 @@
+"""Hypothesis drives scheduler, loads, pool and a real disk tier through requests, cancels, resets, faults, damage,
+restarts and crashes: every answer is the one the prompt has alone."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import random
+import shutil
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from conftest import LONG
+from disk_cases import chain, scratch
+from disk_faults import FaultyFiles, PowerOff, fails, moves_half, powers_off
+from engine.fake_runner import Bench, expected_tokens
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.tiers.disk import tier as module
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+SPACE, CAP = bytes(32), 1 << 20
+HEADS = [[(7 * head + 3 * place) % 250 for place in range(80)] for head in range(2)]
+PROMPTS = [head[:length] + [tail] * (tail % 20) for head in HEADS for length in (33, 48, 80) for tail in (16, 101, 202)]
+MODES = (GenerationMode.PREFIX_CACHE, GenerationMode.PREFIX_CACHE, GenerationMode.PREFIX_CACHE, GenerationMode.BASELINE)
+
+hits: Counter[str] = Counter()
+
+
+@functools.lru_cache
+def expected(which: int, count: int) -> list[int]:
+    return expected_tokens(PROMPTS[which], count)
+
+
+class TieredMachine(RuleBasedStateMachine):
+    """`asked`: requests whose answers are wanted. A crash forgets them; what is on disk stays, or part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = scratch()
+        self.now = 0.0
+        self.start(8)
+
+    def start(self, num_blocks: int) -> None:
+        self.files = FaultyFiles()
+        parts = {"files": self.files, "sealer": InlineSealer(), "clock": lambda: self.now}
+        self.tier = DiskTier.open(self.directory, SPACE, max_bytes=CAP, **parts)
+        assert self.tier.stat().writable
+        self.bench = Bench(num_blocks, tiers=[self.tier], max_num_seqs=3)
+        self.asked: list[tuple[RequestHandle, list[int] | None]] = []
+
+    @rule(which=st.integers(0, len(PROMPTS) - 1), count=st.sampled_from((1, 2, 18)), mode=st.sampled_from(MODES))
+    def submit(self, which: int, count: int, mode: GenerationMode) -> None:
+        self.asked.append((self.bench.submit(PROMPTS[which], count, mode), expected(which, count)))
+
+    @rule(steps=st.integers(1, 6), moves=st.integers(0, 2))
+    def work(self, steps: int, moves: int) -> None:
+        for _ in range(steps):
+            self.bench.step()
+            self.bench.mover.pump(moves)
+
+    @rule()
+    def finish(self) -> None:
+        self.bench.run()
+        for handle, tokens in self.asked:
+            result = handle.result(0)
+            assert tokens is None or list(result.output_token_ids) == tokens
+            hits.update(result.hit_tokens)
+        self.asked = []
+        assert self.bench.manager.used_block_count == self.bench.mover.staging_bytes == 0
+
+    @precondition(lambda self: self.asked)
+    @rule(pick=st.integers(0, 100))
+    def cancel(self, pick: int) -> None:
+        handle, _ = self.asked[pick % len(self.asked)]
+        handle.cancel()
+        self.asked[pick % len(self.asked)] = (handle, None)
+
+    @rule()
+    def reset(self) -> None:
+        self.bench.manager.reset()
+
+    @rule(seed=st.integers(0, 1000))
+    def flood(self, seed: int) -> None:
+        """Blocks of somebody else, enough to push all others out."""
+        blocks = chain(60, seed)
+        self.tier.write(blocks, [memoryview(bytes(18_000))] * len(blocks))
+
+    @rule(after=st.integers(0, 12), fault=st.sampled_from((fails(errno.ENOSPC), fails(errno.EIO), moves_half)))
+    def trouble(self, after: int, fault: Any) -> None:
+        """The device fails from some call on, until it is well again."""
+        self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, fault, True
+        self.work(3, 2)
+        self.files.at = -1
+        self.now += 60
+
+    @rule(seed=st.integers(0, 2**32))
+    def damage(self, seed: int) -> None:
+        draw = random.Random(seed)
+        paths = sorted(self.directory.glob("*/*.kv?"))
+        if paths:
+            with open(draw.choice(paths), "r+b") as file:
+                place = draw.randrange(max(1, file.seek(0, 2)))
+                file.seek(place)
+                byte = file.read(1) or b"\0"
+                file.seek(place)
+                file.write(bytes([byte[0] ^ 1 << draw.randrange(8)]))
+
+    @rule(num_blocks=st.sampled_from((8, 12, 40)), save=st.booleans())
+    def restart(self, num_blocks: int, save: bool) -> None:
+        for handle, _ in self.asked:
+            handle.cancel()
+        self.bench.step()
+        if save:
+            self.bench.run()
+        self.tier.close()
+        self.start(num_blocks)
+
+    @rule(which=st.integers(0, len(PROMPTS) - 1))
+    def come_back(self, which: int) -> None:
+        """A prompt, then a restart, then the same prompt, which is not answered yet."""
+        self.submit(which, 2, GenerationMode.PREFIX_CACHE)
+        self.finish()
+        self.restart(8, True)
+        self.submit(which, 2, GenerationMode.PREFIX_CACHE)
+
+    @rule(which=st.integers(0, len(PROMPTS) - 1), after=st.integers(0, 20), seed=st.integers(0, 2**32))
+    def crash(self, which: int, after: int, seed: int) -> None:
+        """The process ends at some call of the system; part of the unsealed segment may not be there afterwards."""
+        self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, powers_off, True
+        store = self.tier._store
+        assert store is not None
+        try:
+            self.submit(which, 18, GenerationMode.PREFIX_CACHE)
+            self.bench.run()
+            self.tier.close()
+        except PowerOff:
+            pass
+        self.files.at = -1
+        store.after_fork()  # lets go of all handles and writes nothing
+        module._stores.clear()
+        self.lose(random.Random(seed))
+        self.start(8)
+
+    def lose(self, draw: random.Random) -> None:
+        path = max(self.directory.glob("*/*.kvs"), default=None)
+        if path is not None and not path.with_suffix(".kvx").exists():
+            with open(path, "r+b") as file:
+                file.truncate(draw.randrange(path.stat().st_size + 1))
+
+    @invariant()
+    def cap_holds(self) -> None:
+        assert sum(path.stat().st_size for path in self.directory.glob("*/*.kvs")) <= CAP
+
+    def teardown(self) -> None:
+        self.finish()
+        self.tier.close()
+        shutil.rmtree(self.directory)
+
+
+@pytest.mark.slow
+def test_whatever_happens_every_answer_is_right():
+    run_state_machine_as_test(
+        TieredMachine, settings=settings(max_examples=10_000 if LONG else 1000, stateful_step_count=8)
+    )
+    assert hits["pool"] > 1000
+    assert hits["disk"] > 1000
