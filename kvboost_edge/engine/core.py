@@ -45,6 +45,7 @@ _FORKED = (
     "this process was forked from the one that runs the engine, and the engine's thread did not come along; make an "
     "engine in this process, or start processes by 'spawn' instead of 'fork'"
 )
+_WHILE_LOADING = 1.0  # seconds between two looks at whether anything arrives
 _WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
 _LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
@@ -225,7 +226,7 @@ class EngineCore:
             pin_end = self.scheduler.manager.pins.next_end
         self._slack.give_back()
         ends = [end for end in (pin_end, self._deadlines[0][0] if self._deadlines else None) if end is not None]
-        longest = _WHILE_SAVING if is_saving else _LONG_SLEEP
+        longest = _WHILE_SAVING if is_saving else _WHILE_LOADING if self.scheduler.only_waits else _LONG_SLEEP
         seconds = min([longest, *(max(0.0, end - time.monotonic()) for end in ends)])
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=seconds)
@@ -260,6 +261,7 @@ class EngineCore:
         is to be done."""
         self._drain_inbox()
         self._expire()
+        self.scheduler.loads.give_up_silent()
         if self._closing or not self.scheduler.has_work:
             self._release_blocks(frozenset())
             return None

@@ -8,6 +8,7 @@ ends it, and what it lacks is computed.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.sequence import Sequence as Request
     from kvboost_edge.kvcache.block_table import BlockTable
 
-__all__ = ["Load", "Loads", "NoShelf", "Shelf"]
+__all__ = ["PATIENCE", "Load", "Loads", "NoShelf", "Shelf"]
+
+_LOG = logging.getLogger(__name__)
+
+PATIENCE = 30.0
+"""Seconds that a load may be silent: a disk or a network that takes longer for 8 MiB is slower than computing them."""
 
 
 class Shelf(Protocol):
@@ -72,7 +78,16 @@ class Load:
         self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
         self.arrived: Counter[str] = Counter()
         self.is_done = False
-        self._began_at = time.perf_counter()
+        self._began_at = self._news_at = time.perf_counter()
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long nothing was heard of it."""
+        return time.perf_counter() - self._news_at
+
+    def note_news(self) -> None:
+        """Blocks of it arrived."""
+        self._news_at = time.perf_counter()
 
     def end(self) -> None:
         """Nothing more comes, or is wanted."""
@@ -89,6 +104,7 @@ class Loads:
         self._tickets = itertools.count()
         self._by_ticket: dict[int, Load] = {}
         self._by_sequence: dict[int, Load] = {}
+        self._is_stuck = False
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -96,9 +112,22 @@ class Loads:
     def __iter__(self) -> Iterator[Load]:
         return iter(self._by_ticket.values())
 
-    def get(self, ticket: int) -> Load | None:
-        """The load of a ticket, None where it was ended."""
-        return self._by_ticket.get(ticket)
+    def heard(self, ticket: int) -> Load | None:
+        """The load of which a piece arrived, None where it was ended."""
+        self._is_stuck = False
+        load = self._by_ticket.get(ticket)
+        if load is not None:
+            load.note_news()
+        return load
+
+    def give_up_silent(self) -> None:
+        """End loads of which nothing was heard for long: a device or a network hangs, and what they lack is computed.
+        Nothing more is asked for until something arrives."""
+        for load in list(self._by_ticket.values()):
+            if not load.is_done and load.silent_seconds > PATIENCE:
+                _LOG.warning("a tier gave nothing for %.0f s; the prompt is computed", load.silent_seconds)
+                self._is_stuck = True
+                self.finish(load)
 
     def of(self, sequence: Request) -> Load | None:
         """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
@@ -112,6 +141,8 @@ class Loads:
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
         nothing, or where the whole sequence would find no room."""
+        if self._is_stuck:
+            return None
         manager, size = self._manager, self._manager.block_size
         first, keys = manager.content.keys_after(sequence.cacheable_ids, sequence.request.root)
         keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), keys))

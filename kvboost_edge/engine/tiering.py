@@ -30,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 _BYTES_A_SECOND = 40e6
 _LEAST_BYTES = 256 << 10
 _MOST_BYTES = 16 << 20
+_IDLE_BYTES = 4 << 20  # at a time while nothing runs: a request that comes meanwhile waits for a copy of some 2 ms
 _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
@@ -150,7 +151,7 @@ class Tiering(Untiered):
 
     def fill(self, piece: Piece) -> None:
         """The load ends where there is no room for what arrived; the rest is computed then."""
-        load = self._loads.get(piece.ticket)
+        load = self._loads.heard(piece.ticket)
         try:
             if load is not None and not load.is_done:
                 self._take(load, piece)
@@ -208,7 +209,7 @@ class Tiering(Untiered):
         self._save_next(allowed)
 
     def save_more(self) -> bool:
-        self._save_next(_MOST_BYTES)
+        self._save_next(_IDLE_BYTES)
         return bool(self._unsaved) and self._mover.stores
 
     def _save_next(self, most_bytes: int) -> None:

@@ -27,6 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 _PIECE_BYTES = 8 << 20  # of a read: a step of 20 ms copies that in 1-2 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
+_LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
 
 
 class Piece(NamedTuple):
@@ -153,7 +154,10 @@ class Mover:
             self._closing, self._deadline = True, time.monotonic() + seconds
             self._changed.notify_all()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(seconds + _LAST_SECONDS)
+            if self._thread.is_alive():
+                _LOG.warning("a tier hangs; its thread and what it was to store are left behind")
+                return
         for tier in self._tiers:
             tier.close()
 

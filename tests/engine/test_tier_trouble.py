@@ -128,7 +128,8 @@ def test_a_directory_deleted_under_a_running_engine(tmp_path, caplog):
         for number in range(8):
             ask(engine, prompt(number))
         assert_clean(engine)
-    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    # Whether the writer notices depends on whether a segment was open: it writes into that until it is full.
+    assert {record.levelname for record in caplog.records} <= {"WARNING"}
     fill(tmp_path / "disk", prompt(1))
 
 

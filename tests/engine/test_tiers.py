@@ -205,6 +205,25 @@ def test_a_load_yields_to_who_runs():
     assert list(waiting.result(0).output_token_ids) == expected_tokens(PROMPT[:66], 2)
 
 
+def test_a_tier_that_hangs_costs_its_patience_once(monkeypatch, caplog):
+    monkeypatch.setattr("kvboost_edge.engine.loads.PATIENCE", 0.0)
+    bench = Bench(tiers=[kept(PROMPT)])
+    handles = [bench.submit([*PROMPT, 100 + i], 3) for i in range(2)]
+    for _ in range(20):
+        bench.step()
+    assert [list(h.result(0).output_token_ids) for h in handles] == [
+        expected_tokens([*PROMPT, 100 + i], 3) for i in range(2)
+    ]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    bench.run()  # the piece arrives after all
+    assert bench.mover.staging_bytes == 0
+    bench.manager.reset()
+    monkeypatch.setattr("kvboost_edge.engine.loads.PATIENCE", 30.0)
+    again = bench.submit(PROMPT, 3)
+    bench.run()
+    assert again.result(0).hit_tokens == {"pool": 0, "shelf": 64}
+
+
 def test_use_counts_on_the_tier_too():
     tier = kept(PROMPT)
     bench = Bench(tiers=[tier])
