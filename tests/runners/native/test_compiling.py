@@ -26,7 +26,7 @@ class Listener(event.Listener):
         pass
 event.register("numba:compile", Listener())
 options = {"weights": sys.argv[1], "kv_cache_bits": int(sys.argv[2]), "num_blocks": 64, "num_threads": 2}
-# XDG_CACHE_HOME is empty: weights are packed.
+# KVBOOST_EDGE_CACHE is empty: weights are packed.
 with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
     engine.generate_batch(["one two three four five six " * 9, "one two"], max_new_tokens=20, ignore_eos=True)
 from kvboost_edge.kernels.entry import _ENTRIES
@@ -38,7 +38,7 @@ print(json.dumps([own, used]))
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 16), ("int4-asym", 8), ("f32", 16)])
 def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights: str, bits: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, weights, str(bits)]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "KVBOOST_EDGE_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     own, used = json.loads(done.stdout)
     assert own == []
