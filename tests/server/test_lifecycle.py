@@ -110,7 +110,7 @@ def test_an_idle_server_exits_at_once_and_a_stream_only_gets_its_grace():
 
 def test_a_second_signal_exits_at_once():
     with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
-        body = {**TEXT, "max_tokens": 2000, "n": 16}
+        body = {**TEXT, "max_tokens": 2000, "n": 64}  # some seconds of work
         with client.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
             server.process.send_signal(signal.SIGTERM)
