@@ -105,7 +105,9 @@ def ends_within(name: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def powers_off(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """The same within this process: nothing is called any more."""
+    """The same within this process: nothing is called any more; a handle that is let go goes with the process."""
+    if name == "close":
+        call(*args)
     raise PowerOff
 
 
