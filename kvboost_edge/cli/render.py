@@ -59,7 +59,8 @@ def reuse_words(prompt_tokens: int, cached_tokens: int, hit_tokens: Mapping[str,
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:
     """The figures, so many columns of name and value."""
     table = Table.grid(padding=(0, 2))
-    cells = [(name, _figure(name, value)) for name, value in stats.items()]
+    cells = [(name, _figure(name, value)) for name, value in stats.items() if name != "tiers"]
+    cells += [(f"tier {name}", _tier_figure(tier)) for name, tier in stats.get("tiers", {}).items()]
     rows = -(-len(cells) // columns)
     for row in range(rows):
         line: list[RenderableType] = []
@@ -67,6 +68,13 @@ def _stats_table(stats: dict[str, Any], columns: int) -> Table:
             line += [Text(name, "dim"), Text(value)]
         table.add_row(*line)
     return table
+
+
+def _tier_figure(tier: Mapping[str, Any]) -> str:
+    """What a tier holds, or what is wrong with it."""
+    if tier["state"] or tier["blocks"] is None:
+        return tier["state"] or "ready"
+    return f"{tier['blocks']:,} blocks, {tier['bytes'] / 1e6:,.1f} MB"
 
 
 def _figure(name: str, value: Any) -> str:

@@ -42,3 +42,16 @@ def test_the_panel_shows_every_figure():
     text = drawn(pool_panel([0, 1], {"num_blocks": 2, "pool_bytes": 3_000_000, "backend": "cpu", "x": 0.5}, width=100))
     for shown in ("num_blocks", "3.0 MB", "backend", "cpu", "0.500"):
         assert shown in text
+
+
+def test_a_tier_is_a_figure_of_its_own():
+    tiers = {
+        "disk": {"blocks": 1200, "bytes": 40_000_000, "state": ""},
+        "redis": {"blocks": None, "bytes": None, "state": "does not answer"},
+    }
+    text = drawn(pool_panel([0], {"num_blocks": 1, "tiers": tiers}, width=100))
+    assert "{" not in text
+    assert "disk" in text
+    assert "1,200 blocks, 40.0 MB" in text
+    assert "does not answer" in text
+    assert "tiers" not in drawn(pool_panel([0], {"num_blocks": 1, "tiers": {}}, width=100))
