@@ -295,7 +295,7 @@ def main() -> None:
     if "kvboost_edge" in wanted:
         port = free_port()
         command = [sys.executable, "-m", "kvboost_edge.server", "--model", str(model), "--port", str(port)]
-        command += ["--model-name", "own", "--num-blocks", str(options.capacity // 16), "--max-batch-size", "16"]
+        command += ["--model-name", "own", "--num-blocks", str(options.capacity // 16)]
         command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
         command += ["--request-timeout", str(_REQUEST_S), "--log-level", "warning"]
         rows += over_http(f"kvboost_edge kv{options.kv_cache_bits}", command, port, "own", options)

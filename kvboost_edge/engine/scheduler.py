@@ -1,10 +1,12 @@
 """Who computes what in the next step. Integers only: no tensor, no text, no clock.
 
 There is no prefill and no decode phase: each sequence has one counter that catches up with its tokens. A step has a
-token budget. Sequences that lack one token come first, the rest of the budget is shared evenly among those that lack
-more. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs out. In each
-of these a request with a lower priority number goes before all with a higher one, and among equals the tenants share:
-budget, places and, where those are short, the loss of them; see `Fairness`. The rest above then holds in each tenant.
+token budget. Sequences that lack one token come first. Of the rest those that lack fewest get most, so that short
+prompts are done one after another and not all at the end; a quarter goes to the first come, so that a long one gets on
+whatever comes. First come, first served decides who is let in; the latest arrival loses its blocks when memory runs
+out. In each of these a request with a lower priority number goes before all with a higher one, and among equals the
+tenants share: budget, places and, where those are short, the loss of them; see `Fairness`. The rest above then holds in
+each tenant.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["Scheduler", "StepPlan"]
 
+_OLDEST_PART = 4  # one in so many tokens of a step goes to the prompt that came first, whatever its length
+
 _BY_RANK = attrgetter("rank")
 _BY_PRIORITY = attrgetter("priority")
+_BY_ARRIVAL = attrgetter("index")
 _BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
@@ -290,19 +295,10 @@ class Scheduler:
         chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
         shares = {s.index: 1 for s in chosen}
         budget -= len(chosen)
-        for _, group in itertools.groupby(sorted(filling, key=_BY_TURN), key=_BY_PRIORITY):
-            hungry = list(group)
-            while budget > 0 and hungry:
-                share = max(1, budget // len(hungry))
-                for sequence in hungry:
-                    given = min(share, sequence.most_at_once - shares.get(sequence.index, 0), budget)
-                    shares[sequence.index] = shares.get(sequence.index, 0) + given
-                    budget -= given
-                    chosen.append(sequence)
-                hungry = [s for s in hungry if shares[s.index] < s.most_at_once]
         for sequence in chosen:
-            if shares[sequence.index]:
-                sequence.last_turn = next(self._turns)
+            sequence.last_turn = next(self._turns)
+        for _, group in itertools.groupby(sorted(filling, key=_BY_PRIORITY), key=_BY_PRIORITY):
+            budget -= _fill(list(group), budget, shares)
         return shares
 
     # Memory.
@@ -354,3 +350,16 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         table, sequence.table = sequence.blocks, None
         self.manager.free(table)
+
+
+def _fill(prompts: list[Sequence], budget: int, shares: dict[int, int]) -> int:
+    """Give out tokens of prompts, none of them over the budget; how many. A part goes to the oldest, the rest to those
+    with fewest pending tokens, in this order."""
+    left = budget
+    kept = -(-budget // _OLDEST_PART)
+    shortest_first = sorted(prompts, key=lambda one: (one.num_pending, one.index))
+    for sequence, most in ((min(prompts, key=_BY_ARRIVAL), kept), *((one, budget) for one in shortest_first)):
+        given = shares.get(sequence.index, 0)
+        shares[sequence.index] = given + min(sequence.most_at_once - given, most, left)
+        left -= shares[sequence.index] - given
+    return budget - left

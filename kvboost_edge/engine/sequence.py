@@ -47,7 +47,7 @@ class Sequence:
 
     table           the blocks, None unless RUNNING
     num_charged_tokens    up to where its tokens count as served to its tenant (fairness)
-    last_turn       when the scheduler last gave it something, counted over all sequences (fairness)
+    last_turn       when it was last chosen to compute its one pending token, counted over all sequences (fairness)
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
     has_loaded      tiers were asked since it last lost its blocks

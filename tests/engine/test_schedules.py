@@ -269,6 +269,31 @@ def test_prefills_share_the_budget_so_a_short_one_is_not_stuck_behind_a_long_one
     bench.run()
 
 
+def test_equal_prompts_that_come_together_are_done_one_after_another() -> None:
+    bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
+    handles = [bench.submit([number] * 60, 1) for number in range(16)]
+    done = []
+    while not all(handle.done for handle in handles):
+        bench.step()
+        done.append(sum(handle.done for handle in handles))
+    assert len(done) == 15, "the budget is used to the last token"
+    assert done.index(next(count for count in done if count >= 8)) < 10, done
+    assert done[4] >= 3, done
+
+
+def test_a_long_prompt_gets_on_though_short_ones_keep_coming() -> None:
+    bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
+    long = bench.submit(list(range(240)), 1)
+    steps = 0
+    while not long.done:
+        for other in range(4):  # each step brings as much as it can compute
+            bench.submit([steps, other] * 8, 1)
+        bench.step()
+        steps += 1
+        assert steps <= 20
+    bench.run()
+
+
 def test_a_large_request_is_served_though_small_ones_keep_coming() -> None:
     bench = Bench(8, max_num_seqs=4, max_batch_tokens=64)
     small = [bench.submit([i, i], 12) for i in range(3)]
