@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
     from kvboost_edge.compat.lmcache.engine import LMCacheEngine
     from kvboost_edge.compat.page_cache import KVCache
-    from kvboost_edge.config import EngineConfig, GenerationMode
+    from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.handle import RequestHandle, TokenEvent
     from kvboost_edge.engine.request import SamplingParams
@@ -57,6 +57,7 @@ _EXPORTS = {
     "CorrectnessReport": "kvboost_edge.engine.results",
     "EngineConfig": "kvboost_edge.config",
     "GenerationMode": "kvboost_edge.config",
+    "RecomputeStrategy": "kvboost_edge.config",
     "GenerationResult": "kvboost_edge.engine.results",
     "InferenceEngine": "kvboost_edge.engine.engine:CPUPagedEngine",
     "KVBoost": "kvboost_edge.engine.engine:CPUPagedEngine",
@@ -105,6 +106,7 @@ __all__ = [
     "LMCacheEngineMetadata",
     "ModelFormatError",
     "PromptCheck",
+    "RecomputeStrategy",
     "RequestError",
     "RequestHandle",
     "SamplingParams",

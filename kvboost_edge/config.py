@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["KV_BIT_PAIRS", "MAX_WEIGHT", "EngineConfig", "GenerationMode", "kv_bits_from_text"]
+__all__ = ["KV_BIT_PAIRS", "MAX_WEIGHT", "EngineConfig", "GenerationMode", "RecomputeStrategy", "kv_bits_from_text"]
 
 MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 
@@ -19,13 +19,23 @@ MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 class GenerationMode(enum.StrEnum):
     """How a request may use cached keys and values.
 
-    BASELINE reads nothing from the cache, PREFIX_CACHE reuses exact prefixes, CHUNK_KV_REUSE (reuse at another
-    position) is refused by name until it is built.
+    BASELINE reads nothing from the cache, PREFIX_CACHE reuses exact prefixes. CHUNK_KV_REUSE reuses exact prefixes and,
+    behind them, runs of tokens that were computed at other positions: what follows is approximate, and says so.
     """
 
     BASELINE = "baseline"
     PREFIX_CACHE = "prefix_cache"
     CHUNK_KV_REUSE = "chunk_kv_reuse"
+
+
+class RecomputeStrategy(enum.StrEnum):
+    """Which tokens found at other positions are computed all the same: NONE; SELECTIVE, the first `recompute_overlap`
+    behind every seam; CACHEBLEND, those and the `recompute_ratio` of blocks whose values deviate most (after Yao et
+    al., "CacheBlend", EuroSys 2025)."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    CACHEBLEND = "cacheblend"
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -47,11 +57,8 @@ _LATER_OPTIONS: Mapping[str, str] = {
             "chunk_boundary_window",
             "overlap_k",
             "sink_tokens",
-            "recompute_strategy",
-            "recompute_overlap",
-            "recompute_ratio",
         ),
-        "reuse of chunks at other positions",
+        "harvesting documents alone",
     ),
 }
 
@@ -83,6 +90,8 @@ class EngineConfig:
     `redis_url` shares blocks with other machines through a Redis or Valkey server (extra [redis]). Its values are
     sealed with the secret in KVBOOST_EDGE_REDIS_SECRET, the same on all machines; without a secret the URL is refused,
     unless `redis_trust` says that whoever writes to the server is believed.
+    `recompute_strategy`, `recompute_overlap` (tokens) and `recompute_ratio` (of the tokens shared) repair what a
+    request with mode="chunk_kv_reuse" shares at other positions; `min_chunk_tokens` is the shortest run it looks for.
     """
 
     runner: str = "auto"
@@ -111,6 +120,10 @@ class EngineConfig:
     max_disk_bytes: int | None = None
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     redis_trust: bool = False
+    recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.SELECTIVE
+    recompute_overlap: int = 16
+    recompute_ratio: float = 0.10
+    min_chunk_tokens: int = 32
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -135,6 +148,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not one of {choices}")
         self._check_sizes()
         self._check_tiers()
+        self._check_reuse()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
         for name in ("strict", "local_files_only", "pack_cache", "redis_trust", "debug_checks"):
@@ -190,6 +204,18 @@ class EngineConfig:
             raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
         if self.redis_trust and self.redis_url is None:
             raise ConfigError("redis_trust=True needs a redis_url, and there is none")
+
+    def _check_reuse(self) -> None:
+        try:
+            object.__setattr__(self, "recompute_strategy", RecomputeStrategy(self.recompute_strategy))
+        except ValueError:
+            names = ", ".join(repr(one.value) for one in RecomputeStrategy)
+            raise ConfigError(f"recompute_strategy={self.recompute_strategy!r} is not one of {names}") from None
+        _check_int("recompute_overlap", self.recompute_overlap, low=0)
+        _check_int("min_chunk_tokens", self.min_chunk_tokens, low=1)
+        ratio = self.recompute_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ConfigError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits

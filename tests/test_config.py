@@ -12,10 +12,7 @@ from kvboost_edge.config import EngineConfig, kv_bits_from_text
 from kvboost_edge.errors import ConfigError
 
 TEXT_OPTIONS = ("runner", "backend", "dtype", "device", "revision", "token", "tenant")
-LATER = (
-    "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens",
-    "recompute_strategy", "recompute_overlap", "recompute_ratio",
-)  # fmt: skip
+LATER = ("chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens")
 
 
 @pytest.mark.parametrize("name", TEXT_OPTIONS)
@@ -105,6 +102,19 @@ def test_a_token_is_never_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options(token=["hf_secret"])
     assert "hf_secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("recompute_strategy", "left"), ("recompute_strategy", None), ("recompute_overlap", -1),
+        ("recompute_overlap", True), ("recompute_ratio", 1.5), ("recompute_ratio", float("nan")),
+        ("recompute_ratio", "0.1"), ("min_chunk_tokens", 0),
+    ],
+)  # fmt: skip
+def test_reuse_options_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}="):
+        EngineConfig.from_options(**{name: value})
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -18,7 +18,8 @@ __all__ = ["build_batch"]
 
 
 def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager) -> ForwardBatch:
-    """The tokens of `work`, at least one, one sequence after another; every sequence has its blocks."""
+    """The tokens of `work`, at least one, one sequence after another; every sequence has its blocks. Stretches of one
+    sequence are rows of their own: what one of them stores the later ones attend to in the same pass."""
     tables = [one.sequence.blocks for one in work]
     cu_seqlens_q = np.zeros(len(work) + 1, np.int32)
     np.cumsum([len(one.token_ids) for one in work], out=cu_seqlens_q[1:])
@@ -35,7 +36,7 @@ def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManage
         seq_lens=np.array([one.stop for one in work], np.int32),
         block_tables=block_tables,
         slot_mapping=np.array(slots, np.int64),
-        parts=_parts_of(tables),
+        parts=_parts_of(work, tables),
     )
     return ForwardBatch(
         token_ids=np.concatenate([np.array(one.token_ids, np.int64) for one in work]),
@@ -45,9 +46,13 @@ def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManage
     )
 
 
-def _parts_of(tables: Several[BlockTable]) -> Parts:
-    """The parts of all tables; None where all are plain."""
+def _parts_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Parts:
+    """The parts of all tables up to the one that the row's tokens are in; None where all are plain."""
     if all(len(table.parts) == 1 for table in tables):
         return None
-    rows = [Part(sequence=i, **part._asdict()) for i, table in enumerate(tables) for part in table.parts]
+    rows: list[Part] = []
+    for i, (one, table) in enumerate(zip(work, tables, strict=True)):
+        own = table.part_of(one.start)
+        seen = [part for part in table.parts if part.first_index <= own.first_index]
+        rows += [Part(sequence=i, **part._asdict()) for part in seen]
     return np.array(rows, np.int32)

@@ -322,6 +322,8 @@ class EngineCore:
         for one in work:
             rows = logits[first : first + one.num_logit_rows]
             first += one.num_logit_rows
+            if one.sequence.status is not SequenceStatus.RUNNING:
+                continue  # an earlier stretch of it failed
             try:
                 reason = self._advance(one, rows)
             except CacheCorruption:

@@ -71,7 +71,11 @@ class CPUPagedEngine:
         self._parts = parts
         loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
         self._scheduler = Scheduler(
-            parts.manager, max_num_seqs=parts.max_num_seqs, max_batch_tokens=config.max_batch_tokens, loads=loads
+            parts.manager,
+            max_num_seqs=parts.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            loads=loads,
+            min_chunk_tokens=config.min_chunk_tokens,
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks

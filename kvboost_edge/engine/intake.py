@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvboost_edge.config import MAX_WEIGHT, EngineConfig, GenerationMode
+from kvboost_edge.config import MAX_WEIGHT, EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
@@ -18,11 +18,13 @@ from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float
 from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import narrowed_root
+from kvboost_edge.reuse.repair import Repair
 
 __all__ = ["Intake", "Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
+_REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
 _MAX_TTL = 1e9  # some 30 years: what no clock's arithmetic minds
 
 
@@ -39,6 +41,7 @@ class Terms:
     expect_reuse   it will come again: its blocks are kept like those that came again, not like those seen once
     pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
     ttl          seconds after which that ends by itself, counted from the end of the request; None: never
+    recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of the engine's
     """
 
     mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
@@ -50,6 +53,9 @@ class Terms:
     expect_reuse: bool = False
     pin: bool = False
     ttl: float | None = None
+    recompute_strategy: RecomputeStrategy | str | None = None
+    recompute_overlap: int | None = None
+    recompute_ratio: float | None = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Terms:
@@ -100,6 +106,7 @@ class Intake:
     ) -> None:
         self._answers = answers
         self._parts = parts
+        self._config = config
         self._seeds = Seeds(config.seed)
         self._check_open = check_open
         self._next_index = itertools.count()
@@ -146,9 +153,10 @@ class Intake:
         self._check_open()
         info, tokenizer = self._parts.runner.info, self._parts.tokenizer
         params.check_vocabulary(info.vocab_size)
+        prefill_only = prefill_only or params.max_new_tokens == 0
+        repair = self._repair(terms, params, needs_exact=prefill_only or logits_start is not None)
         root = self.root(terms)
         text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
-        prefill_only = prefill_only or params.max_new_tokens == 0
         if prefill_only or logits_start is not None:
             max_tokens = len(ids)
             if max_tokens > info.max_context:
@@ -182,7 +190,26 @@ class Intake:
             expect_reuse=terms.expect_reuse,
             pin=terms.pin,
             ttl=terms.ttl,
+            repair=repair,
         )
+
+    def _repair(self, terms: Terms, params: SamplingParams, *, needs_exact: bool) -> Repair | None:
+        """How a request that shares at other positions is repaired; RequestError where it cannot share there."""
+        given = {name: value for name in _REPAIRS if (value := getattr(terms, name)) is not None}
+        if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
+            if given:
+                raise RequestError(f"{next(iter(given))} is for mode='chunk_kv_reuse', and mode={str(terms.mode)!r}")
+            return None
+        exact = "pin" if terms.pin else "prompt_logprobs" if params.prompt_logprobs is not None else None
+        if needs_exact or exact:
+            raise RequestError(
+                f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs exact keys and "
+                "values; use mode='prefix_cache'"
+            )
+        refusal = self._parts.runner.moved_keys_refusal
+        if refusal is not None:
+            raise RequestError(f"mode='chunk_kv_reuse' is refused: {refusal}")
+        return Repair.checked(*(given.get(name, getattr(self._config, name)) for name in _REPAIRS))
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
         """The ids a request with this prompt would have; draws no seed and no number."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.repair import Repair
 
 __all__ = ["Entry", "Request", "SamplingParams", "as_float", "as_int", "check_mode", "resolve_sampling"]
 
@@ -134,6 +135,7 @@ class Request:
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     expect_reuse     its blocks are kept as if they had been used again
+    repair           how what it shares at other positions is repaired; None: its mode shares nothing there
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     """
 
@@ -157,6 +159,7 @@ class Request:
     expect_reuse: bool = False
     pin: bool = False
     ttl: float | None = None
+    repair: Repair | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -191,15 +194,12 @@ def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]
 
 
 def check_mode(mode: GenerationMode | str) -> GenerationMode:
-    """The mode as an enum; RequestError for an unknown one and, by name, for the one that is not built."""
+    """The mode as an enum; RequestError for an unknown one."""
     try:
-        resolved = GenerationMode(mode)
+        return GenerationMode(mode)
     except ValueError:
         names = ", ".join(repr(m.value) for m in GenerationMode)
         raise RequestError(f"mode={mode!r} is not one of {names}") from None
-    if resolved is GenerationMode.CHUNK_KV_REUSE:
-        raise RequestError("mode='chunk_kv_reuse' is refused: reuse at other positions is not built yet")
-    return resolved
 
 
 def _real(params: SamplingParams, name: str, *, low: float, high: float, open_low: bool = False) -> None:

@@ -31,13 +31,16 @@ class TokenLogprobs:
 class GenerationResult:
     """The outcome of one request.
 
-    mode                 what ran
+    mode                 what ran: CHUNK_KV_REUSE only where something was shared at another position
+    approximate          whether something was: the output may differ from that of a full computation
+    reused_span_tokens   prompt tokens whose keys and values were shared at another position
+    recomputed_tokens    prompt tokens that were found at another position and computed all the same
     output_text          without the EOS or stop token and without the stop string that ended it
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
     finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
     cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by tier
-    kv_reuse_ratio       cached_tokens / prompt_tokens
+    kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
     miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen" no block of it was
                          ever cached for this tenant and salt; "evicted" one was, and was dropped; "tail" it lies in a
                          last block that is not full, and only full ones are kept; "bypassed" the mode or
@@ -73,6 +76,12 @@ class GenerationResult:
     seed: int
     preemptions: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    reused_span_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    @property
+    def approximate(self) -> bool:
+        return self.reused_span_tokens > 0
 
     @property
     def tokenize_ms(self) -> float:

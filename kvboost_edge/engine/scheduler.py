@@ -26,6 +26,7 @@ from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.reuse.harvest import Harvest
 
 __all__ = ["Scheduler", "StepPlan"]
 
@@ -58,9 +59,16 @@ class Scheduler:
     """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread drives it."""
 
     def __init__(
-        self, manager: KVCacheManager, *, max_num_seqs: int, max_batch_tokens: int, loads: Loads | None = None
+        self,
+        manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        loads: Loads | None = None,
+        min_chunk_tokens: int = 32,
     ) -> None:
         self.manager = manager
+        self._harvest = Harvest(manager, min_chunk_tokens)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
@@ -131,8 +139,9 @@ class Scheduler:
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
             if count:
-                plan.work.append(sequence.next_work(count))
-                self._fairness.charge(plan.work[-1])
+                for one in sequence.next_work(count):
+                    plan.work.append(one)
+                    self._fairness.charge(one)
         return plan
 
     # Letting sequences in.
@@ -222,7 +231,7 @@ class Scheduler:
         loaded for it is in the cache by now, and nobody comes between."""
         sequence.look_up()
         self._end_load(sequence)
-        for use_cache in (True, False) if sequence.uses_cache else (False,):
+        for use_cache, use_spans in self._ways(sequence):
             first = sequence.admitted_at is None  # its own blocks, found again after preemption, are no hits
             table = self.manager.open_table(
                 sequence.cacheable_ids,
@@ -233,8 +242,7 @@ class Scheduler:
                 again=sequence.request.expect_reuse,
             )
             try:
-                needed = self.manager.blocks_needed(table, sequence.num_tokens)
-                if needed <= self._spare_blocks_of(sequence):
+                if self._has_room(sequence, table, use_spans=use_spans):
                     self._extend(sequence, table, sequence.num_tokens, plan)
                     self.waiting.remove(sequence)
                     bisect.insort(self.running, sequence, key=_BY_RANK)
@@ -247,11 +255,31 @@ class Scheduler:
             self.manager.free(table)
             if self.running or self.loads:
                 return False
-            # Alone and still too large: copying a shared block takes one more than computing it anew.
+            # Alone and still too large: spans begin and end inside blocks, and copying a shared block takes one more
+            # than computing it anew.
         self.check_fits(sequence.request)
         if len(self.manager.pins):  # they grew since it was queued
             raise self._too_large(sequence.request)
         raise CacheCorruption(f"request {sequence.index} fits the empty pool by its size and yet finds no blocks")
+
+    def _ways(self, sequence: Sequence) -> Iterator[tuple[bool, bool]]:
+        """How a sequence may use the cache, (prefix, spans), the best way first."""
+        if sequence.uses_cache:
+            if sequence.request.repair is not None:
+                yield True, True
+            yield True, False
+        yield False, False
+
+    def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
+        """Whether blocks for all its tokens are free; with spans they are taken then."""
+        request, spare = sequence.request, self._spare_blocks_of(sequence)
+        if use_spans and request.repair is not None:
+            start = len(table) * self.manager.block_size
+            found = self._harvest.find(sequence.token_ids, start, request.root, request.repair)
+            if found.spans:
+                sequence.num_found_tokens = found.num_tokens
+                return self.manager.spans.place(table, found.spans, sequence.num_tokens, spare)
+        return self.manager.blocks_needed(table, sequence.num_tokens) <= spare
 
     # Sharing the budget.
 
@@ -308,7 +336,7 @@ class Scheduler:
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:
-                    self._reserve_one(sequence, sequence.num_computed_tokens + wanted[sequence.index], plan)
+                    self._reserve_one(sequence, sequence.stop_after(wanted[sequence.index]), plan)
                 except CacheCorruption:
                     raise
                 except Exception as error:

@@ -51,6 +51,8 @@ class Sequence:
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
     has_loaded      tiers were asked since it last lost its blocks
+
+    Where its table shares spans at other positions the counter passes over each of them when it gets there.
     """
 
     def __init__(self, request: Request, handle: RequestHandle, tokenizer: Tokenizer) -> None:
@@ -67,6 +69,9 @@ class Sequence:
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
         self.has_loaded = False
+        self.num_span_tokens = self.num_found_tokens = 0
+        self._spans: list[tuple[int, int]] = []  # [start, stop) of those ahead, last first
+        self._num_shared = 0  # their tokens
         self.looked_up_at: float | None = None
         self.admitted_at: float | None = None
         self.miss_reason = "not_started"
@@ -106,7 +111,7 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens whose KV is still to be computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) - self.num_computed_tokens - self._num_shared
 
     @property
     def uses_cache(self) -> bool:
@@ -140,13 +145,26 @@ class Sequence:
         assert self.table is not None, "only a running sequence has blocks"
         return self.table
 
-    def next_work(self, limit: int) -> ScheduledTokens[Sequence]:
-        """The next tokens to compute, `limit` at most (at least 1)."""
-        start = self.num_computed_tokens
-        stop = start + min(limit, self.most_at_once)
+    def next_work(self, limit: int) -> list[ScheduledTokens[Sequence]]:
+        """The next tokens to compute, `limit` at most (at least 1); an item for each stretch between spans."""
+        start, left, found = self.num_computed_tokens, min(limit, self.most_at_once), []
         wanted = self.logits_from
-        rows = 1 if wanted is None else max(1, stop - max(start, wanted))
-        return ScheduledTokens(self, start, self.token_ids[start:stop], rows)
+        for first, end in (*reversed(self._spans), (len(self.token_ids), 0)):
+            stop = min(first, start + left)
+            if stop > start:
+                rows = 1 if wanted is None else max(1, stop - max(start, wanted))
+                found.append(ScheduledTokens(self, start, self.token_ids[start:stop], rows))
+            left -= stop - start
+            if left == 0:
+                break
+            start = end
+        return found
+
+    def stop_after(self, count: int) -> int:
+        """The position behind the next `count` tokens to compute, as many as there are at least."""
+        if not self._spans:
+            return self.num_computed_tokens + count
+        return self.next_work(count)[-1].stop
 
     def take(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
         """Take the logits [num_logit_rows, vocab_size] of computed tokens: the finish reason, or None to go on.
@@ -166,8 +184,15 @@ class Sequence:
                 computed, reason = position + 1, self.accept(rows[position - first])
                 if reason is not None:
                     break
-        self.num_computed_tokens = computed
+        self._move_to(computed)
         return reason
+
+    def _move_to(self, position: int) -> None:
+        """All before `position` is in the pool; the spans that begin there are too."""
+        while self._spans and self._spans[-1][0] == position:
+            start, position = self._spans.pop()
+            self._num_shared -= position - start
+        self.num_computed_tokens = position
 
     def _keep(self, first: int, rows: Floats) -> None:
         """Keep the rows of a request for logits; they belong to positions first, first + 1, ..."""
@@ -185,7 +210,11 @@ class Sequence:
         """Start or resume on a fresh table; what the cache served counts as computed."""
         self.table = table
         self.status = SequenceStatus.RUNNING
-        self.num_computed_tokens = table.num_cached_tokens
+        self._spans = [(span.start, span.stop) for span in reversed(table.spans)]
+        self._num_shared = sum(stop - start for start, stop in self._spans)
+        # One token that leans on a span makes the answer approximate, so what was shared before a preemption counts.
+        self.num_span_tokens = max(self.num_span_tokens, self._num_shared)
+        self._move_to(table.num_cached_tokens)
         self.blocked_at = self.awaited_hash = None
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
@@ -196,7 +225,8 @@ class Sequence:
     def forget_computed(self) -> None:
         """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
         the caller holds it."""
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self._num_shared = 0
+        self._spans.clear()
         self.has_loaded = False
         self.logits.clear()
 
@@ -264,7 +294,7 @@ class Sequence:
         total_ms = sum(phases.values())
         times = tuple((t - request.entered_at) * 1e3 for t in self._token_times)
         return GenerationResult(
-            mode=request.mode,
+            mode=self._mode(),
             prompt=request.prompt,
             output_text="".join(self._text),
             output_token_ids=output_ids,
@@ -272,7 +302,7 @@ class Sequence:
             finish_reason=finish_reason,
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
-            kv_reuse_ratio=self.num_cached_tokens / request.num_prompt_tokens,
+            kv_reuse_ratio=(self.num_cached_tokens + self.num_span_tokens) / request.num_prompt_tokens,
             hit_tokens=self._hit_tokens(),
             miss_reason=self.miss_reason,
             ttft_ms=times[0] if times else total_ms,
@@ -284,7 +314,14 @@ class Sequence:
             seed=request.seed,
             preemptions=self.preemptions,
             prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(self._prompt_logprobs),
+            reused_span_tokens=self.num_span_tokens,
+            recomputed_tokens=self.num_found_tokens - self.num_span_tokens if self.num_span_tokens else 0,
         )
+
+    def _mode(self) -> GenerationMode:
+        """What ran: without a span shared, what was asked for as approximate is exact."""
+        is_exact = self.request.repair is not None and not self.num_span_tokens
+        return GenerationMode.PREFIX_CACHE if is_exact else self.request.mode
 
     def _hit_tokens(self) -> dict[str, int]:
         """The cached tokens by the tier that had them. Of a block that was cached to its end the last token may have

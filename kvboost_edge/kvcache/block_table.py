@@ -6,7 +6,7 @@ import bisect
 from operator import attrgetter
 from typing import NamedTuple
 
-__all__ = ["WHOLE", "BlockTable", "CopyOp", "PrefixEntry", "TableEntry", "TablePart"]
+__all__ = ["WHOLE", "BlockTable", "CopyOp", "PrefixEntry", "Span", "TableEntry", "TablePart"]
 
 _VALID_FROM = attrgetter("valid_from")
 
@@ -26,6 +26,8 @@ class PrefixEntry(NamedTuple):
     parent_serial  identity of the block before it (ROOT_SERIAL for the first)
     serial         identity of this prefix: counted up, never reused
     parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing here compares it
+    root, depth    where its chain starts and how many blocks of it come before, for those who find blocks by other
+                   means: nothing here compares them either
     """
 
     prefix_hash: bytes
@@ -33,6 +35,8 @@ class PrefixEntry(NamedTuple):
     parent_serial: int
     serial: int
     parent_hash: bytes = b""
+    root: bytes = b""
+    depth: int = 0
 
 
 class TableEntry(NamedTuple):
@@ -66,6 +70,22 @@ class TablePart(NamedTuple):
     delta: int
 
 
+class Span(NamedTuple):
+    """Blocks of another context that serve positions [start, stop) of a table, where they are.
+
+    block_ids        consecutive blocks of one chain
+    first_position   the position of the first one's slot 0, at most `start`; below 0 where the prompt has fewer tokens
+                     before the span than the block has
+    delta            start less the position at which that token was computed
+    """
+
+    block_ids: tuple[int, ...]
+    first_position: int
+    start: int
+    stop: int
+    delta: int
+
+
 WHOLE = TablePart(0, 0, 0, 0)
 """The one part of a table whose blocks hold its tokens from position 0 on, without a gap."""
 
@@ -94,6 +114,7 @@ class BlockTable:
     num_cached_tokens    tokens served by the cache when the table was opened
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
+    spans                what it shares at other positions, in order
     owner                whose blocks they are, for the eviction policy
     miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
     """
@@ -116,11 +137,13 @@ class BlockTable:
         "owner",
         "parts",
         "root",
+        "spans",
     )
 
     def __init__(self, serial: int, root: bytes, owner: bytes = b"", again: bool = False) -> None:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
+        self.spans: tuple[Span, ...] = ()
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
@@ -177,6 +200,15 @@ class BlockTable:
             found += [ids[part.first_index + place // size] * size + place % size for place in places]
             start = end
         return found
+
+    def own_block_ids(self) -> list[int]:
+        """The blocks that no span of it brought."""
+        shared: set[int] = set()
+        starts = {span.start: len(span.block_ids) for span in self.spans}
+        for part in self.parts:
+            if part.valid_from in starts and part is not self.parts[0]:
+                shared.update(range(part.first_index, part.first_index + starts[part.valid_from]))
+        return [block_id for index, block_id in enumerate(self.block_ids) if index not in shared]
 
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
         """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone determine."""

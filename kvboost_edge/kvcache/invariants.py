@@ -21,7 +21,9 @@ def check_tables(
         raise CacheCorruption(f"{len(live)} tables are live, their owners know {len(tables)}")
     claims: dict[bytes, int] = {}
     for table in tables:
-        if len(set(table.block_ids)) != len(table.block_ids):
+        own = table.own_block_ids()
+        shared = {block_id for span in table.spans for block_id in span.block_ids}
+        if len(set(own)) != len(own) or not shared.isdisjoint(own[table.num_cached_tokens // block_size :]):
             raise CacheCorruption(f"a table lists a block twice: {table.block_ids}")
         if table.num_computed_tokens > table.num_slots(block_size):
             raise CacheCorruption(f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks")

@@ -20,6 +20,7 @@ from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.pins import Pins
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Publisher
+from kvboost_edge.kvcache.spans import Spans
 from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
@@ -37,6 +38,7 @@ class KVCacheManager:
     evictions      published blocks handed out again, their prefix forgotten
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
     miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
+    spans          blocks at other positions than those they were computed at, see `Spans`
     content        what blocks hold, for whoever keeps copies of them elsewhere
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     """
@@ -63,6 +65,7 @@ class KVCacheManager:
         self._uses = Uses(num_blocks)
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
+        self.spans = Spans(self._pool, self._index, self._claims, self._take_empty, block_size)
         self._publisher = Publisher(self._index, self._claims, self.content, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
@@ -152,7 +155,9 @@ class KVCacheManager:
         if len(table.parts) == 1:  # nearly always, and every step of a sequence comes by
             return table.num_computed_tokens // size, -(-num_tokens // size)
         stop = table.index_of(num_tokens - 1, size) + 1 if num_tokens > 0 else 0
-        return table.index_of(table.num_computed_tokens, size), stop
+        first = table.index_of(table.num_computed_tokens, size)
+        # Behind a span there is room already, of blocks that are the table's own: none but its last part's may lack.
+        return (max(first, table.parts[-1].first_index), stop) if table.spans else (first, stop)
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
@@ -173,9 +178,7 @@ class KVCacheManager:
         first, stop = self._written(table, num_tokens)
         ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
         if stop > len(table.block_ids):
-            new = self._take(stop - len(table.block_ids), table.owner)
-            table.block_ids.extend(new)
-            self._fresh.update(dict.fromkeys(new))
+            table.block_ids.extend(self._take_empty(stop - len(table.block_ids), table.owner))
         return [op for op in ops if op is not None]
 
     def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
@@ -223,6 +226,11 @@ class KVCacheManager:
         self._uses.forget(taken)
         return taken
 
+    def _take_empty(self, count: int, owner: bytes) -> list[int]:
+        new = self._take(count, owner)
+        self._fresh.update(dict.fromkeys(new))
+        return new
+
     def mark_filled(self, block_ids: Iterable[int]) -> None:
         """These new blocks hold content already: they are not among those `drain_new_blocks` gives."""
         for block_id in block_ids:
@@ -261,7 +269,7 @@ class KVCacheManager:
         self._next_table += 1
         for block_id in table.block_ids:
             self._pool.touch(block_id)
-        child.block_ids, child.parts = table.block_ids.copy(), table.parts.copy()
+        child.block_ids, child.parts, child.spans = table.block_ids.copy(), table.parts.copy(), table.spans
         child.num_cached_tokens, child.num_computed_tokens = table.num_cached_tokens, table.num_computed_tokens
         child._num_chained = table._num_chained
         child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
@@ -293,7 +301,7 @@ class KVCacheManager:
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         del self._live[table._serial]
-        table.block_ids, table.parts = [], [WHOLE]
+        table.block_ids, table.parts, table.spans = [], [WHOLE], ()
         self._progress += 1
 
     def reset(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import PrefixEntry
 from kvboost_edge.kvcache.hashing import HashFn
 
-__all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "rest_hashes"]
+__all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "Watcher", "rest_hashes"]
 
 ROOT_SERIAL = 0  # parent of every first block; the root itself stands in that block's `tokens`
 
@@ -21,6 +21,14 @@ class PrefixMatch(NamedTuple):
     prefix_hash: bytes
     serial: int
     next_hash: bytes | None
+
+
+class Watcher(Protocol):
+    """Who is told of every entry that comes and goes, at once, in the thread that changes the index."""
+
+    def entered(self, block_id: int, entry: PrefixEntry) -> None: ...
+
+    def left(self, block_id: int) -> None: ...
 
 
 def rest_hashes(data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn) -> Iterator[bytes]:
@@ -40,13 +48,20 @@ class PrefixIndex:
     the chain the whole prefix, root included, is then equal: a collision can never serve wrong KV.
     """
 
-    __slots__ = ("_buckets", "_entries", "_next_serial")
+    __slots__ = ("_buckets", "_entries", "_next_serial", "_watchers")
 
     def __init__(self, num_blocks: int) -> None:
         self._entries: list[PrefixEntry | None] = [None] * num_blocks
         # Tuples, not lists: nearly all hold one block, and a tuple is the smaller by half.
         self._buckets: dict[bytes, tuple[int, ...]] = {}
         self._next_serial = ROOT_SERIAL + 1
+        self._watchers: list[Watcher] = []
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it of all entries there are, and of every change from here on."""
+        for block_id, entry in self.entries().items():
+            watcher.entered(block_id, entry)
+        self._watchers.append(watcher)
 
     def __len__(self) -> int:
         return sum(entry is not None for entry in self._entries)
@@ -86,13 +101,12 @@ class PrefixIndex:
             prefix_hash, serial, head = next_hash, entry.serial, b""
         return PrefixMatch(block_ids, prefix_hash, serial, None)
 
-    def publish(
-        self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, parent_hash: bytes = b""
-    ) -> int:
-        """Make a full block matchable under a new serial, which is returned."""
+    def publish(self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any) -> int:
+        """Make a full block matchable under a new serial, which is returned. `place`: what else a `PrefixEntry` says,
+        its fields from `parent_hash` on."""
         serial = self._next_serial
         self._next_serial += 1
-        self.restore(block_id, PrefixEntry(prefix_hash, tokens, parent_serial, serial, parent_hash))
+        self.restore(block_id, PrefixEntry(prefix_hash, tokens, parent_serial, serial, *place))
         return serial
 
     def restore(self, block_id: int, entry: PrefixEntry) -> None:
@@ -101,6 +115,8 @@ class PrefixIndex:
             raise CacheCorruption(f"block {block_id} is published already")
         self._entries[block_id] = entry
         self._buckets[entry.prefix_hash] = (*self._buckets.get(entry.prefix_hash, ()), block_id)
+        for watcher in self._watchers:
+            watcher.entered(block_id, entry)
 
     def withdraw(self, block_id: int) -> PrefixEntry:
         """Make a published block unmatchable and return its entry; CacheCorruption if it is not published."""
@@ -113,6 +129,8 @@ class PrefixIndex:
             self._buckets[entry.prefix_hash] = rest
         else:
             del self._buckets[entry.prefix_hash]
+        for watcher in self._watchers:
+            watcher.left(block_id)
         return entry
 
     def check(self) -> None:

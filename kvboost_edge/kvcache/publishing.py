@@ -45,7 +45,8 @@ class Publisher:
         keyed = tokens if index else table.root + tokens
         known = self._index.find(prefix_hash, keyed, parent_serial)
         if known is None:
-            serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial, table._chain_hash)
+            place = (table._chain_hash, table.root, index)
+            serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial, *place)
             self._content.note_published(table.block_ids[index])
         else:
             serial = self._note_twin(table, index, known)

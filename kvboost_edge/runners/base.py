@@ -73,6 +73,12 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
+    @property
+    def moved_keys_refusal(self) -> str | None:
+        """Why keys are not attended at other positions than those they were computed at, as far as is known once a
+        backend is bound; None: they are."""
+        ...
+
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:

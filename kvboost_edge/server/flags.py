@@ -104,6 +104,9 @@ _ENGINE_FLAGS = (
     _Flag("max_batch_tokens", int, "tokens computed in one step"),
     _Flag("max_pinned_blocks", int, "blocks that may be pinned; default, and at most: half of the pool"),
     _Flag("num_threads", int, "threads that compute"),
+    _Flag("recompute_strategy", str, "repair of reuse at other positions: none, selective, cacheblend"),
+    _Flag("recompute_overlap", int, "tokens computed behind a seam of it"),
+    _Flag("recompute_ratio", _number, "share of the other tokens computed by cacheblend"),
     _Flag("revision", str, "revision of a hub model"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
@@ -114,7 +117,6 @@ _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 _LATER = (
     "chunk_size",
     "chunk_boundary_window",
-    "recompute_strategy",
     "sink_tokens",
     "overlap_k",
 )

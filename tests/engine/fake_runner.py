@@ -29,10 +29,12 @@ from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
+from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.tiers.base import Tier
@@ -125,6 +127,7 @@ class FakeRunner:
     def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
         self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
         self.backend = backend
+        self.moved_keys_refusal: str | None = None
         self.on_forward: Callable[[ForwardBatch], None] | None = None
         self.nan_for: set[int] = set()  # a last token in here gives NaN logits
         self.computed = 0
@@ -148,17 +151,27 @@ class FakeRunner:
         sequence = int(np.searchsorted(layout.cu_seqlens_q, row, side="right")) - 1
         _, stop = layout.cu_seqlens_q[sequence : sequence + 2]
         length = int(layout.seq_lens[sequence]) - (int(stop) - row) + 1
-        size = self.backend.spec.block_size
-        blocks = layout.block_tables[sequence][: -(-length // size)]
-        assert (blocks >= 0).all(), "a block of the sequence is missing from its table"
-        tokens = self.backend.tokens[blocks].reshape(-1)[:length]
-        positions = self.backend.positions[blocks].reshape(-1)[:length]
+        tokens, positions = self._read(layout, sequence, length)
         assert (tokens != POISON).all(), "memory that was never written was read"
         assert (positions == np.arange(length)).all(), "a slot holds a token of another position"
         assert batch.positions[row] == length - 1
         if int(tokens[-1]) in self.nan_for:
             return np.full(VOCAB_SIZE, np.nan, np.float32)
         return token_logits(tokens)
+
+    def _read(self, layout: BatchLayout, sequence: int, length: int) -> tuple[Any, Any]:
+        """Tokens and positions [length] of a sequence, those at other positions moved to where they are used."""
+        size = self.backend.spec.block_size
+        tokens, positions = np.full(length, POISON), np.full(length, POISON)
+        rows = [[sequence, 0, 0, 0, 0]] if layout.parts is None else layout.parts.tolist()
+        parts = [part for part in (Part(*row) for row in rows) if part.sequence == sequence]
+        for part, end in zip(parts, [*(other.valid_from for other in parts[1:]), length], strict=True):
+            slots = np.arange(part.valid_from, min(end, length)) - part.first_position
+            blocks = layout.block_tables[sequence][part.first_index + slots // size]
+            assert (blocks >= 0).all(), "a block of the sequence is missing from its table"
+            tokens[part.valid_from : end] = self.backend.tokens[blocks, slots % size]
+            positions[part.valid_from : end] = self.backend.positions[blocks, slots % size] + part.delta
+        return tokens, positions
 
     def close(self) -> None:
         self.closed = True
@@ -254,6 +267,7 @@ class Bench:
         weight: float = 1.0,
         pin: bool = False,
         ttl: float | None = None,
+        repair: Repair | None = None,
         **options: Any,
     ) -> RequestHandle:
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
@@ -276,6 +290,7 @@ class Bench:
             deadline=deadline,
             pin=pin,
             ttl=ttl,
+            repair=repair,
         )
         return self.core.submit(request)
 

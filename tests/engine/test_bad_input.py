@@ -24,6 +24,7 @@ from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
 NAN, INF = float("nan"), float("inf")
 CANARY = [5, 6, 7]
+REUSE = {"mode": GenerationMode.CHUNK_KV_REUSE}
 
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ("", "the prompt is empty"),
@@ -112,7 +113,15 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias holds token id 260"),
     ({"mode": "fast"}, "mode='fast' is not one of 'baseline', 'prefix_cache', 'chunk_kv_reuse'"),
     ({"mode": None}, "mode=None"),
-    ({"mode": GenerationMode.CHUNK_KV_REUSE}, "mode='chunk_kv_reuse' is refused: .* not built yet"),
+    ({"recompute_overlap": 8}, "recompute_overlap is for mode='chunk_kv_reuse', and mode='prefix_cache'"),
+    ({**REUSE, "pin": True}, "mode='chunk_kv_reuse' is approximate, and pin needs exact keys"),
+    ({**REUSE, "prompt_logprobs": 1}, "prompt_logprobs needs exact keys"),
+    ({**REUSE, "max_new_tokens": 0}, "what is asked for needs exact keys"),
+    ({**REUSE, "recompute_strategy": "left"}, "recompute_strategy='left' is not one of 'none', 'selective', 'cacheb"),
+    ({**REUSE, "recompute_overlap": -1}, r"recompute_overlap=-1 must be an integer in 0\.\.4096"),
+    ({**REUSE, "recompute_overlap": 1.5}, r"recompute_overlap=1.5 must be an integer"),
+    ({**REUSE, "recompute_ratio": 1.01}, r"recompute_ratio=1.01 must be a number in \[0, 1\]"),
+    ({**REUSE, "recompute_ratio": NAN}, r"recompute_ratio=nan must be a number in \[0, 1\]"),
     ({"temprature": 1.0}, "unknown sampling option 'temprature'; known options: temperature"),
     ({"sampling": {"temperature": 1.0}}, "must be a SamplingParams"),
     ({"sampling": SamplingParams(), "top_k": 3}, "sampling= and top_k= are both given"),

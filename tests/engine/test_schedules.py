@@ -10,12 +10,27 @@ import pytest
 
 from engine.fake_runner import EOS_ID, Bench, expected_tokens
 from engine.hand_mover import DictTier
-from kvboost_edge.config import GenerationMode
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.reuse.repair import Repair
 
 EOS = frozenset({EOS_ID})
+
+
+MODES: list[tuple[GenerationMode, Repair | None]] = [
+    *[(GenerationMode.PREFIX_CACHE, None)] * 4,
+    (GenerationMode.BASELINE, None),
+    (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.NONE)),
+    (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=3)),
+]
+
+
+def moved(rng: random.Random, stems: list[list[int]]) -> list[int]:
+    """Something to stand before a prompt, so that what is cached of it is at other positions."""
+    head = [rng.randrange(256) for _ in range(rng.choice((1, 16, 23)))]
+    return head + rng.choice(stems) + [rng.randrange(256)]
 
 
 def run_schedule(seed: int) -> tuple[int, Counter[str]]:
@@ -44,8 +59,11 @@ def run_schedule(seed: int) -> tuple[int, Counter[str]]:
                 with pytest.raises(CapacityError):
                     bench.submit(prompt, count)
                 continue
-            mode = rng.choice((GenerationMode.PREFIX_CACHE,) * 4 + (GenerationMode.BASELINE,))
-            handle = bench.submit(prompt, count, mode, EOS)
+            prompt = moved(rng, stems) + prompt if rng.random() < 0.3 else prompt
+            if len(prompt) + count - 1 > bench.manager.num_blocks * 16:
+                continue
+            mode, repair = rng.choice(MODES)
+            handle = bench.submit(prompt, count, mode, EOS, repair=repair)
             if rng.random() < 0.15:
                 cancelled.append(handle)
             else:
@@ -67,6 +85,7 @@ def run_schedule(seed: int) -> tuple[int, Counter[str]]:
     bench.manager.check_invariants([])
     assert bench.mover.staging_bytes == 0
     hits = sum((Counter(handle.result(0).hit_tokens) for handle, _ in wanted), Counter())
+    hits["spans"] = sum(handle.result(0).reused_span_tokens for handle, _ in wanted)
     return bench.scheduler.num_preemptions, hits
 
 
@@ -78,6 +97,7 @@ def test_random_schedules_equal_single_runs(scale: Callable[[int, int], int]) ->
     assert hits["pool"] > 400
     assert hits["near"] > 100
     assert hits["far"] > 100
+    assert hits["spans"] > 100
 
 
 @pytest.mark.parametrize("budget", [1, 2, 16, 64])

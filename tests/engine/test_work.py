@@ -49,13 +49,19 @@ def drafted(sequence: Sequence, *drafts: int) -> ScheduledTokens[Sequence]:
     return ScheduledTokens(sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts))
 
 
+def next_of(sequence: Sequence, limit: int) -> ScheduledTokens[Sequence]:
+    """The one item of work of a sequence without spans."""
+    (work,) = sequence.next_work(limit)
+    return work
+
+
 def test_work_is_what_is_pending_up_to_the_limit() -> None:
     sequence = running([5, 6, 7, 8, 9])
-    work = sequence.next_work(3)
+    work = next_of(sequence, 3)
     assert (work.start, list(work.token_ids), work.stop, work.num_logit_rows) == (0, [5, 6, 7], 3, 1)
     assert sequence.take(work, rows(1)) is None
     assert (sequence.num_tokens, sequence.num_computed_tokens) == (5, 3)
-    rest = sequence.next_work(100)
+    rest = next_of(sequence, 100)
     assert list(rest.token_ids) == [8, 9]
     assert sequence.take(rest, rows(20)) is None
     assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.num_pending) == (20, 5, 1)
@@ -63,10 +69,10 @@ def test_work_is_what_is_pending_up_to_the_limit() -> None:
 
 def test_rows_that_were_asked_for_are_kept() -> None:
     sequence = running([5, 6, 7, 8], 0, logits_start=1)
-    first = sequence.next_work(2)
+    first = next_of(sequence, 2)
     assert first.num_logit_rows == 1
     assert sequence.take(first, rows(1)) is None
-    second = sequence.next_work(2)
+    second = next_of(sequence, 2)
     assert second.num_logit_rows == 2
     assert sequence.take(second, rows(2, 3)) == "length"
     assert np.concatenate(sequence.logits).argmax(axis=1).tolist() == [1, 2, 3]
@@ -74,7 +80,7 @@ def test_rows_that_were_asked_for_are_kept() -> None:
 
 def test_logits_before_the_wanted_ones_are_not_kept() -> None:
     sequence = running([5, 6, 7, 8], 0, logits_start=3)
-    assert sequence.take(sequence.next_work(2), rows(1)) is None
+    assert sequence.take(next_of(sequence, 2), rows(1)) is None
     assert sequence.logits == []
 
 
@@ -82,7 +88,7 @@ def test_logits_before_the_wanted_ones_are_not_kept() -> None:
 def test_several_rows_sample_as_far_as_the_tokens_agree(agreeing: int) -> None:
     """Row k samples the token that row k + 1 was computed for; behind the first that differs nothing counts."""
     sequence = running([5, 6])
-    sequence.take(sequence.next_work(9), rows(10))
+    sequence.take(next_of(sequence, 9), rows(10))
     truth = [11, 12, 13]
     drafts = truth[:agreeing] + [50] * (3 - agreeing)
     assert sequence.take(drafted(sequence, *drafts), rows(*truth, 14)) is None
@@ -92,21 +98,21 @@ def test_several_rows_sample_as_far_as_the_tokens_agree(agreeing: int) -> None:
 
 def test_a_stop_among_several_rows_ends_there() -> None:
     sequence = running([5, 6])
-    sequence.take(sequence.next_work(9), rows(10))
+    sequence.take(next_of(sequence, 9), rows(10))
     assert sequence.take(drafted(sequence, 11, 63, 12), rows(11, 63, 12, 13)) == "stop"
     assert sequence.token_ids == [5, 6, 10, 11, 63]
 
 
 def test_the_length_limit_among_several_rows_ends_there() -> None:
     sequence = running([5, 6], max_new_tokens=2)
-    sequence.take(sequence.next_work(9), rows(10))
+    sequence.take(next_of(sequence, 9), rows(10))
     assert sequence.take(drafted(sequence, 11, 12), rows(11, 12, 13)) == "length"
     assert sequence.token_ids == [5, 6, 10, 11]
 
 
 def test_rows_behind_a_rejected_token_may_hold_anything() -> None:
     sequence = running([5, 6])
-    sequence.take(sequence.next_work(9), rows(10))
+    sequence.take(next_of(sequence, 9), rows(10))
     logits = rows(11, 12)
     logits[1] = np.nan
     assert sequence.take(drafted(sequence, 50), logits) is None

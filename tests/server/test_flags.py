@@ -181,7 +181,8 @@ def test_warm_texts(tmp_path):
         (["--kv-cache-bits", "5"], "kv_cache_bits"),
         (["--backend", "nonsense"], "backend"),
         (["--chunk-size", "128"], "chunk_size"),
-        (["--recompute-strategy", "none"], "recompute_strategy"),
+        (["--recompute-strategy", "left"], "recompute_strategy='left'"),
+        (["--recompute-ratio", "2"], "recompute_ratio=2"),
     ],
 )
 def test_wrong_values_are_one_line_and_1(argv, words, capsys):

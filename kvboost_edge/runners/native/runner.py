@@ -117,6 +117,10 @@ class NativeRunner:
         )
         return cls(spec, plan, packed, weights=weights, num_threads=num_threads, block_size=block_size, kv_bits=kv_bits)
 
+    @property
+    def moved_keys_refusal(self) -> str | None:
+        return "the native runner attends keys only at the positions they were computed at"
+
     def bind(self, backend: Backend) -> None:
         """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's shapes."""
         if backend.array_kind != "numpy":

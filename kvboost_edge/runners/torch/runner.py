@@ -79,6 +79,10 @@ class TorchRunner:
         if known is None or not known.tested:
             check_against_eager(self)
 
+    @property
+    def moved_keys_refusal(self) -> str | None:
+        return "the torch runner attends keys only at the positions they were computed at; use runner='native'"
+
     @classmethod
     def from_dir(
         cls,

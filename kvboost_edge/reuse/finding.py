@@ -1,0 +1,78 @@
+"""Finding the runs of a prompt that offered blocks hold. Importing this imports Numba."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.kernels.spans.scan import scan
+from kvboost_edge.kernels.spans.table import NUM_FIELDS, SpanSearch
+from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.reuse.runs import Piece, Run
+from kvboost_edge.reuse.spans import SpanIndex
+
+__all__ = ["DEFAULT_MIN_CHUNK_TOKENS", "find_runs"]
+
+DEFAULT_MIN_CHUNK_TOKENS = 32
+
+
+def find_runs(
+    prompt_tokens: Sequence[int],
+    start: int,
+    index: SpanIndex,
+    root: bytes,
+    min_chunk_tokens: int = DEFAULT_MIN_CHUNK_TOKENS,
+) -> list[Run]:
+    """The runs of a prompt's tokens that the index holds, left to right, none overlapping another.
+
+    prompt_tokens     token ids of the whole prompt
+    start             tokens before it are never covered: those an exact prefix serves
+    root              whose blocks may be used
+    min_chunk_tokens  shorter runs are left out
+
+    The last token of the prompt is never covered: it has to be computed. At the first place where the tokens of a whole
+    offered block stand, that block is extended token by token as far as the tokens agree: back into the blocks before
+    it, not below `start` nor into the run found before, and on through the blocks behind it, into part of the last.
+    Where several blocks have these tokens (the MOST_TRIED newest are tried) the longest run is taken; of runs as long
+    the one with more context, then the newest. The search goes on behind it. A run is found only around a whole block:
+    one of at least 2 * block_size - 1 tokens always has one. Two runs can follow on one another with the same delta
+    where a block between them is gone, or was not among those tried.
+
+    Equal tokens are compared, whatever the hashes say. Changes nothing; the runs are valid until the next change of the
+    index. The time grows with the prompt, not with what is offered; the first call in a process loads the kernel, or
+    compiles it where `compile_ahead([scan_entry], ...)` has not.
+
+    Raises RequestError for a `start` outside the prompt and for ids outside [0, 2^32), ConfigError for
+    min_chunk_tokens below 1.
+    """
+    if isinstance(min_chunk_tokens, bool) or not isinstance(min_chunk_tokens, int) or min_chunk_tokens < 1:
+        raise ConfigError(f"min_chunk_tokens={min_chunk_tokens!r} must be an integer of at least 1")
+    if not 0 <= start <= len(prompt_tokens):
+        raise RequestError(f"start={start} is outside a prompt of {len(prompt_tokens)} tokens")
+    tokens = np.frombuffer(encode_tokens(prompt_tokens), dtype="<u4").astype(np.uint32)
+    size, stop, number = index.block_size, len(tokens) - 1, index.root_number(root)
+    if number is None or stop - start < max(size, min_chunk_tokens):
+        return []
+    most = (stop - start) // max(min_chunk_tokens, size)
+    found = np.empty((most, NUM_FIELDS), dtype=np.int64)
+    path = np.empty((stop - start) // size + 2 * (most + 1), dtype=np.int32)
+    search = SpanSearch(tokens, np.empty(len(tokens), dtype=np.int64), start, stop, number, min_chunk_tokens)
+    count = scan(index.tables, search, found, path)
+    runs: list[Run] = []
+    block_ids, used = path.tolist(), 0
+    for prompt_start, length, context, num_blocks in found[:count].tolist():
+        first = int(index.tables.first_positions[block_ids[used]])
+        pieces = _pieces(block_ids[used : used + num_blocks], context - first, length, size)
+        runs.append(Run(prompt_start, length, pieces, prompt_start - context, context))
+        used += num_blocks
+    return runs
+
+
+def _pieces(block_ids: list[int], offset: int, length: int, size: int) -> tuple[Piece, ...]:
+    """The pieces of a run that begins `offset` slots into its first block."""
+    pieces = [Piece(block_id, 0, size) for block_id in block_ids]
+    pieces[0] = pieces[0]._replace(valid_from=offset)
+    pieces[-1] = pieces[-1]._replace(valid_to=offset + length - (len(block_ids) - 1) * size)
+    return tuple(pieces)

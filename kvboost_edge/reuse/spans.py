@@ -1,0 +1,310 @@
+"""Which blocks can be found by their own tokens, whatever stood before them."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kernels.spans.table import HASH_BITS, MODULUS, NONE, SpanTables
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES
+from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
+
+__all__ = ["SpanIndex"]
+
+Ints = npt.NDArray[np.int32]
+
+
+class SpanIndex:
+    """Offered blocks by span hash: the hash of a block's own tokens, none of those before it.
+
+    Who publishes blocks calls `offer` and `withdraw`; nothing here knows a pool or whether a block's content is still
+    there. Between an `offer` and its `withdraw` the block must keep the keys and values of exactly these tokens, made
+    at these positions behind exactly the chain of its serial. So: offer what `PrefixIndex` holds, withdraw before a
+    block is handed out again or written into. Order does not matter: a block may be offered before its parent, and be
+    withdrawn and offered again while its children stay. Runs found before a change are not to be used after it.
+
+    Blocks of one root are never found from another. Of blocks with equal tokens the newest offered are tried first,
+    MOST_TRIED of them: finding one takes no longer however often a text repeats, neither `offer` nor `withdraw` has to
+    look for a place, and what was served last will be evicted last. All of them stay, so a withdrawn one makes room for
+    an older one. A block that is not tried is still reached through the blocks before and behind it.
+
+    One thread at a time. Some 130 bytes a block of 16 tokens.
+
+    hash_bits   how many bits of a span hash are used, 1 to 61; fewer make hashes collide, which costs time and changes
+                no result
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, hash_bits: int = HASH_BITS) -> None:
+        _check_number("num_blocks", num_blocks)
+        _check_number("block_size", block_size)
+        if not 1 <= hash_bits <= HASH_BITS:
+            raise ConfigError(f"hash_bits={hash_bits!r} must be between 1 and {HASH_BITS}")
+        base = 2**32 + secrets.randbelow(MODULUS - 2**32)
+        self._powers = tuple(pow(base, block_size - 1 - index, MODULUS) for index in range(block_size))
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._tables = SpanTables(
+            tokens=np.zeros((num_blocks, block_size), dtype=np.uint32),
+            hashes=np.zeros(num_blocks, dtype=np.int64),
+            roots=np.zeros(num_blocks, dtype=np.int64),
+            first_positions=np.zeros(num_blocks, dtype=np.int64),
+            heads=_links(1 << (2 * num_blocks - 1).bit_length()),
+            next_groups=_links(num_blocks),
+            older=_links(num_blocks),
+            parents=_links(num_blocks),
+            first_children=_links(num_blocks),
+            older_siblings=_links(num_blocks),
+            base=base,
+            last_power=self._powers[0],
+            hash_mask=(1 << hash_bits) - 1,
+        )
+        self._newer, self._newer_siblings = _links(num_blocks), _links(num_blocks)
+        # (serial, serial of the parent, root) of an offered block
+        self._offered: list[tuple[int, int, bytes] | None] = [None] * num_blocks
+        self._by_serial: dict[int, int] = {}
+        # Newest child of a serial that is not offered itself.
+        self._orphans: dict[int, int] = {}
+        # Root -> [number, how many of its blocks are offered]; numbers are never given out again.
+        self._roots: dict[bytes, list[int]] = {}
+        self._next_root = 0
+
+    @property
+    def tables(self) -> SpanTables:
+        """What a scan reads. Valid until the next change."""
+        return self._tables
+
+    def root_number(self, root: bytes) -> int | None:
+        """The number of a root in `tables`; None if no block of it is offered."""
+        known = self._roots.get(root)
+        return None if known is None else known[0]
+
+    def __len__(self) -> int:
+        """Blocks offered now."""
+        return len(self._by_serial)
+
+    def __contains__(self, block_id: object) -> bool:
+        """Whether a block is offered now."""
+        return isinstance(block_id, int) and 0 <= block_id < self.num_blocks and self._offered[block_id] is not None
+
+    def offer(
+        self, root: bytes, block_id: int, serial: int, parent_serial: int, tokens: bytes, first_position: int
+    ) -> None:
+        """Let a full block be found.
+
+        root            whose blocks it is one of: nothing is found from another
+        block_id        in [0, num_blocks)
+        serial          identity of the block with all before it, as `PrefixEntry.serial`: at least 1, never given to
+                        other content; a block withdrawn for a while comes back under the one it had
+        parent_serial   that of the block before it, lower, offered or not; ROOT_SERIAL for the first of a context.
+                        No two blocks may have one parent and the same tokens, first ones of two roots apart
+        tokens          the block's own, block_size little-endian u32 (`encode_tokens`, `ContentKey.tokens`)
+        first_position  of its first token where its keys were computed: as many tokens are its context
+
+        Raises CacheCorruption, and changes nothing, for a block or a serial that is offered already, an id outside the
+        pool, tokens of another length, serials out of order, and a parent or child of another root or not next to it.
+        """
+        self._check_offer(root, block_id, serial, parent_serial, tokens, first_position)
+        tables = self._tables
+        row = np.frombuffer(tokens, dtype="<u4")
+        tables.tokens[block_id] = row
+        tables.hashes[block_id] = sum(map(operator.mul, row.tolist(), self._powers)) % MODULUS & tables.hash_mask
+        tables.first_positions[block_id] = first_position
+        counted = self._roots.setdefault(root, [self._next_root, 0])
+        self._next_root += counted[1] == 0
+        counted[1] += 1
+        tables.roots[block_id] = counted[0]
+        self._offered[block_id] = serial, parent_serial, root
+        self._by_serial[serial] = block_id
+        self._lead(block_id)
+        self._join(block_id, serial, parent_serial)
+
+    def withdraw(self, block_id: int) -> None:
+        """Let an offered block be found no more; CacheCorruption if it is not offered."""
+        offered = self._offered[block_id] if block_id in self else None
+        if offered is None:
+            raise CacheCorruption(f"block {block_id} is not offered")
+        serial, parent_serial, root = offered
+        self._leave_group(block_id)
+        self._leave_family(block_id, serial, parent_serial)
+        self._offered[block_id] = None
+        del self._by_serial[serial]
+        counted = self._roots[root]
+        counted[1] -= 1
+        if not counted[1]:
+            del self._roots[root]
+
+    def _check_offer(
+        self, root: bytes, block_id: int, serial: int, parent_serial: int, tokens: bytes, first_position: int
+    ) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise CacheCorruption(f"stale block id {block_id}: the index has blocks 0 .. {self.num_blocks - 1}")
+        if block_id in self or serial in self._by_serial:
+            raise CacheCorruption(f"block {block_id}, or serial {serial}, is offered already")
+        if len(tokens) != self.block_size * TOKEN_BYTES or first_position < 0:
+            raise CacheCorruption(
+                f"block {block_id} of {self.block_size} tokens is offered with {len(tokens)} bytes of tokens, at "
+                f"position {first_position}"
+            )
+        if not ROOT_SERIAL <= parent_serial < serial:
+            raise CacheCorruption(f"serial {serial} cannot be behind serial {parent_serial}: serials are counted up")
+        kin = [(self._by_serial.get(parent_serial, NONE), -self.block_size)]
+        kin.append((self._orphans.get(serial, NONE), self.block_size))
+        for other, distance in kin:
+            known = None if other == NONE else self._offered[other]
+            if known and (known[2] != root or self._tables.first_positions[other] != first_position + distance):
+                raise CacheCorruption(
+                    f"block {block_id}, at position {first_position}, does not join its neighbour {other}, at "
+                    f"{self._tables.first_positions[other]}"
+                )
+
+    def _slot(self, block_id: int) -> int:
+        tables = self._tables
+        return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & (len(tables.heads) - 1)
+
+    def _leader_before(self, block_id: int) -> tuple[int, int]:
+        """(leader of the group with this block's root and tokens, the leader linked before it); NONE where there is no
+        such group, or it is the first in its slot."""
+        tables = self._tables
+        value, root, tokens = tables.hashes[block_id], tables.roots[block_id], tables.tokens[block_id].tobytes()
+        before, leader = NONE, int(tables.heads[self._slot(block_id)])
+        while leader != NONE:
+            equal = tables.hashes[leader] == value and tables.roots[leader] == root
+            if equal and tables.tokens[leader].tobytes() == tokens:
+                break
+            before, leader = leader, int(tables.next_groups[leader])
+        return leader, before
+
+    def _relink(self, block_id: int, before: int, to: int) -> None:
+        """Link `to` in a slot where the group that `block_id` belongs to was linked."""
+        if before == NONE:
+            self._tables.heads[self._slot(block_id)] = to
+        else:
+            self._tables.next_groups[before] = to
+
+    def _lead(self, block_id: int) -> None:
+        """Make a block the leader of its group."""
+        tables, slot = self._tables, self._slot(block_id)
+        leader, before = self._leader_before(block_id)
+        tables.older[block_id], self._newer[block_id] = leader, NONE
+        if leader == NONE:
+            tables.next_groups[block_id] = tables.heads[slot]
+            tables.heads[slot] = block_id
+        else:
+            self._newer[leader] = block_id
+            tables.next_groups[block_id] = tables.next_groups[leader]
+            self._relink(block_id, before, block_id)
+
+    def _leave_group(self, block_id: int) -> None:
+        tables = self._tables
+        newer, older = int(self._newer[block_id]), int(tables.older[block_id])
+        if older != NONE:
+            self._newer[older] = newer
+        if newer != NONE:
+            tables.older[newer] = older
+            return
+        _, before = self._leader_before(block_id)
+        if older == NONE:
+            self._relink(block_id, before, int(tables.next_groups[block_id]))
+        else:
+            tables.next_groups[older] = tables.next_groups[block_id]
+            self._relink(block_id, before, older)
+
+    def _join(self, block_id: int, serial: int, parent_serial: int) -> None:
+        """Link a block with the one before it and with those behind it that are here."""
+        tables = self._tables
+        self._set_parent(self._orphans.get(serial, NONE), block_id)
+        tables.first_children[block_id] = self._orphans.pop(serial, NONE)
+        parent = self._by_serial.get(parent_serial, NONE)
+        tables.parents[block_id] = parent
+        self._newer_siblings[block_id] = tables.older_siblings[block_id] = NONE
+        if parent_serial == ROOT_SERIAL:
+            return
+        sibling = self._orphans.get(parent_serial, NONE) if parent == NONE else int(tables.first_children[parent])
+        tables.older_siblings[block_id] = sibling
+        if sibling != NONE:
+            self._newer_siblings[sibling] = block_id
+        self._set_first_child(parent, parent_serial, block_id)
+
+    def _leave_family(self, block_id: int, serial: int, parent_serial: int) -> None:
+        tables = self._tables
+        child = int(tables.first_children[block_id])
+        if child != NONE:
+            self._set_parent(child, NONE)
+            self._orphans[serial] = child
+        if parent_serial == ROOT_SERIAL:
+            return
+        newer, older = int(self._newer_siblings[block_id]), int(tables.older_siblings[block_id])
+        if older != NONE:
+            self._newer_siblings[older] = newer
+        if newer != NONE:
+            tables.older_siblings[newer] = older
+        else:
+            self._set_first_child(int(tables.parents[block_id]), parent_serial, older)
+
+    def _set_first_child(self, parent: int, parent_serial: int, child: int) -> None:
+        """Note the newest child of a block, offered or (NONE) not."""
+        if parent != NONE:
+            self._tables.first_children[parent] = child
+        elif child != NONE:
+            self._orphans[parent_serial] = child
+        else:
+            del self._orphans[parent_serial]
+
+    def _set_parent(self, child: int, parent: int) -> None:
+        """For a child and its older siblings."""
+        while child != NONE:
+            self._tables.parents[child] = parent
+            child = int(self._tables.older_siblings[child])
+
+    def check(self) -> None:
+        """Recompute all links from the offered blocks; CacheCorruption on the first contradiction."""
+        offered = {block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None}
+        if self._by_serial != {entry[0]: block_id for block_id, entry in offered.items()}:
+            raise CacheCorruption("serials of offered blocks are not those the index knows")
+        counts: dict[bytes, int] = {}
+        children: dict[int, set[int]] = {}
+        groups: dict[Any, set[int]] = {}
+        tables = self._tables
+        for block_id, (_, parent_serial, root) in offered.items():
+            counts[root] = counts.get(root, 0) + 1
+            if parent_serial != ROOT_SERIAL:
+                children.setdefault(parent_serial, set()).add(block_id)
+            if tables.parents[block_id] != self._by_serial.get(parent_serial, NONE):
+                raise CacheCorruption(f"block {block_id} is linked behind block {tables.parents[block_id]}")
+            for links, back in ((tables.older, self._newer), (tables.older_siblings, self._newer_siblings)):
+                if links[block_id] != NONE and back[links[block_id]] != block_id:
+                    raise CacheCorruption(f"block {links[block_id]} does not know the newer block {block_id}")
+            groups.setdefault((root, tables.tokens[block_id].tobytes()), set()).add(block_id)
+        if counts != {root: number for root, (_, number) in self._roots.items()}:
+            raise CacheCorruption(f"{len(counts)} roots have offered blocks, the index counts others")
+        firsts = {entry[0]: int(tables.first_children[block_id]) for block_id, entry in offered.items()}
+        firsts = {serial: child for serial, child in firsts.items() if child != NONE} | self._orphans
+        if {serial: self._listed(child, tables.older_siblings) for serial, child in firsts.items()} != children:
+            raise CacheCorruption("a block is missing among the children of its parent, or stands there without reason")
+        linked = [int(head) for head in tables.heads if head != NONE]
+        for leader in linked:  # grows while it is walked
+            if tables.next_groups[leader] != NONE:
+                linked.append(int(tables.next_groups[leader]))
+        found = sorted(sorted(self._listed(leader, tables.older)) for leader in linked)
+        if found != sorted(sorted(group) for group in groups.values()):
+            raise CacheCorruption("the blocks that can be found are not those that are offered")
+
+    def _listed(self, block_id: int, links: Ints) -> set[int]:
+        found: set[int] = set()
+        while block_id != NONE and block_id not in found:
+            found.add(block_id)
+            block_id = int(links[block_id])
+        return found
+
+
+def _links(count: int) -> Ints:
+    return np.full(count, NONE, dtype=np.int32)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")

@@ -1,0 +1,69 @@
+"""Spans at other positions through scheduler, tables and batches: the fake runner reads every token back where it must
+be, so what is shared wrongly shows as an error or as other tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.fake_runner import Bench, expected_tokens
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.reuse.repair import Repair
+
+BARE = Repair(strategy=RecomputeStrategy.NONE)
+SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
+REUSE = GenerationMode.CHUNK_KV_REUSE
+
+
+def document(number: int, length: int) -> list[int]:
+    return random.Random(number).choices(range(256), k=length)
+
+
+@pytest.mark.parametrize("repair", [BARE, SEAMS])
+@pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
+def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: Repair, budget: int) -> None:
+    bench = Bench(max_batch_tokens=budget)
+    head, (one, two, three) = document(0, 20), (document(n, 53 + n) for n in (1, 2, 3))
+    bench.submit(head + one + two + three, 1)
+    bench.run()
+    computed = bench.runner.computed
+    prompt = head + three + one + two + document(9, 10)
+    handle = bench.submit(prompt, 20, REUSE, repair=repair)
+    bench.run()
+    result = handle.result(0)
+    assert list(result.output_token_ids) == expected_tokens(prompt, 20)
+    assert result.mode is REUSE
+    assert result.approximate
+    assert result.cached_tokens == 16
+    assert result.reused_span_tokens > (100 if repair is BARE else 60)
+    assert result.cached_tokens + result.reused_span_tokens + bench.runner.computed - computed == len(prompt) + 19
+    assert bench.manager.used_block_count == 0
+    bench.manager.check_invariants([])
+
+
+def test_nothing_approximate_is_found_by_others() -> None:
+    bench = Bench()
+    head, one, two = document(0, 32), document(1, 64), document(2, 64)
+    bench.submit(head + one + two, 1)
+    bench.run()
+    before = bench.manager.published_block_count
+    prompt = head + two + one
+    handle = bench.submit(prompt, 40, REUSE, repair=BARE)
+    bench.run()
+    assert handle.result(0).approximate
+    assert bench.manager.published_block_count == before
+    again = bench.submit(prompt, 40)
+    bench.run()
+    assert again.result(0).cached_tokens == 32
+    assert again.result(0).mode is GenerationMode.PREFIX_CACHE
+
+
+def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published() -> None:
+    bench = Bench()
+    prompt = document(0, 70)
+    handle = bench.submit(prompt, 2, REUSE, repair=BARE)
+    bench.run()
+    result = handle.result(0)
+    assert (result.mode, result.approximate, result.recomputed_tokens) == (GenerationMode.PREFIX_CACHE, False, 0)
+    assert bench.manager.peek(prompt, bench.parts.root) == 64
