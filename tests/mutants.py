@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from reuse_faults import REUSE_FAULTS
+
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900
 # What pytest returns: 0 all passed, 1 some failed; anything else means the tests did not run.
@@ -302,6 +304,7 @@ FAULTS = (
         "    if False:",
         *MODELS,
     ),
+    *(fault(*row) for row in REUSE_FAULTS),
 )
 
 

@@ -1,0 +1,169 @@
+"""Where documents are cut into the chunks that are computed and kept: token ids in, ranges out."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import re
+from collections.abc import Callable, Sequence
+
+from kvboost_edge.errors import ConfigError
+
+__all__ = ["Chunk", "ChunkOptions", "ChunkStrategy", "cut"]
+
+PieceOf = Callable[[int], str]
+
+
+class ChunkStrategy(enum.StrEnum):
+    """Where a document is cut.
+
+    FIXED     after every chunk_size tokens
+    SEMANTIC  at the end of a paragraph or a sentence within chunk_boundary_window tokens of that, else there
+    DOCUMENT  nowhere: a document is a chunk
+    """
+
+    FIXED = "fixed"
+    SEMANTIC = "semantic"
+    DOCUMENT = "document"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions:
+    """How documents are cut. ConfigError for a value outside its range or without meaning beside the others.
+
+    strategy               a ChunkStrategy or its value
+    chunk_size             tokens, at least `block_size`; DOCUMENT does not look at it
+    chunk_boundary_window  tokens that a SEMANTIC cut may lie before or behind chunk_size, at least 1 and less than
+                           chunk_size; 0 for the others
+    overlap_k              tokens before a chunk that are computed with it and not kept, less than chunk_size
+    sink_tokens            first tokens of the document that are computed before those and not kept, less than
+                           chunk_size
+    block_size             tokens in a block of the pool
+    """
+
+    strategy: ChunkStrategy | str = ChunkStrategy.FIXED
+    chunk_size: int = 128
+    chunk_boundary_window: int = 0
+    overlap_k: int = 0
+    sink_tokens: int = 0
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        names = [strategy.value for strategy in ChunkStrategy]
+        if self.strategy not in names:
+            raise ConfigError(f"chunk strategy {self.strategy!r} must be one of {', '.join(names)}")
+        object.__setattr__(self, "strategy", ChunkStrategy(self.strategy))
+        _check_range("block_size", self.block_size, 1)
+        _check_range("chunk_size", self.chunk_size, self.block_size, f"block_size={self.block_size}")
+        for name in ("chunk_boundary_window", "overlap_k", "sink_tokens"):
+            _check_range(name, getattr(self, name), 0)
+            if getattr(self, name) >= self.chunk_size:
+                raise ConfigError(f"{name}={getattr(self, name)} must be less than chunk_size={self.chunk_size}")
+        if (self.strategy == ChunkStrategy.SEMANTIC) != (self.chunk_boundary_window > 0):
+            raise ConfigError(
+                f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy {self.strategy}: semantic "
+                "needs a window of at least 1, the others have none"
+            )
+        if self.strategy == ChunkStrategy.DOCUMENT and (self.overlap_k or self.sink_tokens):
+            raise ConfigError(
+                f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy document: nothing of "
+                "a document stands before its only chunk"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of a document that is kept, and what of the document is computed before it. Positions in the document,
+    0 <= num_sink_tokens <= overlap_start <= start < stop.
+
+    document         index of the document
+    start, stop      tokens [start, stop) are kept
+    overlap_start    tokens [overlap_start, start) stand right before them
+    num_sink_tokens  tokens [0, num_sink_tokens) stand before those
+    """
+
+    document: int
+    start: int
+    stop: int
+    overlap_start: int
+    num_sink_tokens: int
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens that are computed before those that are kept."""
+        return self.num_sink_tokens + self.start - self.overlap_start
+
+    def tokens(self, document: Sequence[int]) -> list[int]:
+        """What is computed: context, then what is kept."""
+        return [*document[: self.num_sink_tokens], *document[self.overlap_start : self.stop]]
+
+
+def cut(documents: Sequence[Sequence[int]], options: ChunkOptions, piece_of: PieceOf | None = None) -> list[Chunk]:
+    """Cut documents, lists of token ids, into chunks: each token is in exactly one of them, in order. No chunk goes
+    beyond its document, the last of a document may be short, an empty document has none.
+
+    piece_of   the text of a token, spaces and line ends as they are in the document; SEMANTIC alone asks for it. Of
+               what is no text by itself (a special token, part of a character) whatever is returned does no harm
+
+    ConfigError where SEMANTIC is given no `piece_of`.
+    """
+    if options.strategy == ChunkStrategy.SEMANTIC and piece_of is None:
+        raise ConfigError("chunk strategy semantic needs the text of tokens (piece_of)")
+    chunks: list[Chunk] = []
+    for number, document in enumerate(documents):
+        if options.strategy == ChunkStrategy.DOCUMENT:
+            stops = [len(document)] if document else []
+        elif piece_of is None or options.strategy == ChunkStrategy.FIXED:
+            stops = [*range(options.chunk_size, len(document), options.chunk_size), len(document)] if document else []
+        else:
+            stops = _semantic_stops(document, options, piece_of)
+        for start, stop in itertools.pairwise([0, *stops]):
+            overlap_start = max(0, start - options.overlap_k)
+            chunks.append(Chunk(number, start, stop, overlap_start, min(options.sink_tokens, overlap_start)))
+    return chunks
+
+
+_PARAGRAPH, _SENTENCE, _NO_END = range(3)  # the better, the lower
+_TOKENS_AROUND = 8  # whose text shows whether a sentence ends
+# A full stop and its like, and what may close behind it. After those of the group a sentence begins without a space.
+_END = re.compile(r"""(?:[.!?…]|([。！？]))["'”’»)\]」』）*_]*$""")
+
+
+def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: PieceOf) -> list[int]:
+    """Ends of the chunks: the nearest end of a paragraph in the window, else of a sentence, else the middle."""
+    stops: list[int] = []
+    target, window = options.chunk_size, options.chunk_boundary_window
+    while target < len(document):
+        places = range(target - window, min(target + window, len(document) - 1) + 1)
+        kinds = _ends(document, places, piece_of)
+        stops.append(min((kind, abs(place - target), place) for place, kind in kinds.items())[-1])
+        target = stops[-1] + options.chunk_size
+    return [*stops, len(document)] if document else []
+
+
+def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int, int]:
+    """What ends before the token at each place."""
+    first = max(0, places[0] - _TOKENS_AROUND)
+    pieces = [piece_of(token) for token in document[first : places[-1] + _TOKENS_AROUND]]
+    text = "".join(pieces)
+    offsets = list(itertools.accumulate(map(len, pieces), initial=0))
+    return {place: _end_at(text, offsets[place - first]) for place in places}
+
+
+def _end_at(text: str, offset: int) -> int:
+    """What ends at text[:offset]. The line ends behind a paragraph belong to it, spaces may lie on either side."""
+    left, right = text[:offset], text[offset:]
+    body, begin = left.rstrip(), right.lstrip()
+    space_left, space_right = left[len(body) :], right[: len(right) - len(begin)]
+    if not body or "\n" in space_right:
+        return _NO_END
+    if space_left.count("\n") >= 2:
+        return _PARAGRAPH
+    end = _END.search(body)
+    return _SENTENCE if end and (end[1] or space_left or space_right) else _NO_END
+
+
+def _check_range(name: str, value: object, least: int, limit: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {limit or least}")

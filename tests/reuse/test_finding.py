@@ -1,0 +1,254 @@
+"""Runs of a prompt in blocks of another context, against an oracle that compares every block at every place."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.kernels.reference.spans import StoredBlock
+from kvboost_edge.kernels.spans.scan import scan, scan_entry
+from kvboost_edge.kernels.spans.table import MOST_TRIED
+from kvboost_edge.reuse.finding import find_runs
+from kvboost_edge.reuse.runs import Piece
+from kvboost_edge.reuse.spans import SpanIndex
+from reuse_cases import OTHER, ROOT, Offered, told
+
+HEADER, LAST = list(range(900, 910)), [999]
+A, B, C = list(range(100, 141)), list(range(200, 237)), list(range(300, 350))
+
+
+def joined(parts: Sequence[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def served(*documents: list[int], block_size: int = 4) -> Offered:
+    offered = Offered(64, block_size)
+    offered.chain(joined(documents))
+    return offered
+
+
+def test_documents_in_another_order_are_found_to_the_token():
+    offered = served(HEADER, A, B, C, [998] * 4)
+    assert told(offered.find(C + B + A + LAST)) == [(0, 50, -88), (50, 37, -1), (87, 41, 77)]
+
+
+def test_a_run_begins_and_ends_inside_blocks():
+    offered = served(HEADER, A, B)
+    (run,) = offered.find([1, 2, 3, *A[3:20], 4, 5])
+    assert (run.prompt_start, run.length, run.context, run.delta) == (3, 17, 13, -10)
+    assert [(piece.valid_from, piece.valid_to) for piece in run.pieces] == [(1, 4), (0, 4), (0, 4), (0, 4), (0, 2)]
+    assert [piece.block_id for piece in run.pieces] == [3, 4, 5, 6, 7]
+    assert run.pieces[0] == Piece(block_id=3, valid_from=1, valid_to=4)
+
+
+def test_nothing_of_another_root_is_found():
+    offered = served(HEADER, A, B)
+    assert offered.find(A + LAST, root=OTHER) == []
+    offered.chain(A[:8], root=OTHER)
+    assert told(offered.find(A + LAST, root=OTHER)) == [(0, 8, 0)]
+    assert told(offered.find(A + LAST)) == [(0, 41, -10)]
+
+
+def test_the_last_token_is_left_and_nothing_before_the_start_is_covered():
+    offered = served(HEADER, A, B)
+    assert told(offered.find(A)) == [(0, 40, -10)]
+    for start in range(len(A)):
+        runs = offered.find(A, start)
+        assert runs[:1] == [] or runs[0].prompt_start == start
+    assert offered.find([], 0) == offered.find([1], 1) == offered.find(A, len(A)) == []
+
+
+def test_delta_zero_in_another_context_is_a_run():
+    offered = served(HEADER, A)
+    prompt = [*reversed(HEADER), *A, *LAST]
+    assert told(offered.find(prompt)) == [(10, 38, 0)]  # the last three of A fill no block
+
+
+@pytest.mark.parametrize("least", [1, 37, 38, 41, 42])
+def test_shorter_runs_are_left_out_and_cover_nothing(least):
+    offered = served(HEADER, A, B)
+    lengths = [run.length for run in offered.find(B + A + LAST, least=least)]
+    assert lengths == [length for length in (37, 41) if length >= least]
+    assert lengths or least == 42
+
+
+def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_newest():
+    offered = Offered(64, 4)
+    offered.chain(A[:20] + [1] * 4)
+    offered.chain([2] * 8 + A[:12] + [3] * 4)
+    offered.chain([2] * 4 + A[:12] + [5] * 4)
+    offered.chain([6] * 4 + A[:12] + [7] * 4)
+    assert told(offered.find(A[:21])) == [(0, 20, 0)]
+    assert told(offered.find(A[:12] + LAST)) == [(0, 12, -8)]
+    newest = [block.block_id for block in offered.blocks if block.tokens == tuple(A[:4])][-1]
+    offered.withdraw(next(block for block in offered.blocks if block.first_position == 8 and block.tokens[0] == A[0]))
+    (run,) = offered.find(A[:12] + LAST)
+    assert (run.context, run.pieces[0].block_id) == (4, newest)
+
+
+def test_a_block_that_is_gone_parts_a_run_in_two_of_one_delta():
+    offered = served(HEADER, A, B)
+    offered.withdraw(offered.blocks[6])  # tokens 14 .. 17 of A
+    first, second = offered.find(A + LAST)
+    assert (told([first]), told([second])) == ([(0, 14, -10)], [(18, 23, -10)])
+
+
+def test_a_text_repeated_beyond_what_is_tried_is_joined_through_its_neighbours():
+    """Each document begins with one block of its own and goes on with the same block as all others."""
+    offered = Offered(256, 4)
+    common = [7, 7, 7, 8]
+    documents = [[1000 + number, 1, 2, 3, *common, 2000 + number, 4, 5, 6] for number in range(5 * MOST_TRIED)]
+    for document in documents:
+        offered.chain(document)
+    for document in documents:
+        assert told(offered.find(document + LAST)) == [(0, 12, 0)]
+        assert [run.length for run in offered.find(document[3:] + LAST)][-1] >= 4
+
+
+def test_of_more_children_than_are_tried_the_one_that_goes_on_whole_is_found():
+    offered = Offered(256, 4)
+    (header,) = offered.chain([7, 7, 7, 8])
+    children = [[1000 + number, 1, 2, 3] for number in range(5 * MOST_TRIED)]
+    for child in children:
+        offered.chain(child, parent=header)
+    for child in children:
+        assert told(offered.find([5, 7, 7, 7, 8, *child, *LAST])) == [(1, 8, 1)]
+    # of one that ends inside, only the newest are tried
+    assert [told(offered.find([7, 7, 7, 8, *child[:2], *LAST]))[0][1] for child in children[-9:]] == [4, *[6] * 8]
+
+
+def test_start_and_shortest_run_are_checked_by_name():
+    index = SpanIndex(4, 4)
+    for start in (-1, 6):
+        with pytest.raises(RequestError, match=f"start={start} is outside a prompt of 5 tokens"):
+            find_runs([1, 2, 3, 4, 5], start, index, ROOT)
+    for least in (0, -3, 1.5, True):
+        with pytest.raises(ConfigError, match=f"min_chunk_tokens={least}"):
+            find_runs([1, 2, 3, 4, 5], 0, index, ROOT, least)
+    with pytest.raises(RequestError, match="token ids"):
+        find_runs([1, 2, -3], 0, index, ROOT)
+
+
+def test_the_whole_range_of_token_ids_is_told_apart():
+    offered = Offered(16, 4)
+    ids = [0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, 0, 0]
+    offered.chain(ids)
+    assert told(offered.find([9, *ids, 9])) == [(1, 8, 1)]
+    assert offered.find([9, 1, 0, *ids[2:4], 9]) == []
+
+
+@pytest.mark.parametrize("hash_bits", [1, 8, 61])
+def test_colliding_hashes_find_nothing_that_is_not_there(hash_bits):
+    """10,000 places, each looked up among blocks of which at least a 256th has its hash, unless 61 bits are used."""
+    rng = random.Random(hash_bits)
+    offered = Offered(300, 16, hash_bits)
+    for _ in range(30):
+        offered.chain([rng.randrange(3) for _ in range(160)])
+    assert len({hash_value & (1 << hash_bits) - 1 for hash_value in offered.index.tables.hashes.tolist()}) > 1
+    texts = [offered.blocks[rng.randrange(300)].tokens for _ in range(20)]
+    total = 0
+    for text in texts:
+        prompt = [rng.randrange(3) for _ in range(500)]
+        prompt[200:216] = text
+        runs = offered.find(prompt, least=16)
+        total += len(runs)
+        assert any(run.prompt_start <= 200 and run.prompt_stop >= 216 for run in runs)
+    assert total >= len(texts)
+
+
+def test_what_find_runs_calls_is_what_was_compiled_ahead():
+    scan_entry.compile()
+    served(A).find(A)
+    assert [tuple(signature) for signature in scan.signatures] == [scan_entry.arguments]
+
+
+def periodic(period: int, count: int) -> list[int]:
+    return list(itertools.islice(itertools.cycle(range(1, period + 1)), count))
+
+
+@pytest.mark.parametrize("stored", [1, 16, 17, 32])
+@pytest.mark.parametrize("wanted", [1, 16, 17, 32])
+def test_repeated_tokens_fit_the_buffers(stored, wanted):
+    offered = Offered(64, 16)
+    offered.chain(periodic(stored, 640))
+    for least in (1, 32, 100):
+        offered.find(periodic(wanted, 500), least=least)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Offered:
+    """Contexts that branch, over few tokens, some blocks withdrawn and some of those offered again."""
+    size = draw(st.sampled_from([1, 2, 3, 4]))
+    tokens = st.lists(st.integers(0, draw(st.integers(1, 2))), min_size=size, max_size=size)
+    offered = Offered(80, size, draw(st.sampled_from([1, 8, 61])))
+    for _ in range(draw(st.integers(1, 40))):
+        parents = [block for block in offered.ever if block.root == ROOT]
+        parent = draw(st.sampled_from([None, *parents[-3:], *parents[:2]]))
+        content = draw(tokens)
+        root = draw(st.sampled_from([ROOT, ROOT, ROOT, OTHER]))
+        key = (parent and parent.serial, tuple(content), parent is None and root)
+        if key not in {(b.parent_serial or None, b.tokens, not b.parent_serial and b.root) for b in offered.ever}:
+            offered.offer(offered.make(content, parent, root))
+        if offered.blocks and draw(st.integers(0, 3)) == 0:
+            offered.withdraw(draw(st.sampled_from(offered.blocks)))
+        used = {block.block_id for block in offered.blocks}
+        back = [block for block in offered.ever if block not in offered.blocks and block.block_id not in used]
+        if back and draw(st.integers(0, 3)) == 0:
+            offered.offer(draw(st.sampled_from(back)))
+    return offered
+
+
+@settings(max_examples=300)
+@given(pools(), st.data())
+def test_runs_are_those_of_the_definition(offered, data):
+    offered.index.check()
+    stretches = [list(block.tokens) for block in offered.ever] or [[0]]
+    some = st.one_of(st.sampled_from(stretches), st.lists(st.integers(0, 2), max_size=3))
+    for _ in range(3):
+        prompt = joined(data.draw(st.lists(some, max_size=12)))
+        start = data.draw(st.integers(0, min(3, len(prompt))))
+        least = data.draw(st.sampled_from([1, 2, 3, 5, 8]))
+        offered.find(prompt, start, data.draw(st.sampled_from([ROOT, ROOT, OTHER])), least)
+
+
+def test_long_random_texts_against_the_definition():
+    """What the search above seldom draws: runs over many blocks, groups and families beyond what is tried."""
+    rng = random.Random(5)
+    for _ in range(30):
+        size = rng.choice([2, 4, 8])
+        offered = Offered(400, size)
+        texts = [[rng.randrange(2) for _ in range(rng.randrange(size, 40))] for _ in range(4)]
+        parents: list[StoredBlock | None] = [None]
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        while len(offered.blocks) < 120:
+            text = joined(rng.choices(texts, k=3))
+            text = text[rng.randrange(len(text)) :]
+            parent = rng.choice(parents)
+            for start in range(0, len(text) - size + 1, size):
+                content = tuple(text[start : start + size])
+                key = (parent.serial if parent else 0, content)
+                if key in seen:
+                    parent = next(b for b in offered.ever if (b.parent_serial, b.tokens) == key)
+                    continue
+                seen.add(key)
+                parent = offered.offer(offered.make(content, parent))
+            parents.append(parent)
+        for block in rng.sample(offered.blocks, 15):
+            offered.withdraw(block)
+        offered.index.check()
+        for least in (1, size, 12):
+            offered.find(joined(rng.choices(texts, k=6)), rng.randrange(4), least=least)
+
+
+def test_numbers_of_a_run_are_python_integers():
+    (run,) = served(HEADER, A).find(A + LAST)
+    numbers = [run.prompt_start, run.length, run.delta, run.context, *itertools.chain(*run.pieces)]
+    assert not any(isinstance(number, np.generic) for number in numbers)
+    assert {type(number) for number in numbers} == {int}

@@ -1,0 +1,158 @@
+"""The index of offered blocks: what it refuses, and that its links are right after every change."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
+from kvboost_edge.reuse.spans import SpanIndex
+from reuse_cases import OTHER, ROOT, Offered, told
+
+TEXT = list(range(50, 74))
+TOKENS = encode_tokens(range(4))
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, None])
+def test_sizes_are_checked_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        SpanIndex(**{"num_blocks": 4, "block_size": 4, name: value})
+
+
+@pytest.mark.parametrize("value", [0, 62])
+def test_the_width_of_a_hash_is_checked(value):
+    with pytest.raises(ConfigError, match=f"hash_bits={value}"):
+        SpanIndex(4, 4, hash_bits=value)
+
+
+def two_blocks() -> SpanIndex:
+    index = SpanIndex(8, 4)
+    index.offer(ROOT, 0, 1, ROOT_SERIAL, TOKENS, 0)
+    index.offer(ROOT, 3, 7, 6, TOKENS, 12)
+    return index
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ROOT, 0, 9, 0, TOKENS, 0), "block 0, or serial 9, is offered already"),
+        ((ROOT, 1, 7, 0, TOKENS, 0), "block 1, or serial 7, is offered already"),
+        ((ROOT, 8, 9, 0, TOKENS, 0), "stale block id 8: the index has blocks 0 .. 7"),
+        ((ROOT, -1, 9, 0, TOKENS, 0), "stale block id -1"),
+        ((ROOT, 1, 9, 0, TOKENS[:-4], 0), "block 1 of 4 tokens is offered with 12 bytes"),
+        ((ROOT, 1, 9, 0, TOKENS, -1), "at position -1"),
+        ((ROOT, 1, 9, 9, TOKENS, 0), "serial 9 cannot be behind serial 9"),
+        ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 cannot be behind serial 0"),
+        ((ROOT, 1, 9, 1, TOKENS, 5), "block 1, at position 5, does not join its neighbour 0, at 0"),
+        ((OTHER, 1, 9, 1, TOKENS, 4), "does not join its neighbour 0"),
+        ((ROOT, 1, 6, 1, TOKENS, 4), "block 1, at position 4, does not join its neighbour 3, at 12"),
+        ((OTHER, 1, 6, 2, TOKENS, 8), "does not join its neighbour 3"),
+    ],
+)
+def test_what_contradicts_is_refused_and_changes_nothing(arguments, message):
+    index = two_blocks()
+    with pytest.raises(CacheCorruption, match=message):
+        index.offer(*arguments)
+    index.check()
+    assert (len(index), 0 in index, 1 in index, 3 in index, index.root_number(OTHER)) == (2, True, False, True, None)
+
+
+@pytest.mark.parametrize("block_id", [1, 8, -1])
+def test_what_is_not_offered_cannot_be_withdrawn(block_id):
+    index = two_blocks()
+    with pytest.raises(CacheCorruption, match=f"block {block_id} is not offered"):
+        index.withdraw(block_id)
+    index.withdraw(0)
+    with pytest.raises(CacheCorruption, match="block 0 is not offered"):
+        index.withdraw(0)
+    index.check()
+
+
+def test_a_withdrawn_block_is_not_found_and_comes_back_between_its_neighbours():
+    offered = Offered(8, 4)
+    chain = offered.chain(TEXT)
+    assert told(offered.find([*TEXT, 1])) == [(0, 24, 0)]
+    offered.withdraw(chain[2])
+    assert told(offered.find([*TEXT, 1])) == [(0, 8, 0), (12, 12, 0)]
+    offered.offer(chain[2])
+    assert told(offered.find([*TEXT, 1])) == [(0, 24, 0)]
+
+
+def test_blocks_may_be_offered_in_any_order():
+    offered = Offered(8, 4)
+    parent = None
+    for start in range(0, 24, 4):
+        parent = offered.make(TEXT[start : start + 4], parent)
+    for block_id, made in enumerate(random.Random(3).sample(offered.ever, 6)):
+        offered.offer(made._replace(block_id=block_id))
+        offered.index.check()
+    assert told(offered.find([*TEXT, 1])) == [(0, 24, 0)]
+
+
+def test_a_block_handed_out_again_has_nothing_of_what_it_held():
+    offered = Offered(8, 4)
+    chain = offered.chain(TEXT)
+    offered.withdraw(chain[1])
+    other = offered.offer(offered.make([1, 2, 3, 4], root=OTHER))
+    assert other.block_id == chain[1].block_id
+    assert told(offered.find([*TEXT, 1])) == [(0, 4, 0), (8, 16, 0)]
+    assert told(offered.find([*TEXT[4:8], 1, 2, 3, 4, 1], root=OTHER)) == [(4, 4, 4)]
+
+
+def test_roots_are_forgotten_with_their_last_block_and_numbered_anew():
+    offered = Offered(8, 4)
+    first = offered.chain(TEXT[:8])
+    number = offered.index.root_number(ROOT)
+    offered.chain(TEXT[:4], root=OTHER)
+    for block in first:
+        offered.withdraw(block)
+    assert offered.index.root_number(ROOT) is None
+    assert offered.find([*TEXT, 1]) == []
+    offered.chain(TEXT[:4])
+    assert len({number, offered.index.root_number(ROOT), offered.index.root_number(OTHER)}) == 3
+
+
+@pytest.mark.parametrize("hash_bits", [1, 4, 61])
+def test_links_are_right_after_every_change(hash_bits):
+    rng = random.Random(hash_bits)
+    offered = Offered(24, 2, hash_bits)
+    for _ in range(600):
+        back = [block for block in offered.ever[-30:] if block not in offered.blocks]
+        taken = {block.block_id for block in offered.blocks}
+        back = [block for block in back if block.block_id not in taken]
+        if len(taken) == 24 or (taken and rng.random() < 0.4):
+            offered.withdraw(rng.choice(offered.blocks))
+        elif back and rng.random() < 0.5:
+            offered.offer(rng.choice(back))
+        else:
+            parent = rng.choice([None, *offered.ever[-12:]])
+            offered.offer(offered.make([rng.randrange(2), rng.randrange(2)], parent, rng.choice([ROOT, OTHER])))
+        offered.index.check()
+    assert len(offered.index) == len(offered.blocks)
+
+
+LINKS = ["heads", "next_groups", "older", "parents", "first_children", "older_siblings"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_broken_link_is_noticed(name):
+    offered = Offered(16, 4, hash_bits=1)
+    (header, *_) = offered.chain(TEXT)
+    offered.chain(TEXT[:4] * 2, parent=header)
+    offered.chain(TEXT[4:12])
+    offered.index.check()
+    links = getattr(offered.index.tables, name)
+    used = [int(place) for place in (links != -1).nonzero()[0]]
+    if name == "next_groups":  # those of leaders alone mean anything
+        used = [place for place in used if offered.index._newer[place] == -1]
+    assert used, f"no {name} are set: the test shows nothing"
+    for place in used:
+        before, links[place] = links[place], -1
+        with pytest.raises(CacheCorruption):
+            offered.index.check()
+        links[place] = before
+    offered.index.check()

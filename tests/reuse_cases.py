@@ -1,0 +1,88 @@
+"""Shared by the tests of reuse: an index beside a list of what it was offered, and runs read back slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvboost_edge.kernels.reference.spans import StoredBlock, StoredRun
+from kvboost_edge.kernels.reference.spans import scan as slow_scan
+from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
+from kvboost_edge.reuse.finding import find_runs
+from kvboost_edge.reuse.runs import Run
+from kvboost_edge.reuse.spans import SpanIndex
+
+ROOT, OTHER = b"r" * 32, b"o" * 32
+
+
+class Offered:
+    """An index, and what it holds in the order it was offered in. Serials are counted up, as `PrefixIndex` does."""
+
+    def __init__(self, num_blocks: int, block_size: int, hash_bits: int = 61) -> None:
+        self.index = SpanIndex(num_blocks, block_size, hash_bits=hash_bits)
+        self.blocks: list[StoredBlock] = []
+        self.ever: list[StoredBlock] = []
+
+    def offer(self, block: StoredBlock) -> StoredBlock:
+        tokens = encode_tokens(block.tokens)
+        self.index.offer(block.root, block.block_id, block.serial, block.parent_serial, tokens, block.first_position)
+        self.blocks.append(block)
+        return block
+
+    def make(
+        self, tokens: Sequence[int], parent: StoredBlock | None = None, root: bytes = ROOT, first_position: int = 0
+    ) -> StoredBlock:
+        """A block never seen before, not offered yet."""
+        if parent is not None:
+            root, first_position = parent.root, parent.first_position + len(parent.tokens)
+        parent_serial = ROOT_SERIAL if parent is None else parent.serial
+        serial = len(self.ever) + 1
+        self.ever.append(StoredBlock(root, self.free_id(), serial, parent_serial, tuple(tokens), first_position))
+        return self.ever[-1]
+
+    def free_id(self) -> int:
+        return min(set(range(self.index.num_blocks)) - {block.block_id for block in self.blocks})
+
+    def chain(self, tokens: Sequence[int], root: bytes = ROOT, parent: StoredBlock | None = None) -> list[StoredBlock]:
+        """Offer the full blocks of a text, one behind another."""
+        size, made = self.index.block_size, []
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = self.offer(self.make(tokens[start : start + size], parent, root))
+            made.append(parent)
+        return made
+
+    def withdraw(self, block: StoredBlock) -> None:
+        self.index.withdraw(block.block_id)
+        self.blocks.remove(block)
+
+    def find(self, prompt: Sequence[int], start: int = 0, root: bytes = ROOT, least: int = 1) -> list[Run]:
+        """`find_runs`, compared with the oracle and with the tokens themselves."""
+        found = find_runs(prompt, start, self.index, root, least)
+        assert [stored(run) for run in found] == slow_scan(self.blocks, prompt, start, root, least)
+        held = {block.block_id: block for block in self.blocks}
+        end = start
+        for run in found:
+            assert end <= run.prompt_start, "a run begins in the one before it, or before the start"
+            assert run.length >= least
+            assert run.prompt_stop < len(prompt), "the last token is covered"
+            assert run.delta == run.prompt_start - run.context
+            positions = []
+            for offset, (block_id, slot) in enumerate(stored(run).slots):
+                assert held[block_id].root == root
+                assert held[block_id].tokens[slot] == prompt[run.prompt_start + offset]
+                positions.append(held[block_id].first_position + slot)
+            assert positions == list(range(run.context, run.context + run.length))
+            end = run.prompt_stop
+        return found
+
+
+def stored(run: Run) -> StoredRun:
+    """A run as the oracle tells it."""
+    slots = [(piece.block_id, slot) for piece in run.pieces for slot in range(piece.valid_from, piece.valid_to)]
+    assert len(slots) == run.length
+    return StoredRun(run.prompt_start, run.context, tuple(slots))
+
+
+def told(runs: list[Run]) -> list[tuple[int, int, int]]:
+    """(prompt_start, length, delta) of each."""
+    return [(run.prompt_start, run.length, run.delta) for run in runs]

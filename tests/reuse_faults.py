@@ -1,0 +1,51 @@
+"""Faults of `make mutants` in what finds runs and cuts documents: (name, file, old, new, tests)."""
+
+from __future__ import annotations
+
+_SCAN, _SPANS, _CUTTING = "kernels/spans/scan.py", "reuse/spans.py", "reuse/cutting.py"
+_FINDING = "tests/reuse/test_finding.py"
+_OFFERED = "tests/reuse/test_spans.py"
+_CUT = "tests/reuse/test_cutting.py"
+
+REUSE_FAULTS = (
+    (
+        "a hash suffices",
+        _SCAN,
+        "if _num_same(tables, search, block, place) == tables.tokens.shape[1]:",
+        "if True:",
+        _FINDING,
+    ),
+    ("roots are not told apart", _SCAN, " and tables.roots[block] == search.root:", ":", _FINDING),
+    ("a run reaches back before the start", _SCAN, "left > 0 and place > floor and", "left > 0 and", _FINDING),
+    ("a run reaches back into the one before", _SCAN, "        floor = place = end", "        place = end", _FINDING),
+    ("the shortest of the candidates wins", _SCAN, "if stop - begin > end - first or", "if best == NONE or", _FINDING),
+    ("context decides nothing", _SCAN, "== end - first and stored > context)", "== 0)", _FINDING),
+    (
+        "no more than the newest block is tried",
+        _SCAN,
+        "            block = int(tables.older[block])\n        if",
+        "            block = NONE\n        if",
+        _FINDING,
+    ),
+    ("only children that are tried go on", _SCAN, "if most < size and child != NONE and", "if most < 0 and", _FINDING),
+    ("a run that is too short is kept", _SCAN, "end - first < search.min_tokens:", "end == first:", _FINDING),
+    ("the last token is covered", "reuse/finding.py", "len(tokens) - 1, index", "len(tokens), index", _FINDING),
+    (
+        "delta of the wrong sign",
+        "reuse/finding.py",
+        "prompt_start - context, context",
+        "context - prompt_start, context",
+        _FINDING,
+    ),
+    ("a withdrawn block stays findable", _SPANS, "        self._leave_group(block_id)\n", "", _FINDING, _OFFERED),
+    (
+        "a block that comes back forgets its children",
+        _SPANS,
+        "self._set_parent(self._orphans.get(serial, NONE), block_id)",
+        "pass",
+        _FINDING,
+        _OFFERED,
+    ),
+    ("a sentence ends inside a number", _CUTTING, "end and (end[1] or space_left or space_right)", "end", _CUT),
+    ("a paragraph is no better than a sentence", _CUTTING, '.count("\\n") >= 2', '.count("\\n") >= 99', _CUT),
+)
