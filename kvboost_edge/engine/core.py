@@ -28,6 +28,7 @@ from kvboost_edge.engine.messages import Arrived, Cancel, Close, Message, Submit
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
@@ -73,6 +74,7 @@ class EngineCore:
         self._runner = runner
         self._backend = backend
         self._tokenizer = tokenizer
+        self._prober = Prober(runner, scheduler.manager, scheduler.max_batch_tokens)
         self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else Unwatched()
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -241,6 +243,8 @@ class EngineCore:
                 return False
             batch = build_batch(plan.work, self.scheduler.manager) if plan.work else None
         began = time.perf_counter()
+        if plan.probed:
+            self._probe(plan.probed)
         try:
             if plan.copies:
                 self._backend.copy_blocks(plan.copies)
@@ -255,6 +259,14 @@ class EngineCore:
             self._watch.after()
             self.tiering.save_some(time.perf_counter() - began)
         return True
+
+    def _probe(self, sequences: list[Sequence]) -> None:
+        """Look at a piece of the spans of each; one that fails ends alone."""
+        failed = self._prober.look(sequences)
+        with self.lock:
+            for sequence, error in failed:
+                self._end(sequence, error=error)
+            self._prober.end(sequences)
 
     def _plan(self) -> StepPlan | None:
         """What the next step does, its blocks reserved and the backend told of those that changed hands; None: nothing

@@ -18,7 +18,7 @@ from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.core import EngineCore
-from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.handle import RequestHandle, wait_for_all
 from kvboost_edge.engine.intake import Intake, Terms
 from kvboost_edge.engine.prompts import Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
@@ -351,7 +351,7 @@ class CPUPagedEngine:
     def _run(self, requests: Sequence[Request]) -> list[GenerationResult]:
         """Queue all, or none, and wait for the results."""
         with self._cancelling(requests):
-            return _wait([self._submit(request) for request in requests])
+            return wait_for_all([self._submit(request) for request in requests])
 
     @contextlib.contextmanager
     def _cancelling(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -383,19 +383,5 @@ class CPUPagedEngine:
             raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
         with self._cancelling([request]):
             handle, rows = self._core.submit_logits(request)
-            _wait([handle])
+            wait_for_all([handle])
         return np.concatenate(rows)
-
-
-def _wait(handles: Sequence[RequestHandle]) -> list[GenerationResult]:
-    """All results in order. A request's error is raised when all are done."""
-    results: list[GenerationResult] = []
-    failure: Exception | None = None
-    for handle in handles:
-        try:
-            results.append(handle.result())
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return results

@@ -7,12 +7,12 @@ import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 
-__all__ = ["RequestHandle", "TokenEvent"]
+__all__ = ["RequestHandle", "TokenEvent", "wait_for_all"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,3 +229,17 @@ class RequestHandle:
                 listener.alarm.wake(listener.loop, listener.changed)
             except RuntimeError:  # the loop was closed under its reader: nobody listens any more
                 self._request_cancel(self.index)
+
+
+def wait_for_all(handles: Sequence[RequestHandle]) -> list[GenerationResult]:
+    """All results in order. A request's error is raised when all are done."""
+    results: list[GenerationResult] = []
+    failure: Exception | None = None
+    for handle in handles:
+        try:
+            results.append(handle.result())
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return results

@@ -49,8 +49,9 @@ class GenerationResult:
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
     token_times_ms       arrival of each output token, since entry
-    phases               tokenize, queue, lookup, load, prefill, decode in milliseconds; sum == total_ms; each is an
-                         attribute too, such as `queue_ms`
+    phases               tokenize, queue, lookup, load, probe, repair, prefill, decode in milliseconds; sum ==
+                         total_ms; each is an attribute too, such as `queue_ms`. probe: one layer over what is shared at
+                         other positions, repair: computing up to the end of the last span
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
     prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if not asked for
@@ -98,6 +99,14 @@ class GenerationResult:
     @property
     def load_ms(self) -> float:
         return self.phases["load"]
+
+    @property
+    def probe_ms(self) -> float:
+        return self.phases["probe"]
+
+    @property
+    def repair_ms(self) -> float:
+        return self.phases["repair"]
 
     @property
     def prefill_ms(self) -> float:

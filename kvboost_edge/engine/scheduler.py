@@ -22,11 +22,11 @@ from kvboost_edge.engine.fairness import Fairness
 from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.sequence import Sequence, SequenceStatus
+from kvboost_edge.engine.spans import SpanSharing
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.harvest import Harvest
 
 __all__ = ["Scheduler", "StepPlan"]
 
@@ -41,11 +41,12 @@ _BY_TURN = attrgetter("priority", "last_turn", "index")
 @dataclasses.dataclass(slots=True)
 class StepPlan:
     """One step: what to compute, which blocks to copy before, whose blocks those copies made (they depend on the pass
-    even when none of their tokens are in it), and who failed while it was planned."""
+    even when none of their tokens are in it), whose spans to probe before that, and who failed while it was planned."""
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
     copies: list[CopyOp] = dataclasses.field(default_factory=list)
     copied_for: list[Sequence] = dataclasses.field(default_factory=list)
+    probed: list[Sequence] = dataclasses.field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = dataclasses.field(default_factory=list)
 
     @property
@@ -68,14 +69,14 @@ class Scheduler:
         min_chunk_tokens: int = 32,
     ) -> None:
         self.manager = manager
-        self._harvest = Harvest(manager, min_chunk_tokens)
+        self._sharing = SpanSharing(manager, min_chunk_tokens)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self._max_num_seqs = max_num_seqs
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens
         self._step = 0
         self._fairness = Fairness()
         self._turns = itertools.count()
@@ -136,6 +137,7 @@ class Scheduler:
         self._admit(plan)
         wanted = self._share_budget()
         self._reserve(wanted, plan)
+        plan.probed = [sequence for sequence in self.running if sequence.probe is not None]
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
             if count:
@@ -272,13 +274,9 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
         """Whether blocks for all its tokens are free; with spans they are taken then."""
-        request, spare = sequence.request, self._spare_blocks_of(sequence)
-        if use_spans and request.repair is not None:
-            start = len(table) * self.manager.block_size
-            found = self._harvest.find(sequence.token_ids, start, request.root, request.repair)
-            if found.spans:
-                sequence.num_found_tokens = found.num_tokens
-                return self.manager.spans.place(table, found.spans, sequence.num_tokens, spare)
+        spare = self._spare_blocks_of(sequence)
+        if use_spans and (placed := self._sharing.place(sequence, table, spare)) is not None:
+            return placed
         return self.manager.blocks_needed(table, sequence.num_tokens) <= spare
 
     # Sharing the budget.
@@ -296,21 +294,22 @@ class Scheduler:
         A token of an urgent prompt does not keep a less urgent sequence from its next one: where the budget has room
         for all of those they count as no less urgent, as they do among the sequences of one tenant.
         """
+        ready = [sequence for sequence in self.running if sequence.probe is None]
         tenants: dict[bytes, list[Sequence]] = {}
-        for sequence in self.running:
+        for sequence in ready:
             tenants.setdefault(sequence.tenant, []).append(sequence)
         if len(tenants) < 2:
-            return [(self.running, self._max_batch_tokens)]
-        urgent = min((s.priority for s in self.running if s.num_pending > 1), default=self.running[0].priority)
-        roomy = 2 * sum(s.num_pending == 1 for s in self.running) <= self._max_batch_tokens
+            return [(ready, self.max_batch_tokens)]
+        urgent = min((s.priority for s in ready if s.num_pending > 1), default=ready[0].priority)
+        roomy = 2 * sum(s.num_pending == 1 for s in ready) <= self.max_batch_tokens
         wants: dict[int, Counter[bytes]] = {}
-        for sequence in self.running:
+        for sequence in ready:
             lifted = roomy and sequence.num_pending == 1
             level = min(sequence.priority, urgent) if lifted else sequence.priority
             wants.setdefault(level, Counter())[sequence.tenant] += sequence.most_at_once
         given: Counter[bytes] = Counter()
         for _, wanted in sorted(wants.items()):
-            given.update(self._fairness.divide(self._max_batch_tokens - given.total(), wanted))
+            given.update(self._fairness.divide(self.max_batch_tokens - given.total(), wanted))
         return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
 
     def _share_among(self, members: list[Sequence], budget: int) -> dict[int, int]:

@@ -16,6 +16,7 @@ from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
 from kvboost_edge.engine.work import ScheduledTokens
+from kvboost_edge.reuse.probe import Probe
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
@@ -51,6 +52,8 @@ class Sequence:
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
     has_loaded      tiers were asked since it last lost its blocks
+    num_span_tokens, num_found_tokens   tokens shared at other positions, and all that were found there
+    probe           looks at its spans first: until it is done nothing else is computed
 
     Where its table shares spans at other positions the counter passes over each of them when it gets there.
     """
@@ -70,6 +73,9 @@ class Sequence:
         self.awaited_hash: bytes | None = None
         self.has_loaded = False
         self.num_span_tokens = self.num_found_tokens = 0
+        self.probe: Probe | None = None
+        self._probe_seconds = 0.0
+        self._repaired_at: float | None = None
         self._spans: list[tuple[int, int]] = []  # [start, stop) of those ahead, last first
         self._num_shared = 0  # their tokens
         self.looked_up_at: float | None = None
@@ -187,11 +193,26 @@ class Sequence:
         self._move_to(computed)
         return reason
 
+    def end_probe(self, seconds: float) -> None:
+        """Its spans are what they are now; go on."""
+        self.probe = None
+        self._probe_seconds += seconds
+        self._take_spans(self.blocks)
+
+    def _take_spans(self, table: BlockTable) -> None:
+        self._spans = [(span.start, span.stop) for span in reversed(table.spans)]
+        self._num_shared = sum(stop - start for start, stop in self._spans)
+        if self.probe is None:
+            # One token that leans on a span makes the answer approximate: what was shared before a preemption counts.
+            self.num_span_tokens = max(self.num_span_tokens, self._num_shared)
+        self._move_to(table.num_cached_tokens)
+
     def _move_to(self, position: int) -> None:
         """All before `position` is in the pool; the spans that begin there are too."""
         while self._spans and self._spans[-1][0] == position:
             start, position = self._spans.pop()
             self._num_shared -= position - start
+            self._repaired_at = time.perf_counter()
         self.num_computed_tokens = position
 
     def _keep(self, first: int, rows: Floats) -> None:
@@ -210,11 +231,7 @@ class Sequence:
         """Start or resume on a fresh table; what the cache served counts as computed."""
         self.table = table
         self.status = SequenceStatus.RUNNING
-        self._spans = [(span.start, span.stop) for span in reversed(table.spans)]
-        self._num_shared = sum(stop - start for start, stop in self._spans)
-        # One token that leans on a span makes the answer approximate, so what was shared before a preemption counts.
-        self.num_span_tokens = max(self.num_span_tokens, self._num_shared)
-        self._move_to(table.num_cached_tokens)
+        self._take_spans(table)
         self.blocked_at = self.awaited_hash = None
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
@@ -227,6 +244,7 @@ class Sequence:
         the caller holds it."""
         self.num_computed_tokens = self._num_shared = 0
         self._spans.clear()
+        self.probe = None
         self.has_loaded = False
         self.logits.clear()
 
@@ -339,11 +357,15 @@ class Sequence:
         first_token = self._token_times[0] if self._token_times else now
         admitted = first_token if self.admitted_at is None else self.admitted_at
         looked_up = admitted if self.admitted_at is None or self.looked_up_at is None else self.looked_up_at
+        probed = admitted + self._probe_seconds
+        repaired = min(max(self._repaired_at or probed, probed), max(first_token, probed))
         return {
             "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
             "queue": (looked_up - request.tokenized_at - self._load_seconds) * 1e3,
             "lookup": (admitted - looked_up) * 1e3,
             "load": self._load_seconds * 1e3,
-            "prefill": (first_token - admitted) * 1e3,
+            "probe": self._probe_seconds * 1e3,
+            "repair": (repaired - probed) * 1e3,
+            "prefill": (first_token - repaired) * 1e3,
             "decode": (now - first_token) * 1e3,
         }

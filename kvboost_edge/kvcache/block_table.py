@@ -115,6 +115,7 @@ class BlockTable:
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
     spans                what it shares at other positions, in order
+    reserve              own blocks that are in no part yet: what is computed of the spans after all goes there
     owner                whose blocks they are, for the eviction policy
     miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
     """
@@ -136,6 +137,7 @@ class BlockTable:
         "num_computed_tokens",
         "owner",
         "parts",
+        "reserve",
         "root",
         "spans",
     )
@@ -144,6 +146,7 @@ class BlockTable:
         self.block_ids: list[int] = []
         self.parts: list[TablePart] = [WHOLE]
         self.spans: tuple[Span, ...] = ()
+        self.reserve: list[int] = []
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
@@ -200,15 +203,6 @@ class BlockTable:
             found += [ids[part.first_index + place // size] * size + place % size for place in places]
             start = end
         return found
-
-    def own_block_ids(self) -> list[int]:
-        """The blocks that no span of it brought."""
-        shared: set[int] = set()
-        starts = {span.start: len(span.block_ids) for span in self.spans}
-        for part in self.parts:
-            if part.valid_from in starts and part is not self.parts[0]:
-                shared.update(range(part.first_index, part.first_index + starts[part.valid_from]))
-        return [block_id for index, block_id in enumerate(self.block_ids) if index not in shared]
 
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
         """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone determine."""

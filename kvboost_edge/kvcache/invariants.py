@@ -9,6 +9,7 @@ from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL, PrefixIndex
+from kvboost_edge.kvcache.spans import own_blocks
 
 __all__ = ["check_chains", "check_tables"]
 
@@ -21,10 +22,10 @@ def check_tables(
         raise CacheCorruption(f"{len(live)} tables are live, their owners know {len(tables)}")
     claims: dict[bytes, int] = {}
     for table in tables:
-        own = table.own_block_ids()
+        own = [*own_blocks(table, block_size).values(), *table.reserve]
         shared = {block_id for span in table.spans for block_id in span.block_ids}
         if len(set(own)) != len(own) or not shared.isdisjoint(own[table.num_cached_tokens // block_size :]):
-            raise CacheCorruption(f"a table lists a block twice: {table.block_ids}")
+            raise CacheCorruption(f"a table lists a block twice: {table.block_ids}, {table.reserve} reserved")
         if table.num_computed_tokens > table.num_slots(block_size):
             raise CacheCorruption(f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks")
         _check_parts(table, block_size)

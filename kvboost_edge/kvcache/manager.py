@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
-from kvboost_edge.kvcache.claims import Claims
 from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
@@ -19,7 +18,7 @@ from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.pins import Pins
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
-from kvboost_edge.kvcache.publishing import Publisher
+from kvboost_edge.kvcache.publishing import Claims, Publisher
 from kvboost_edge.kvcache.spans import Spans
 from kvboost_edge.kvcache.uses import Uses
 
@@ -65,11 +64,11 @@ class KVCacheManager:
         self._uses = Uses(num_blocks)
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
-        self.spans = Spans(self._pool, self._index, self._claims, self._take_empty, block_size)
         self._publisher = Publisher(self._index, self._claims, self.content, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
+        self.spans = Spans(self._pool, self._index, self._claims, self._take, self._released, block_size)
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 
@@ -178,7 +177,7 @@ class KVCacheManager:
         first, stop = self._written(table, num_tokens)
         ops = [self.make_writable(table, index) for index in range(first, min(stop, len(table.block_ids)))]
         if stop > len(table.block_ids):
-            table.block_ids.extend(self._take_empty(stop - len(table.block_ids), table.owner))
+            table.block_ids.extend(self._take(stop - len(table.block_ids), table.owner))
         return [op for op in ops if op is not None]
 
     def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
@@ -224,12 +223,8 @@ class KVCacheManager:
                 self.evictions += 1
                 self.content.note_evicted(block_id, entry)
         self._uses.forget(taken)
+        self._fresh.update(dict.fromkeys(taken))
         return taken
-
-    def _take_empty(self, count: int, owner: bytes) -> list[int]:
-        new = self._take(count, owner)
-        self._fresh.update(dict.fromkeys(new))
-        return new
 
     def mark_filled(self, block_ids: Iterable[int]) -> None:
         """These new blocks hold content already: they are not among those `drain_new_blocks` gives."""
@@ -300,6 +295,7 @@ class KVCacheManager:
             self._pool.release(block_id, matchable=matchable, owner=table.owner, again=again[block_id])
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
+        self.spans.give_back(table)
         del self._live[table._serial]
         table.block_ids, table.parts, table.spans = [], [WHOLE], ()
         self._progress += 1
@@ -392,7 +388,7 @@ class KVCacheManager:
         contradiction."""
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)
-        self._pool.check(block_id for table in tables for block_id in table.block_ids)
+        self._pool.check(block_id for table in tables for block_id in (*table.block_ids, *table.reserve))
         self.pins.check()
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_pool import BlockPool
-from kvboost_edge.kvcache.block_table import BlockTable, Span, TablePart
-from kvboost_edge.kvcache.claims import Claims
+from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, Span, TablePart
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, Watcher
+from kvboost_edge.kvcache.publishing import Claims
 
-__all__ = ["Spans"]
+__all__ = ["Spans", "own_blocks"]
 
 
 class Spans:
     """Places spans in tables of one manager.
 
-    take(count, owner)   takes free blocks for a table
+    take(count, owner)   takes free blocks for a table;  released: where ids of those freed with nothing in them go
     num_tokens           tokens shared so, all tables together
     """
 
@@ -26,9 +27,11 @@ class Spans:
         index: PrefixIndex,
         claims: Claims,
         take: Callable[[int, bytes], list[int]],
+        released: dict[int, None],
         block_size: int,
     ) -> None:
-        self._pool, self._index, self._claims, self._take, self._size = pool, index, claims, take, block_size
+        self._pool, self._index, self._claims, self._size = pool, index, claims, block_size
+        self._take, self._released = take, released
         self.num_tokens = 0
 
     def watch(self, watcher: Watcher) -> None:
@@ -36,9 +39,11 @@ class Spans:
         alone determine."""
         self._index.watch(watcher)
 
-    def place(self, table: BlockTable, spans: Sequence[Span], num_tokens: int, spare: int) -> bool:
+    def place(
+        self, table: BlockTable, spans: Sequence[Span], num_tokens: int, spare: int, *, num_reserved: int = 0
+    ) -> bool:
         """Let a table that was just opened share spans, and take blocks of its own for all else of its `num_tokens`
-        tokens. False, and no change, where that takes more than `spare` free blocks.
+        tokens, and `num_reserved` for `cut`. False, and no change, where that takes more than `spare` free blocks.
 
         A span begins whole blocks behind the one before it, the first behind what the table found (CacheCorruption).
         From the first one on nothing is published; what the table promised there it promises no more.
@@ -46,17 +51,40 @@ class Spans:
         shared = [block_id for span in spans for block_id in span.block_ids]
         own = self._num_own(table, spans, num_tokens)
         idle = sum(not self._pool.ref_count(block_id) for block_id in dict.fromkeys(shared))
-        if own + idle > min(spare, self._pool.num_free):
+        if own + idle + num_reserved > min(spare, self._pool.num_free):
             return False
         for block_id in shared:
             self._pool.touch(block_id)
-        self._lay_out(table, spans, self._take(own, table.owner))
+        taken = self._take(own + num_reserved, table.owner)
+        table.reserve = taken[own:]
+        blocks = iter(taken[:own])
+        self._lay_out(table, spans, num_tokens, lambda position: next(blocks))
         for index in [index for index in table._claims if index >= spans[0].start // self._size]:
             self._claims.drop(table, index)
-        num_shared = sum(span.stop - span.start for span in spans)
-        self.num_tokens += num_shared
-        table._uncounted_misses = max(0, table._uncounted_misses - num_shared)
+        table._uncounted_misses = max(0, table._uncounted_misses - _num_tokens(spans))
+        self.num_tokens += _num_tokens(spans)
         return True
+
+    def cut(self, table: BlockTable, spans: Sequence[Span]) -> None:
+        """Let a table share these spans only: what is left of its own when whole blocks of tokens are taken out. Those
+        go to reserved blocks, and what is reserved beyond them is given back."""
+        self.num_tokens -= _num_tokens(table.spans) - _num_tokens(spans)
+        before, after = (Counter(b for span in several for b in span.block_ids) for several in (table.spans, spans))
+        own, end = own_blocks(table, self._size), table.num_slots(self._size)
+        table.block_ids, table.parts, table.spans = [], [WHOLE], ()
+        self._lay_out(table, spans, end, lambda position: own[position] if position in own else table.reserve.pop())
+        for block_id in (after - before).elements():
+            self._pool.touch(block_id)
+        for block_id in (before - after).elements():
+            self._pool.release(block_id, matchable=self._index.entry(block_id) is not None, owner=table.owner)
+        self.give_back(table)
+
+    def give_back(self, table: BlockTable) -> None:
+        """Free what is reserved for `cut`."""
+        for block_id in table.reserve:
+            self._pool.release(block_id, matchable=False)
+            self._released[block_id] = None
+        table.reserve = []
 
     def _num_own(self, table: BlockTable, spans: Sequence[Span], num_tokens: int) -> int:
         """Blocks of its own that the table needs: for what is before each span, and for what follows the last one."""
@@ -70,18 +98,33 @@ class Spans:
             count, position = count + blocks, span.stop
         return count + -(-(num_tokens - position) // self._size)
 
-    def _lay_out(self, table: BlockTable, spans: Sequence[Span], own: list[int]) -> None:
-        """Enter spans and own blocks as parts of the table."""
-        position, taken = len(table) * self._size, 0
+    def _lay_out(self, table: BlockTable, spans: Sequence[Span], end: int, block_at: Callable[[int], int]) -> None:
+        """Enter spans, and own blocks up to position `end`, behind the blocks of a table that has no spans;
+        block_at(position): the own block whose slot 0 holds the position."""
+        position = len(table) * self._size
         for span in spans:
-            count = (span.start - position) // self._size
-            if count and table.spans:
+            if span.start > position and table.spans:
                 table.parts.append(TablePart(len(table), position, position, 0))
-            table.block_ids += own[taken : taken + count]
-            taken += count
+            table.block_ids += map(block_at, range(position, span.start, self._size))
             table.parts.append(TablePart(len(table), span.first_position, span.start, span.delta))
             table.block_ids += span.block_ids
             table.spans = (*table.spans, span)
             position = span.stop
-        table.parts.append(TablePart(len(table), position, position, 0))
-        table.block_ids += own[taken:]
+        if spans:
+            table.parts.append(TablePart(len(table), position, position, 0))
+        table.block_ids += map(block_at, range(position, end, self._size))
+
+
+def _num_tokens(spans: Sequence[Span]) -> int:
+    return sum(span.stop - span.start for span in spans)
+
+
+def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
+    """The blocks that no span of a table brought, by the position of their slot 0."""
+    starts = {span.start for span in table.spans}
+    found: dict[int, int] = {}
+    for part, end in zip(table.parts, [*(other.first_index for other in table.parts[1:]), len(table)], strict=False):
+        if part.valid_from not in starts:
+            places = range(part.first_position, part.first_position + (end - part.first_index) * block_size, block_size)
+            found |= zip(places, table.block_ids[part.first_index : end], strict=False)  # checks ask of broken ones too
+    return found

@@ -86,4 +86,12 @@ class Runner(Protocol):
         valid until the next call. All logits of a sequence are NaN if any key or value it stored is not finite."""
         ...
 
+    def deviations(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """Run the first layer and what makes the second one's values: squared distances, float32 [len(rows)], of the
+        values of these tokens of the flat batch from what is stored at these slots. Stores KV of both layers. Where
+        there is no second layer nothing depends on context: 0. Only where `moved_keys_refusal` is None."""
+        ...
+
     def close(self) -> None: ...

@@ -130,7 +130,7 @@ class FakeRunner:
         self.moved_keys_refusal: str | None = None
         self.on_forward: Callable[[ForwardBatch], None] | None = None
         self.nan_for: set[int] = set()  # a last token in here gives NaN logits
-        self.computed = 0
+        self.computed = self.probed = 0
         self.batches: list[int] = []
         self.closed = False
 
@@ -145,6 +145,20 @@ class FakeRunner:
         self.computed += len(batch.token_ids)
         self.batches.append(len(layout.seq_lens))
         return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
+
+    def deviations(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """Some number for each token, once it was seen that what is stored is this token and all before it is there."""
+        backend, layout = self.backend, batch.layout
+        backend.write_kv(0, batch.token_ids, batch.positions, layout)
+        for sequence, length in enumerate(layout.seq_lens.tolist()):
+            tokens, positions = self._read(layout, sequence, length)
+            assert (tokens != POISON).all()
+            assert (positions == np.arange(length)).all()
+        assert (backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
+        self.probed += len(batch.token_ids)
+        return np.random.default_rng(len(slots)).random(len(rows), dtype=np.float32)
 
     def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
         layout = batch.layout

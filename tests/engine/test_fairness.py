@@ -90,7 +90,7 @@ def test_decoding_and_filling_tenants_share_a_short_budget(budget: int) -> None:
         bench.ask("a", 4, 400)
     for _ in range(4):
         bench.step()
-    bench.scheduler._max_batch_tokens = budget
+    bench.scheduler.max_batch_tokens = budget
     for _ in range(8):
         bench.ask("b", 400, 1)
     bench.step()

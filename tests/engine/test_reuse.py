@@ -13,6 +13,7 @@ from kvboost_edge.reuse.repair import Repair
 
 BARE = Repair(strategy=RecomputeStrategy.NONE)
 SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
+BLEND = Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=0.25)
 REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
@@ -20,7 +21,7 @@ def document(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(256), k=length)
 
 
-@pytest.mark.parametrize("repair", [BARE, SEAMS])
+@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
 def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: Repair, budget: int) -> None:
     bench = Bench(max_batch_tokens=budget)
@@ -36,7 +37,9 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: R
     assert result.mode is REUSE
     assert result.approximate
     assert result.cached_tokens == 16
-    assert result.reused_span_tokens > (100 if repair is BARE else 60)
+    assert result.reused_span_tokens > {BARE: 100, SEAMS: 60, BLEND: 40}[repair]
+    assert (bench.runner.probed > 0) == (repair is BLEND)
+    assert sum(result.phases.values()) == pytest.approx(result.total_ms)
     assert result.cached_tokens + result.reused_span_tokens + bench.runner.computed - computed == len(prompt) + 19
     assert bench.manager.used_block_count == 0
     bench.manager.check_invariants([])

@@ -56,6 +56,11 @@ class Buffers:
         row = self.sizes.hidden
         return self._arrays[lt.B_HIDDEN][: num_tokens * row].reshape(num_tokens, row)
 
+    def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """The first of the rows that queries, keys and values of a layer are made in, float32 [num_tokens, padded]."""
+        row = self.sizes.wide
+        return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
+
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
         """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory each time."""
         if num_rows > _KEPT_ROWS:

@@ -161,6 +161,27 @@ class NativeRunner:
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._logits(rows, addresses, attended)
 
+    def deviations(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Floats:
+        """See `Runner.deviations`: values are read where the second layer's rope left them, in its wide row."""
+        backend, whole, spec = self._backend, self._whole, self._spec
+        if backend is None or whole is None:
+            raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
+        if len(spec.layers) < 2 or not len(rows):
+            return np.zeros(len(rows), dtype=np.float32)
+        num_tokens, end = len(batch.token_ids), self._program.parts[1][1]
+        tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
+        addresses = self._buffers.addresses(num_tokens, int(positions.max()) + 1)
+        addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
+        memory = whole.prepare(query, backend.prepare(batch.layout), self._num_counters(0, end))
+        addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
+        self._run((0, end), addresses, num_tokens, memory.counters)
+        first, width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        computed = self._buffers.wide(num_tokens)[rows, first : first + width]
+        stored = whole.stored_values(1, slots).reshape(len(rows), width)
+        distances: Floats = np.square(computed - stored).sum(axis=1)
+        return distances
+
     def _forward_whole(
         self,
         whole: WholePass,

@@ -17,8 +17,10 @@ from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
 from kvboost_edge.kernels.attention.call import AttentionCall
 from kvboost_edge.kernels.attention.launch import make_call
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
+from kvboost_edge.kernels.attention.storage import from_storage
 from kvboost_edge.kernels.coded.attend import coded_scratch_floats
 from kvboost_edge.kernels.program import attend as la
+from kvboost_edge.kernels.reference.coded import decode_block
 
 __all__ = ["WholePass"]
 
@@ -60,7 +62,7 @@ class WholePass:
 
     def __init__(self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams]) -> None:
         self._space, self._pools, self._coded = access
-        self._shape, self._num_layers = spec.layers[0], len(spec.layers)
+        self._shape, self._num_layers, self._block_size = spec.layers[0], len(spec.layers), spec.block_size
         self._fixed: dict[int, Any] = {}
         if self._coded is None:
             self._fixed[la.R_KEYS] = [pool.keys.ctypes.data for pool in self._pools]
@@ -87,6 +89,19 @@ class WholePass:
     def is_quantized(self) -> bool:
         """Whether the pool is."""
         return self._coded is not None
+
+    def stored_values(self, layer: int, slots: npt.NDArray[np.int64]) -> Floats:
+        """What the pool holds as values of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
+        head_dim]."""
+        blocks, offsets = np.divmod(slots, self._block_size)
+        if self._coded is None:
+            return from_storage(self._pools[layer].values[blocks, :, offsets])
+        (pools, layout), heads = self._coded.codes, range(self._shape.num_kv_heads)
+        found = np.empty((len(slots), self._shape.num_kv_heads, self._shape.head_dim), dtype=np.float32)
+        for block in np.unique(blocks).tolist():
+            values = np.stack([decode_block(pools[layer][block, head], layout)[1] for head in heads], axis=1)
+            found[blocks == block] = values[offsets[blocks == block]]
+        return found
 
     def prepare(self, queries: Floats, prepared: PreparedBatch, num_counters: int) -> PassMemory:
         """Memory for a pass whose program needs `num_counters` counters; queries float32 [tokens, heads, head_dim]."""

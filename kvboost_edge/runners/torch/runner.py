@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
-from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
 from kvboost_edge.models.config.file import context_length
@@ -82,6 +82,11 @@ class TorchRunner:
     @property
     def moved_keys_refusal(self) -> str | None:
         return "the torch runner attends keys only at the positions they were computed at; use runner='native'"
+
+    def deviations(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        raise BackendUnavailable(str(self.moved_keys_refusal))
 
     @classmethod
     def from_dir(
