@@ -363,7 +363,9 @@ class EngineCore:
         """Let the prompt of a request that still holds its blocks stay; the error if other pins leave no room."""
         until = None if request.ttl is None else time.monotonic() + request.ttl
         try:
-            self.scheduler.manager.pins.add(request.prompt_ids, request.root, owner=request.tenant, until=until)
+            self.scheduler.manager.pins.add(
+                request.prompt_ids, request.root, owner=request.tenant, until=until, share=request.pin_share
+            )
         except CapacityError as error:
             return error
         return None

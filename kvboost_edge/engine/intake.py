@@ -39,6 +39,8 @@ class Terms:
     expect_reuse   it will come again: its blocks are kept like those that came again, not like those seen once
     pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
     ttl          seconds after which that ends by itself, counted from the end of the request; None: never
+    pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the same for all its
+                 requests. Below 1 there are other tenants, and no error tells of what they pinned
     """
 
     mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
@@ -50,6 +52,7 @@ class Terms:
     expect_reuse: bool = False
     pin: bool = False
     ttl: float | None = None
+    pin_share: float = 1.0
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Terms:
@@ -75,6 +78,10 @@ class Terms:
         if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
             raise RequestError(f"weight={self.weight!r} must be in [{1 / MAX_WEIGHT:g}, {MAX_WEIGHT:g}]")
         object.__setattr__(self, "weight", weight)
+        pin_share = as_float("pin_share", self.pin_share)
+        if not 0 < pin_share <= 1:
+            raise RequestError(f"pin_share={self.pin_share!r} must be in (0, 1]")
+        object.__setattr__(self, "pin_share", pin_share)
         if self.deadline is not None:
             deadline = as_float("deadline", self.deadline)
             if not math.isfinite(deadline):
@@ -182,6 +189,7 @@ class Intake:
             expect_reuse=terms.expect_reuse,
             pin=terms.pin,
             ttl=terms.ttl,
+            pin_share=terms.pin_share,
         )
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:

@@ -135,6 +135,7 @@ class Request:
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     expect_reuse     its blocks are kept as if they had been used again
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
+    pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
     index: int
@@ -157,6 +158,7 @@ class Request:
     expect_reuse: bool = False
     pin: bool = False
     ttl: float | None = None
+    pin_share: float = 1.0
 
     @property
     def rank(self) -> tuple[int, int]:

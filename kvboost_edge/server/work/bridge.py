@@ -164,6 +164,7 @@ async def _submit(
                         expect_reuse=job.expect_reuse,
                         pin=job.pin,
                         ttl=job.ttl,
+                        pin_share=ticket.pin_share,
                     )
                 )
         except BaseException:
