@@ -1,17 +1,22 @@
-"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their time is over."""
+"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their time is over. Beside
+them what is retained: blocks that go after all others of their owner, and yet go when somebody needs the room."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, encode_tokens
+from kvboost_edge.kvcache.order import RETAINED
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["Pins"]
+
+_BETWEEN_LOOKS = 1.0  # seconds: what is retained is looked through no more often
 
 
 class _Pin(NamedTuple):
@@ -51,6 +56,7 @@ class Pins:
         self._counts: dict[int, int] = {}  # pinned block -> pins that have it
         self._owners: dict[int, bytes] = {}  # pinned block -> whose it is
         self._soonest: float | None = None
+        self._next_look = math.inf  # when something may be retained no more
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -59,6 +65,11 @@ class Pins:
     def num_blocks(self) -> int:
         """Pinned blocks, each once."""
         return len(self._counts)
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks that are retained, those in use included."""
+        return len(self._uses.retained)
 
     @property
     def next_end(self) -> float | None:
@@ -129,13 +140,29 @@ class Pins:
         return before - self.num_blocks
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over."""
+        """End the pins whose time is over, and a second later at most what is retained no longer."""
+        if now >= self._next_look:
+            self._end_retained(now)
         if self._soonest is None or now < self._soonest:
             return
         over = [serial for serial, pin in self._pins.items() if pin.until is not None and pin.until <= now]
         for serial in over:
             self._end(serial)
         self._find_soonest()
+
+    def published(self, token_ids: Sequence[int], root: bytes) -> list[int]:
+        """Blocks of the longest prefix that is published."""
+        return self._match(token_ids, root).block_ids
+
+    def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
+        """Let published blocks, a chain from its head, outlive all others of their owner, until a time; one that is
+        retained longer stays so. They are no less free for that: nobody waits for them, and nothing fails."""
+        self._uses.mark(block_ids)
+        retained = self._uses.retained
+        for block_id in reversed(block_ids):
+            retained[block_id] = max(until, retained.get(block_id, until))
+            self._pool.regard(block_id, owner=owner, again=RETAINED)
+        self._next_look = min(self._next_look, until)
 
     def num_of(self, token_ids: Sequence[int], root: bytes) -> int:
         """Pinned blocks that a prompt begins with. Changes nothing; may be asked from any thread, as a guess."""
@@ -161,12 +188,27 @@ class Pins:
     def _end(self, serial: int) -> None:
         pin = self._pins.pop(serial)
         self._uses.mark(pin.block_ids)
+        rank = self._uses.rank
         for block_id in reversed(pin.block_ids):  # tail first, as all that is freed
             self._counts[block_id] -= 1
             if not self._counts[block_id]:
                 del self._counts[block_id], self._owners[block_id]
-                self._pool.let_go(block_id, matchable=True, owner=pin.owner, again=1)
+                self._pool.let_go(block_id, matchable=True, owner=pin.owner, again=rank(block_id))
         self.num_ended += 1
+
+    def _end_retained(self, now: float) -> None:
+        """What is retained no longer counts as used again just now, the end of a chain before its beginning."""
+        retained = self._uses.retained
+        over = [block_id for block_id, until in retained.items() if until <= now]
+        for block_id in sorted(over, key=self._serial_of, reverse=True):
+            del retained[block_id]
+            self._pool.demote(block_id)
+        self._next_look = max(min(retained.values(), default=math.inf), now + _BETWEEN_LOOKS)
+
+    def _serial_of(self, block_id: int) -> int:
+        """Greater for a block than for those before it in its chain; one that is being rewritten has none."""
+        entry = self._index.entry(block_id)
+        return 0 if entry is None else entry.serial
 
     def _find_soonest(self) -> None:
         self._soonest = min((pin.until for pin in self._pins.values() if pin.until is not None), default=None)
