@@ -26,6 +26,7 @@ from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.messages import Arrived, Cancel, Close, Message, Submit
 from kvboost_edge.engine.request import Request
+from kvboost_edge.engine.retention import Retention
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.tiering import Untiered
@@ -87,6 +88,7 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._is_copy = False
         self.answers = AnswerStore()
+        self._retention = Retention(scheduler.manager)
         self.tiering = Untiered()
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
@@ -354,6 +356,8 @@ class EngineCore:
             return
         if error is None and reason in ("stop", "length") and sequence.request.pin:
             error = self._pin(sequence.request)
+        if error is None and reason in ("stop", "length"):
+            self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
         self.scheduler.finish(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.request.root, *sequence.answer())
