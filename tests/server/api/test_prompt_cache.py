@@ -114,3 +114,20 @@ async def test_no_key_is_in_the_log_or_in_an_error(app: Any, kept_logging: None)
         assert secret not in answer.text
     assert stream.getvalue()
     assert secret not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "calls"), [("prompt_cache_key", "k", 2), ("prompt_cache_retention", "24h", 1)]
+)
+async def test_chats_have_both_fields(
+    tiny_app: httpx.AsyncClient, tiny_engine: Any, field: str, value: str, calls: int
+) -> None:
+    message = {"role": "user", "content": f"Tell me of {field}, and tell it at some length. " * 3}
+    for call in range(calls):
+        before = tiny_engine.paged_stats()["retained_blocks"]
+        answer = await tiny_app.post(CHAT, json={"messages": [message], "max_tokens": 1, field: value})
+        assert answer.status_code == 200, answer.text
+        blocks = answer.json()["usage"]["prompt_tokens"] // tiny_engine.config.block_size
+        found = tiny_engine.paged_stats()["retained_blocks"] - before
+        assert (found > 0) == (call == calls - 1)
+        assert found <= blocks
