@@ -77,6 +77,9 @@ class LeastFrequentlyUsed:
         if block_id in self._ranks:
             self._rank(block_id)
 
+    def demote(self, block_id: int) -> None:
+        pass
+
     def take(self, count: int, owner: bytes = b"") -> list[int]:
         taken = [self._plain.popitem()[0] for _ in range(min(count, len(self._plain)))]
         while len(taken) < count:

@@ -161,6 +161,14 @@ FAULTS = (
         "once.first < again.first",
         *KVCACHE,
     ),
+    fault("what is retained is never too much", "kvcache/order.py", "len(queue) > self._floor:", "False:", *KVCACHE),
+    fault(
+        "a second choice counts as a second call",
+        "engine/retention.py",
+        "known.began == began:",
+        "False:",
+        "tests/engine/test_retention.py",
+    ),
     fault("a pin's time is never over", "kvcache/pins.py", "pin.until <= now]", "pin.until < 0]", *KVCACHE),
     fault(
         "what two pins share goes with the first",

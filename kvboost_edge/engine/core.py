@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import heapq
 import os
 import queue
 import threading
@@ -22,16 +21,18 @@ import numpy as np
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.batch import build_batch
+from kvboost_edge.engine.deadlines import Deadlines
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.messages import Arrived, Cancel, Close, Message, Submit
 from kvboost_edge.engine.request import Request
+from kvboost_edge.engine.retention import Retention, pin_prompt
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
-from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
+from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
@@ -79,7 +80,7 @@ class EngineCore:
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
-        self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that ended are left in it
+        self._deadlines = Deadlines()
         self._slack = Slack()
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
         # Held for moments only, so that submitting never waits for the bookkeeping.
@@ -89,6 +90,7 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._is_copy = False
         self.answers = AnswerStore()
+        self._retention = Retention(scheduler.manager)
         self.tiering = Untiered()
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
@@ -227,7 +229,7 @@ class EngineCore:
             is_saving = self.tiering.save_more()
             pin_end = self.scheduler.manager.pins.next_end
         self._slack.give_back()
-        ends = [end for end in (pin_end, self._deadlines[0][0] if self._deadlines else None) if end is not None]
+        ends = [end for end in (pin_end, self._deadlines.first) if end is not None]
         longest = _WHILE_SAVING if is_saving else _WHILE_LOADING if self.scheduler.only_waits else _LONG_SLEEP
         seconds = min([longest, *(max(0.0, end - time.monotonic()) for end in ends)])
         with contextlib.suppress(queue.Empty):
@@ -308,9 +310,7 @@ class EngineCore:
             sequence = message.sequence
             self.scheduler.add(sequence)
             if sequence.request.deadline is not None:
-                if len(self._deadlines) > 2 * len(self._live) + 64:
-                    self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._live)
-                heapq.heappush(self._deadlines, (sequence.request.deadline, sequence.index))
+                self._deadlines.add(sequence.request.deadline, sequence.index, self._live)
         elif isinstance(message, Cancel):
             if message.request_index in self._live:
                 self._end(self._live[message.request_index], reason="cancelled")
@@ -323,8 +323,7 @@ class EngineCore:
         """End the requests whose deadline has passed, in whatever state they are, and the pins whose time is over."""
         now = time.monotonic()
         self.scheduler.manager.pins.expire(now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, index = heapq.heappop(self._deadlines)
+        for index in self._deadlines.passed(now):
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
 
@@ -367,20 +366,13 @@ class EngineCore:
         if self._live.pop(sequence.index, None) is None:
             return
         if error is None and reason in ("stop", "length") and sequence.request.pin:
-            error = self._pin(sequence.request)
+            error = pin_prompt(self.scheduler.manager.pins, sequence.request, time.monotonic())
+        if error is None and reason in ("stop", "length"):
+            self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
         self.scheduler.finish(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.request.root, *sequence.answer())
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
-
-    def _pin(self, request: Request) -> CapacityError | None:
-        """Let the prompt of a request that still holds its blocks stay; the error if other pins leave no room."""
-        until = None if request.ttl is None else time.monotonic() + request.ttl
-        try:
-            self.scheduler.manager.pins.add(request.prompt_ids, request.root, owner=request.tenant, until=until)
-        except CapacityError as error:
-            return error
-        return None
 
 
 _started: weakref.WeakSet[EngineCore] = weakref.WeakSet()

@@ -111,8 +111,8 @@ class CPUPagedEngine:
         **options: Any,
     ) -> RequestHandle:
         """Queue a request and return at once. Options are the fields of `SamplingParams`, or give `sampling=`; and
-        those of `Terms`: tenant, cache_salt, priority, deadline, expect_reuse, pin, ttl. `entry` says when the call
-        began if that was before.
+        those of `Terms`: tenant, cache_salt, priority, deadline, cache_key, retention, pin, ... `entry` says when the
+        call began if that was before.
 
         Raises RequestError for anything wrong with prompt or options and CapacityError for a request larger than the
         pool; nothing is held then.

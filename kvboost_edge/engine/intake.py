@@ -39,8 +39,14 @@ class Terms:
     weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its requests
     deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
     expect_reuse   it will come again: its blocks are kept like those that came again, not like those seen once
+    cache_key    a name for prompts of this tenant and salt that begin alike: what two calls under it have in common
+                 outlives the tenant's other blocks for an hour. A digest of it is kept, never the name
+    retention    seconds for which the full blocks of its prompt outlive the tenant's other blocks once it is done: they
+                 are given up last, and all the same when room is needed. Nobody waits for it; `pin` is a promise
     pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
     ttl          seconds after which that ends by itself, counted from the end of the request; None: never
+    pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the same for all its
+                 requests. Below 1 there are other tenants, and no error tells of what they pinned
     recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of the engine's
     """
 
@@ -51,8 +57,11 @@ class Terms:
     weight: float = 1.0
     deadline: float | None = None
     expect_reuse: bool = False
+    cache_key: str | None = dataclasses.field(default=None, repr=False)
+    retention: float | None = None
     pin: bool = False
     ttl: float | None = None
+    pin_share: float = 1.0
     recompute_strategy: RecomputeStrategy | str | None = None
     recompute_overlap: int | None = None
     recompute_ratio: float | None = None
@@ -73,6 +82,7 @@ class Terms:
                 raise RequestError(f"{name} has {len(value)} characters; at most {_MAX_NAME} are allowed")
         if self.cache_salt == "":
             raise RequestError("cache_salt='' must have at least one character; leave it out to share with your own")
+        self._check_key()
         priority = as_int("priority", self.priority)
         if abs(priority) > _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
@@ -81,6 +91,10 @@ class Terms:
         if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
             raise RequestError(f"weight={self.weight!r} must be in [{1 / MAX_WEIGHT:g}, {MAX_WEIGHT:g}]")
         object.__setattr__(self, "weight", weight)
+        pin_share = as_float("pin_share", self.pin_share)
+        if not 0 < pin_share <= 1:
+            raise RequestError(f"pin_share={self.pin_share!r} must be in (0, 1]")
+        object.__setattr__(self, "pin_share", pin_share)
         if self.deadline is not None:
             deadline = as_float("deadline", self.deadline)
             if not math.isfinite(deadline):
@@ -89,13 +103,23 @@ class Terms:
         for name in ("expect_reuse", "pin"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.ttl is not None:
-            if not self.pin:
-                raise RequestError(f"ttl={self.ttl!r} is how long a pin lasts; give pin=True with it")
-            ttl = as_float("ttl", self.ttl)
-            if not 0 < ttl <= _MAX_TTL:
-                raise RequestError(f"ttl={self.ttl!r} must be in (0, {_MAX_TTL:g}] seconds")
-            object.__setattr__(self, "ttl", ttl)
+        if self.ttl is not None and not self.pin:
+            raise RequestError(f"ttl={self.ttl!r} is how long a pin lasts; give pin=True with it")
+        for name in ("ttl", "retention"):
+            value = getattr(self, name)
+            if value is not None:
+                seconds = as_float(name, value)
+                if not 0 < seconds <= _MAX_TTL:
+                    raise RequestError(f"{name}={value!r} must be in (0, {_MAX_TTL:g}] seconds")
+                object.__setattr__(self, name, seconds)
+
+    def _check_key(self) -> None:
+        """The key itself stays out of every message."""
+        key = self.cache_key
+        if key is not None and not isinstance(key, str):
+            raise RequestError(f"cache_key must be a string or None, not {type(key).__name__}")
+        if key is not None and not 1 <= len(key) <= _MAX_NAME:
+            raise RequestError(f"cache_key has {len(key)} characters; 1 to {_MAX_NAME} are allowed")
 
 
 class Intake:
@@ -187,9 +211,12 @@ class Intake:
             weight=terms.weight,
             priority=terms.priority,
             deadline=terms.deadline,
-            expect_reuse=terms.expect_reuse,
+            expect_reuse=terms.expect_reuse or terms.retention is not None,
+            cache_key=narrowed_root(root, "cache_key", terms.cache_key) if terms.cache_key else None,
+            retention=terms.retention,
             pin=terms.pin,
             ttl=terms.ttl,
+            pin_share=terms.pin_share,
             repair=repair,
         )
 

@@ -135,8 +135,11 @@ class Request:
     priority         lower runs earlier
     deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
     expect_reuse     its blocks are kept as if they had been used again
+    cache_key        digest of the caller's key for prompts that begin alike, see engine/retention.py; None without one
+    retention        seconds that its prompt outlives the tenant's other blocks, as long as there is room
     repair           how what it shares at other positions is repaired; None: its mode shares nothing there
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
+    pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
     index: int
@@ -157,8 +160,11 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     expect_reuse: bool = False
+    cache_key: bytes | None = None
+    retention: float | None = None
     pin: bool = False
     ttl: float | None = None
+    pin_share: float = 1.0
     repair: Repair | None = None
 
     @property

@@ -95,7 +95,7 @@ class Scheduler:
         arithmetic)."""
         manager, usable = self.manager, self.manager.usable_block_count
         if request.pin:
-            manager.pins.check_size(request.num_prompt_tokens)
+            manager.pins.check_size(request.num_prompt_tokens, request.pin_share)
         needed = manager.blocks_for(request.max_slots)
         if needed <= usable:
             return
@@ -105,14 +105,17 @@ class Scheduler:
             raise self._too_large(request)
 
     def _too_large(self, request: Request) -> CapacityError:
-        block_size, usable = self.manager.block_size, self.manager.usable_block_count
-        needed, held = self.manager.blocks_for(request.max_slots), self.manager.num_blocks - usable
-        of_all = f" of {self.manager.num_blocks} that are not pinned" if held else ""
+        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
+        needed, held = self.manager.blocks_for(request.max_slots), num_blocks - self.manager.usable_block_count
+        room = f"the pool has {num_blocks}"
+        if held and request.pin_share == 1 and self.manager.pins.num_owned(request.tenant) == held:
+            room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
+        elif held and needed <= num_blocks:  # how many others pinned is not this tenant's to know
+            room = "which is more than pinned prompts leave (max_pinned_blocks)"
         return CapacityError(
             f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up to "
-            f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), the pool has "
-            f"{usable}{of_all}; lower max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or "
-            "num_blocks"
+            f"{request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a block), {room}; lower "
+            f"max_new_tokens{', unpin' if held else ''} or enlarge max_cache_bytes or num_blocks"
         )
 
     def add(self, sequence: Sequence) -> None:

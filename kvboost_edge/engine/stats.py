@@ -71,7 +71,8 @@ def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
 
 def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered) -> dict[str, Any]:
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
-    not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes; tokens_held
+    not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes;
+    retained_blocks, used or cached, are given up after all others of their tenant; tokens_held
     counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run together. isa is what the
     processor has, kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do).
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
@@ -95,6 +96,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "bytes_per_block": parts.backend.spec.bytes_per_block,
         "pinned_blocks": manager.pins.num_blocks,
         "max_pinned_blocks": manager.pins.max_blocks,
+        "retained_blocks": manager.pins.num_retained,
         **parts.ledger.snapshot(),
         "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
         "tokens_held": hot * manager.block_size + open_tails,

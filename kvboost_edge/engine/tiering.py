@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.backends.base import Backend
@@ -110,6 +111,9 @@ class Untiered:
     def fill(self, piece: Piece) -> None:
         """Put blocks that arrived into the pool, and publish them."""
 
+    def save_first(self, block_ids: Sequence[int]) -> None:
+        """These blocks, published ones, are to be copied out before the others that wait."""
+
     def save_evicted(self) -> None:
         """Blocks were handed out again: copy what no tier has, before it is overwritten."""
 
@@ -143,7 +147,8 @@ class Tiering(Untiered):
 
     def __init__(self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover) -> None:
         self._manager, self._backend, self._loads, self._mover = manager, backend, loads, mover
-        self._unsaved: dict[int, None] = {}  # published blocks that were not copied out, the oldest first
+        # Published blocks that were not copied out, the oldest first; before them, and True, those to be saved first.
+        self._unsaved: OrderedDict[int, bool] = OrderedDict()
         manager.content.track()
 
     def start(self, deliver: Callable[[Piece], None]) -> None:
@@ -191,12 +196,21 @@ class Tiering(Untiered):
         self._backend.write_blocks(new, piece.data)
         self._manager.commit(table, token_ids, stop)
 
+    def save_first(self, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            self._note_published()
+        for block_id in reversed(block_ids):
+            if block_id in self._unsaved:
+                self._unsaved[block_id] = True
+                self._unsaved.move_to_end(block_id, last=False)
+
     def save_evicted(self) -> None:
         self._note_published()
         evicted = self._manager.content.drain_evicted()
         if not evicted:
             return
-        unsaved = {block_id: evicted[block_id] for block_id in evicted.keys() & self._unsaved.keys()}
+        wanted = sorted(evicted.keys() & self._unsaved.keys(), key=self._unsaved.__getitem__, reverse=True)
+        unsaved = {block_id: evicted[block_id] for block_id in wanted}
         for block_id in unsaved:
             del self._unsaved[block_id]
         dying = self._lacking(unsaved)
@@ -231,7 +245,7 @@ class Tiering(Untiered):
         return dict(itertools.compress(blocks.items(), lacking))
 
     def _note_published(self) -> None:
-        self._unsaved.update(dict.fromkeys(self._manager.content.drain_published()))
+        self._unsaved.update(dict.fromkeys(self._manager.content.drain_published(), False))
 
     def _save(self, blocks: Mapping[int, ContentKey]) -> None:
         if not blocks:

@@ -98,7 +98,7 @@ class BlockPool:
 
     def release(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
         """Drop a reference; the last one frees the block, whose content may still be found if `matchable`, by `owner`,
-        and was used more than once if `again`.
+        and was used `again`, see `CachedOrder`.
 
         Raises CacheCorruption for a block that has no reference (double free) or is not in the pool (stale id).
         """
@@ -115,6 +115,20 @@ class BlockPool:
         self._check_id(block_id)
         if block_id in self._free:
             self._free.refresh(block_id)
+
+    def regard(self, block_id: int, *, matchable: bool = True, owner: bytes = b"", again: int = 0) -> None:
+        """Count a free block as released just now, with these attributes; a referenced one is in no list and stays as
+        it is."""
+        self._check_id(block_id)
+        if block_id in self._free:
+            self._free.remove(block_id)
+            self._free.put(block_id, matchable=matchable, owner=owner, again=again)
+
+    def demote(self, block_id: int) -> None:
+        """A block is retained no longer."""
+        self._check_id(block_id)
+        if block_id in self._free:
+            self._free.demote(block_id)
 
     def check(self, references: Iterable[int]) -> None:
         """Recount from `references` (one block id for each that a table holds) and the pins; CacheCorruption on any

@@ -71,8 +71,11 @@ class Content:
 
     def chain(self, table: BlockTable) -> list[bytes]:
         """Prefix hashes of a table's published blocks, in order."""
-        entries = map(self._index.entry, table.block_ids[: table._num_chained])
-        return [entry.prefix_hash for entry in entries if entry is not None]
+        return self.hashes(table.block_ids[: table._num_chained])
+
+    def hashes(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Prefix hashes of published blocks, in their order."""
+        return [entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None]
 
     def keys_after(self, token_ids: Sequence[int], root: bytes) -> tuple[int, list[ContentKey]]:
         """(blocks of the longest published prefix, keys of the full blocks after it that could be served once they are

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvboost_edge.kvcache.order import CachedOrder
+from kvboost_edge.kvcache.order import ONCE, CachedOrder
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "TenantFloors"]
 
@@ -32,8 +32,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = ..., again: int = ...) -> None:
-        """A block was released by its last holder; `matchable`: its content can still be found, by `owner`; `again` 1:
-        it was used more than once."""
+        """A block was released by its last holder; `matchable`: its content can still be found, by `owner`; `again`: it
+        was used ONCE or AGAIN, or is RETAINED, see `CachedOrder`."""
         ...
 
     def remove(self, block_id: int) -> None:
@@ -42,6 +42,10 @@ class EvictionPolicy(Protocol):
 
     def refresh(self, block_id: int) -> None:
         """A free block counts as used just now."""
+        ...
+
+    def demote(self, block_id: int) -> None:
+        """A free block is retained no longer."""
         ...
 
     def take(self, count: int, owner: bytes = ...) -> list[int]:
@@ -75,7 +79,7 @@ class LeastRecentlyUsed:
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._order
 
-    def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
+    def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = ONCE) -> None:
         """To the back if matchable, else to the front."""
         self._order[block_id] = None
         if not matchable:
@@ -88,6 +92,9 @@ class LeastRecentlyUsed:
     def refresh(self, block_id: int) -> None:
         """To the back."""
         self._order.move_to_end(block_id)
+
+    def demote(self, block_id: int) -> None:
+        """It retains nothing."""
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
         """From the front, whoever asks."""
@@ -108,9 +115,9 @@ class LeastRecentlyUsed:
 
 class TenantFloors:
     """First what nobody can match, then the cached blocks in a `CachedOrder`: the least recently used first, of those
-    used once only a share, and nobody's to others below a floor while there are more.
+    used once only a share, what is retained last, and nobody's to others below a floor while there are more.
 
-    With one owner, and as long as nothing was missed, it is `LeastRecentlyUsed`.
+    With one owner, and as long as nothing was missed or retained, it is `LeastRecentlyUsed`.
     """
 
     __slots__ = ("_cached", "_plain")
@@ -125,7 +132,7 @@ class TenantFloors:
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._cached or block_id in self._plain
 
-    def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
+    def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = ONCE) -> None:
         """Behind all that its owner has cached if matchable, else before everything."""
         if matchable:
             self._cached.put(block_id, owner, again=again)
@@ -146,6 +153,11 @@ class TenantFloors:
             self._plain.move_to_end(block_id)
         else:
             self._cached.refresh(block_id)
+
+    def demote(self, block_id: int) -> None:
+        """From the blocks that go last to those used again."""
+        if block_id in self._cached:
+            self._cached.demote(block_id)
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
         """What nobody can match; then what of the cached goes first."""

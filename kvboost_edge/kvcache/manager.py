@@ -283,7 +283,7 @@ class KVCacheManager:
         self._claims.drop_all(table)
         if table._goes_on:
             self._uses.mark(table.block_ids)
-        again = self._uses.again
+        rank = self._uses.rank
         for index in range(len(table.block_ids) - 1, -1, -1):
             if index in table._twins:
                 twin, serial = table._twins[index]
@@ -292,7 +292,7 @@ class KVCacheManager:
                     self._pool.refresh(twin)  # the blocks after it were matched through it: it must outlive them
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
-            self._pool.release(block_id, matchable=matchable, owner=table.owner, again=again[block_id])
+            self._pool.release(block_id, matchable=matchable, owner=table.owner, again=rank(block_id))
             if not matchable and not self._pool.ref_count(block_id):
                 self._released[block_id] = None
         self.spans.give_back(table)
@@ -305,6 +305,8 @@ class KVCacheManager:
         idle = [block_id for block_id in self._pool.free_ids() if self._index.entry(block_id) is not None]
         for block_id in idle:
             self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
+            self._pool.regard(block_id, matchable=False)
+        self._uses.forget(idle)
         return len(idle)
 
     @property

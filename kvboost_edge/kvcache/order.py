@@ -7,12 +7,17 @@ begins): it grows when something is missed that was given up after one use, and 
 had been used again, in steps that weigh up how often each kind is given up. So what is read once and never again
 flushes nothing, and where all comes again later it is LRU.
 
+A third line holds what is retained: it goes after all else of its owner, again the least recently used first. An owner
+retains no more entries than its floor (below), the others count as used again: so retaining decides which of an owner's
+entries are the last to go and takes nothing from those that others are sure of.
+
 Entries of one chain are put tail first, and whatever uses an entry uses all before it in its chain: so an ancestor is
 never given up before its descendants.
 
 Owners share the capacity: half of it is divided evenly among those that have entries, and below that floor nobody's
-entries go to others while there are more. The time to put, use or give up an entry does not grow with their number, and
-by the logarithm with that of the owners; an owner's first entry, and its last, costs a look at every owner.
+entries go to others while there are more. Where all are at their floors age decides, whoever retains.
+The time to put, use or give up an entry does not grow with their number, and by the logarithm with that of the owners;
+an owner's first entry, and its last, costs a look at every owner, and so does giving up what is retained.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["CachedOrder"]
+__all__ = ["AGAIN", "ONCE", "RETAINED", "CachedOrder"]
+
+ONCE, AGAIN, RETAINED = range(3)
+"""What an entry is: used once, used again, or retained."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -46,7 +54,7 @@ class _Queue(OrderedDict[K, int]):
 
 
 class _Line(Generic[K]):
-    """The queues of all owners, of what was used once or of what was used again.
+    """The queues of all owners, of what was used once, of what was used again or of what is retained.
 
     heap     for each listed owner the time of its oldest entry, or an earlier one, which is corrected as it comes up
     listed   the owners in the heap; one that has no more than the floor falls out, `enlist` brings it back
@@ -109,7 +117,9 @@ class CachedOrder(Generic[K]):
         "_floor",
         "_given_up",
         "_kept",
+        "_lines",
         "_once",
+        "_retained",
         "_stamps",
         "_where",
         "once_share",
@@ -119,6 +129,8 @@ class CachedOrder(Generic[K]):
         self._capacity = self.once_share = capacity
         self._once: _Line[K] = _Line()
         self._again: _Line[K] = _Line()
+        self._retained: _Line[K] = _Line()  # its heap is not used: there are few to look at, and seldom
+        self._lines = (self._once, self._again, self._retained)
         self._where: dict[K, _Queue[K]] = {}
         self._counts: dict[bytes, int] = {}  # entries of each owner that has any
         self._floor = capacity // 2
@@ -132,15 +144,10 @@ class CachedOrder(Generic[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._where
 
-    def put(self, key: K, owner: bytes, *, again: int = 0) -> None:
-        """An entry that is not there was used just now, `again` 1: not for the first time."""
-        line = self._again if again else self._once
-        queue = line.queues.get(owner)
-        if queue is None:
-            queue = line.queues[owner] = _Queue(line, owner)
-        queue[key] = next(self._stamps)
-        self._where[key] = queue
-        line.length += 1
+    def put(self, key: K, owner: bytes, *, again: int = ONCE) -> None:
+        """An entry that is not there was used just now, for the first time (ONCE) or not (AGAIN), or is RETAINED."""
+        line = self._lines[again]
+        queue = self._append(line, key, owner)
         count = self._counts[owner] = self._counts.get(owner, 0) + 1
         if count == 1:
             self._divide()
@@ -149,8 +156,34 @@ class CachedOrder(Generic[K]):
         if count == self._floor + 1:  # its other queue may have fallen out of the list before
             self._once.enlist(owner)
             self._again.enlist(owner)
-        elif count > self._floor and owner not in line.listed:
+        elif count > self._floor and again != RETAINED and owner not in line.listed:
             line.enlist(owner)
+        if again == RETAINED:
+            self._trim(queue)
+
+    def _append(self, line: _Line[K], key: K, owner: bytes) -> _Queue[K]:
+        queue = line.queues.get(owner)
+        if queue is None:
+            queue = line.queues[owner] = _Queue(line, owner)
+        queue[key] = next(self._stamps)
+        self._where[key] = queue
+        line.length += 1
+        return queue
+
+    def _trim(self, queue: _Queue[K]) -> None:
+        """What an owner retains beyond its floor counts as used again, the least recently used first."""
+        while len(queue) > self._floor:
+            self.demote(next(iter(queue)))
+
+    def demote(self, key: K) -> None:
+        """An entry that is retained counts as used again just now; any other stays what and where it is."""
+        queue = self._where[key]
+        if queue.line is self._retained:
+            del queue[key]
+            self._retained.length -= 1
+            self._append(self._again, key, queue.owner)
+            if self._counts[queue.owner] > self._floor:
+                self._again.enlist(queue.owner)
 
     def remove(self, key: K) -> None:
         """An entry leaves, for use or for good; KeyError if it is not there."""
@@ -198,30 +231,28 @@ class CachedOrder(Generic[K]):
 
     def oldest_first(self) -> list[K]:
         """The order in which all would go if nobody had a floor and nothing came meanwhile."""
-        lines = [
+        once, again, retained = (
             sorted(((stamp, key) for queue in line.queues.values() for key, stamp in queue.items()), reverse=True)
-            for line in (self._once, self._again)
-        ]
-        once, again = lines
+            for line in self._lines
+        )
         found: list[K] = []
         while once or again:
             from_once = once and (not again or len(once) > self.once_share or once[-1][0] < again[-1][0])
             found.append((once if from_once else again).pop()[1])
-        return found
+        return found + [key for _, key in reversed(retained)]
 
     def _take_own(self, count: int, owner: bytes) -> list[K]:
         """The same where all is the owner's: the usual case, with nobody to compare with."""
-        once, again = (line.queues.get(owner) or _Queue(line, owner) for line in (self._once, self._again))
+        once, again, retained = (line.queues.get(owner) or _Queue(line, owner) for line in self._lines)
         taken: list[K] = []
-        before = len(once)
+        before = len(once), len(again), len(retained)
         for _ in range(count):
             from_once = once and (not again or len(once) > self.once_share or once.first < again.first)
-            taken.append((once if from_once else again).popitem(last=False)[0])
+            taken.append((once if from_once else again or retained).popitem(last=False)[0])
         for key in taken:
             del self._where[key]
-        num_once = before - len(once)
-        self._gave_up(once, num_once)
-        self._gave_up(again, count - num_once)
+        for queue, length in zip((once, again, retained), before, strict=True):
+            self._gave_up(queue, length - len(queue))
         return taken
 
     def _next_run(self, owner: bytes, floor: int) -> _Run[K] | None:
@@ -231,6 +262,8 @@ class CachedOrder(Generic[K]):
             queue, until, number = once
             return queue, until, min(number, self._once.length - self.once_share)
         again = self._oldest(self._again, owner, floor)
+        if self._retained.length and (not floor or once is again is None):
+            return self._last_run([run for run in (once, again) if run is not None], owner, floor)
         if once is None or again is None:
             return again if once is None else once
         if once[0].first < again[0].first:
@@ -251,6 +284,18 @@ class CachedOrder(Generic[K]):
         until = min(line.behind_first(), own.first) if own else line.behind_first()
         return found, until, self._counts[found.owner] - floor
 
+    def _last_run(self, runs: list[_Run[K]], owner: bytes, floor: int) -> _Run[K] | None:
+        """The same where what is retained may go: of owners that have nothing else. `runs` are those of the others."""
+        for queue in self._retained.queues.values():
+            count = self._counts[queue.owner]
+            if queue and count == len(queue) and (count > floor or queue.owner == owner):
+                runs.append((queue, _NEVER, count if queue.owner == owner else count - floor))
+        if not runs:
+            return None
+        runs.sort(key=lambda run: run[0].first)
+        queue, until, number = runs[0]
+        return queue, min([until, *(other[0].first for other in runs[1:2])]), number
+
     def _give_up(self, run: _Run[K], most: int) -> list[K]:
         queue, until, number = run
         keys: list[K] = []
@@ -267,7 +312,7 @@ class CachedOrder(Generic[K]):
         if not number:
             return
         given_up = self._given_up
-        given_up[queue.line is self._again] += number
+        given_up[queue.line is not self._once] += number
         if given_up[0] + given_up[1] > self._capacity:  # what was long ago counts for less and less
             given_up[:] = [given_up[0] // 2, given_up[1] // 2]
         self._left(queue, number)
@@ -282,7 +327,7 @@ class CachedOrder(Generic[K]):
             self._kept -= min(before, floor) - min(before - number, floor)
             return
         del self._counts[owner]
-        for line in (self._once, self._again):
+        for line in self._lines:
             line.queues.pop(owner, None)
         self._divide()
 
@@ -292,6 +337,8 @@ class CachedOrder(Generic[K]):
         self._kept = sum(min(count, floor) for count in self._counts.values())
         if floor < self._floor:
             self._floor = floor
+            for queue in self._retained.queues.values():
+                self._trim(queue)
             self._enlist_all()
         self._floor = floor
 

@@ -1,17 +1,22 @@
-"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their time is over."""
+"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their time is over. Beside
+them what is retained: blocks that go after all others of their owner, and yet go when somebody needs the room."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, encode_tokens
+from kvboost_edge.kvcache.order import RETAINED
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["Pins"]
+
+_BETWEEN_LOOKS = 1.0  # seconds: what is retained is looked through no more often
 
 
 class _Pin(NamedTuple):
@@ -27,7 +32,9 @@ class Pins:
     published, and whoever would write into it gets a copy.
 
     A pin is known by its root and tokens: nobody can end, renew or see the pins of another root. At most half of the
-    pool can be pinned, so that the floors of the tenants, which are the other half, are never touched.
+    pool can be pinned, so that the floors of the tenants, which are the other half, are never touched. Of that bound an
+    owner may have a share (1: all of it). Where the shares add up to 1 whether a pin is refused, and what the refusal
+    says, depends on the owner's own pins alone.
 
     num_ended   counts pins that are over
     """
@@ -47,7 +54,9 @@ class Pins:
         # By the serial of the last block, which says all of the prefix and is never reused.
         self._pins: dict[int, _Pin] = {}
         self._counts: dict[int, int] = {}  # pinned block -> pins that have it
+        self._owners: dict[int, bytes] = {}  # pinned block -> whose it is
         self._soonest: float | None = None
+        self._next_look = math.inf  # when something may be retained no more
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -58,40 +67,62 @@ class Pins:
         return len(self._counts)
 
     @property
+    def num_retained(self) -> int:
+        """Blocks that are retained, those in use included."""
+        return len(self._uses.retained)
+
+    @property
     def next_end(self) -> float | None:
         """When the next pin ends by itself."""
         return self._soonest
 
-    def check_size(self, num_tokens: int) -> None:
-        """RequestError for a prompt without a full block, CapacityError for one that could not be pinned even alone."""
+    def num_owned(self, owner: bytes) -> int:
+        """Pinned blocks of one owner. May be asked from any thread, as a guess."""
+        return list(self._owners.values()).count(owner)
+
+    def check_size(self, num_tokens: int, share: float = 1.0) -> None:
+        """RequestError for a prompt without a full block, CapacityError for one that its owner, who has this share of
+        the bound, could not pin even as the only one."""
         num_full = num_tokens // self._block_size
         if not num_full:
             raise RequestError(
                 f"a prompt of {num_tokens} tokens cannot be pinned: only full blocks of {self._block_size} tokens are"
             )
-        if num_full > self.max_blocks:
-            raise CapacityError(self._refusal(num_full))
+        if num_full > self._most(share):
+            raise CapacityError(self._refusal(num_full, share))
 
-    def add(self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", until: float | None = None) -> int:
+    def add(
+        self,
+        token_ids: Sequence[int],
+        root: bytes,
+        *,
+        owner: bytes = b"",
+        until: float | None = None,
+        share: float = 1.0,
+    ) -> int:
         """Pin the full blocks of a prompt that is in the cache, and return how many it has.
 
         until   when it ends by itself, by the caller's clock; a prompt that is pinned already gets this end
+        share   the part of the bound that its owner's pins may take, in (0, 1]
         Raises what `check_size` does, and CapacityError if other pins leave too little or blocks are not in the cache.
         """
-        self.check_size(len(token_ids))
+        self.check_size(len(token_ids), share)
         num_full = len(token_ids) // self._block_size
         match = self._match(token_ids, root)
         if len(match.block_ids) < num_full:
             cached = len(match.block_ids)
             raise CapacityError(f"{cached} of the prompt's {num_full} full blocks are in the cache; warm it first")
         added = [block_id for block_id in match.block_ids if block_id not in self._counts]
+        if added and self.num_owned(owner) + len(added) > self._most(share):
+            raise CapacityError(self._refusal(len(added), share))
         if self.num_blocks + len(added) > self.max_blocks:
-            raise CapacityError(self._refusal(len(added)))
+            raise CapacityError(self._refusal(len(added), share))
         if match.serial not in self._pins:
             for block_id in match.block_ids:
                 self._counts[block_id] = self._counts.get(block_id, 0) + 1
             for block_id in added:
                 self._pool.hold(block_id)
+                self._owners[block_id] = owner
         self._pins[match.serial] = _Pin(match.block_ids, owner, until)
         self._find_soonest()
         return num_full
@@ -109,13 +140,29 @@ class Pins:
         return before - self.num_blocks
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over."""
+        """End the pins whose time is over, and a second later at most what is retained no longer."""
+        if now >= self._next_look:
+            self._end_retained(now)
         if self._soonest is None or now < self._soonest:
             return
         over = [serial for serial, pin in self._pins.items() if pin.until is not None and pin.until <= now]
         for serial in over:
             self._end(serial)
         self._find_soonest()
+
+    def published(self, token_ids: Sequence[int], root: bytes) -> list[int]:
+        """Blocks of the longest prefix that is published."""
+        return self._match(token_ids, root).block_ids
+
+    def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
+        """Let published blocks, a chain from its head, outlive all others of their owner, until a time; one that is
+        retained longer stays so. They are no less free for that: nobody waits for them, and nothing fails."""
+        self._uses.mark(block_ids)
+        retained = self._uses.retained
+        for block_id in reversed(block_ids):
+            retained[block_id] = max(until, retained.get(block_id, until))
+            self._pool.regard(block_id, owner=owner, again=RETAINED)
+        self._next_look = min(self._next_look, until)
 
     def num_of(self, token_ids: Sequence[int], root: bytes) -> int:
         """Pinned blocks that a prompt begins with. Changes nothing; may be asked from any thread, as a guess."""
@@ -130,7 +177,7 @@ class Pins:
                 raise CacheCorruption(f"pinned block {pin.block_ids[-1]} is not the prefix that was pinned")
             for block_id in pin.block_ids:
                 counted[block_id] = counted.get(block_id, 0) + 1
-        if counted != self._counts or set(counted) != set(self._pool.held()):
+        if counted != self._counts or not set(counted) == set(self._pool.held()) == set(self._owners):
             raise CacheCorruption(f"{len(counted)} blocks are pinned, {len(self._pool.held())} are held")
 
     def _match(self, token_ids: Sequence[int], root: bytes) -> PrefixMatch:
@@ -141,20 +188,42 @@ class Pins:
     def _end(self, serial: int) -> None:
         pin = self._pins.pop(serial)
         self._uses.mark(pin.block_ids)
+        rank = self._uses.rank
         for block_id in reversed(pin.block_ids):  # tail first, as all that is freed
             self._counts[block_id] -= 1
             if not self._counts[block_id]:
-                del self._counts[block_id]
-                self._pool.let_go(block_id, matchable=True, owner=pin.owner, again=1)
+                del self._counts[block_id], self._owners[block_id]
+                self._pool.let_go(block_id, matchable=True, owner=pin.owner, again=rank(block_id))
         self.num_ended += 1
+
+    def _end_retained(self, now: float) -> None:
+        """What is retained no longer counts as used again just now, the end of a chain before its beginning."""
+        retained = self._uses.retained
+        over = [block_id for block_id, until in retained.items() if until <= now]
+        for block_id in sorted(over, key=self._serial_of, reverse=True):
+            del retained[block_id]
+            self._pool.demote(block_id)
+        self._next_look = max(min(retained.values(), default=math.inf), now + _BETWEEN_LOOKS)
+
+    def _serial_of(self, block_id: int) -> int:
+        """Greater for a block than for those before it in its chain; one that is being rewritten has none."""
+        entry = self._index.entry(block_id)
+        return 0 if entry is None else entry.serial
 
     def _find_soonest(self) -> None:
         self._soonest = min((pin.until for pin in self._pins.values() if pin.until is not None), default=None)
 
-    def _refusal(self, num_blocks: int) -> str:
-        # Says nothing of how many are pinned: they may be other tenants'.
+    def _most(self, share: float) -> int:
+        """Blocks of a share of the bound; what a third of 9 lost in floating point is no block less."""
+        return int(self.max_blocks * share + 1e-6)
+
+    def _refusal(self, num_blocks: int, share: float) -> str:
+        # Says nothing of how many are pinned: they may be other tenants'. Nor, where tenants have shares, of all that
+        # is shared out: that would tell how many tenants there are.
+        bound = f"of the {self._pool.num_blocks} in the pool at most max_pinned_blocks={self.max_blocks} are"
+        if share < 1:
+            bound = f"this tenant's share of max_pinned_blocks is {self._most(share)}"
         return (
-            f"{num_blocks} more blocks cannot be pinned: of the {self._pool.num_blocks} in the pool at most "
-            f"max_pinned_blocks={self.max_blocks} are; unpin, give a ttl, raise max_pinned_blocks (half of the pool at "
-            "most) or enlarge max_cache_bytes or num_blocks"
+            f"{num_blocks} more blocks cannot be pinned: {bound}; unpin, give a ttl, raise max_pinned_blocks (half of "
+            "the pool at most) or enlarge max_cache_bytes or num_blocks"
         )

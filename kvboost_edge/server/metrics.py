@@ -263,6 +263,7 @@ class _EngineCollector(Collector):
             blocks.add_metric([state], count)
         yield blocks
         yield _gauge("kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"])
+        yield _gauge("kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"])
         yield _counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
         yield _counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
 

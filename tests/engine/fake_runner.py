@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -281,9 +281,11 @@ class Bench:
         weight: float = 1.0,
         pin: bool = False,
         ttl: float | None = None,
+        terms: Mapping[str, Any] | None = None,
         repair: Repair | None = None,
         **options: Any,
     ) -> RequestHandle:
+        """terms: other fields of the `Request`, such as its cache_key."""
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
         self.num_requests += 1
         request = Request(
@@ -298,12 +300,12 @@ class Bench:
             root=narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT,
             tenant=tenant.encode(),
             weight=weight,
-            entered_at=0.0,
             tokenized_at=0.0,
             priority=priority,
             deadline=deadline,
             pin=pin,
             ttl=ttl,
+            **{"entered_at": 0.0, **(terms or {})},
             repair=repair,
         )
         return self.core.submit(request)

@@ -254,3 +254,40 @@ def test_a_pin_may_be_ended_while_a_request_reads_its_blocks() -> None:
         go.set()
         assert list(handle.result(30).output_token_ids) == expected_tokens([*PROMPT, 1, 2], 5)
         assert engine.paged_stats()["used_blocks"] == 0
+
+
+# ---- several tenants -------------------------------------------------------------------------------------------------
+
+
+def pinned(engine: CPUPagedEngine, number: int, blocks: int, tenant: str) -> None:
+    engine.submit([number] * (blocks * 16), max_new_tokens=1, pin=True, tenant=tenant, pin_share=0.5).result(30)
+
+
+def test_a_tenant_pins_its_share_and_no_more(engine: CPUPagedEngine) -> None:
+    pinned(engine, 1, 4, "a")
+    with pytest.raises(CapacityError, match="share of max_pinned_blocks is 4"):
+        pinned(engine, 2, 1, "a")
+    pinned(engine, 3, 4, "b")
+    assert engine.paged_stats()["pinned_blocks"] == 8
+    with pytest.raises(CapacityError, match="5 more blocks cannot be pinned"):
+        engine.check([1] * 80, max_new_tokens=1, pin=True, tenant="c", pin_share=0.5)
+    for share in (0, 1.01, float("nan"), "half"):
+        with pytest.raises(RequestError, match="pin_share="):
+            engine.check(PROMPT, pin_share=share)
+
+
+def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine: CPUPagedEngine) -> None:
+    """The same words whatever the others pinned; an owner who is alone reads the arithmetic."""
+    texts = []
+    for number, blocks in ((1, 2), (2, 2)):
+        pinned(engine, number, blocks, "a")
+        with pytest.raises(CapacityError) as refused:
+            engine.submit([5] * 250, max_new_tokens=1, tenant="b", pin_share=0.5)
+        texts.append(str(refused.value))
+        with pytest.raises(CapacityError, match=r"more than pinned prompts leave \(max_pinned_blocks\); lower max_new"):
+            engine.submit([5] * 250, max_new_tokens=1, tenant="a", pin_share=0.5)
+        with pytest.raises(CapacityError, match=r"more than pinned prompts leave \(max_pinned_blocks\)"):
+            engine.submit([5] * 250, max_new_tokens=1)
+    assert texts[0] == texts[1]
+    with pytest.raises(CapacityError, match=r"the request needs 19 blocks .* the pool has 16; lower"):
+        engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)

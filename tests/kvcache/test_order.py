@@ -7,14 +7,16 @@ import random
 
 import pytest
 
-from kvboost_edge.kvcache.order import CachedOrder
+from kvboost_edge.kvcache.order import AGAIN, ONCE, RETAINED, CachedOrder
 
 
 @dataclasses.dataclass
 class Model:
-    """The rules of `CachedOrder` as sentences. entries: key -> (owner, used again, when)."""
+    """The rules of `CachedOrder` as sentences. entries: key -> (owner, ONCE, AGAIN or RETAINED, when); retaining: the
+    owners that retained something since they came, in order."""
 
     capacity: int
+    retaining: dict[bytes, None] = dataclasses.field(default_factory=dict)
     entries: dict[int, tuple[bytes, int, int]] = dataclasses.field(default_factory=dict)
     given_up: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     now: int = 0
@@ -22,6 +24,21 @@ class Model:
     def put(self, key: int, owner: bytes, again: int) -> None:
         self.now += 1
         self.entries[key] = (owner, again, self.now)
+        if again == RETAINED:
+            self.retaining[owner] = None
+        self.settle()
+
+    def settle(self) -> None:
+        """No owner retains more than the floor; what is too much counts as used again just now."""
+        self.retaining = {owner: None for owner in self.retaining if owner in self.owners}
+        for owner in self.retaining:
+            while len(kept := self.retained(owner)) > self.floor:
+                self.now += 1
+                self.entries[kept[0]] = (owner, AGAIN, self.now)
+
+    def retained(self, owner: bytes) -> list[int]:
+        kept = [key for key, entry in self.entries.items() if entry[:2] == (owner, RETAINED)]
+        return sorted(kept, key=lambda key: self.entries[key][2])
 
     def count(self, owner: bytes) -> int:
         return sum(entry[0] == owner for entry in self.entries.values())
@@ -43,14 +60,21 @@ class Model:
             while len(taken) < count:
                 free = {o for o in self.owners if o == owner or self.count(o) > floor}
                 open_to = {key: entry for key, entry in self.entries.items() if entry[0] in free}
-                once = {key for key, entry in open_to.items() if not entry[1]}
-                if once and sum(not entry[1] for entry in self.entries.values()) > share:
+                once = {key for key, entry in open_to.items() if entry[1] == ONCE}
+                plain = {key: entry for key, entry in open_to.items() if entry[1] != RETAINED}
+                if once and sum(entry[1] == ONCE for entry in self.entries.values()) > share:
                     open_to = {key: open_to[key] for key in once}
+                elif plain and floor:
+                    open_to = plain
+                else:  # what is retained comes after all else of its owner
+                    others = {entry[0] for entry in plain.values()}
+                    open_to = {k: entry for k, entry in open_to.items() if k in plain or entry[0] not in others}
                 if not open_to:
                     break
                 key = min(open_to, key=lambda key: open_to[key][2])
                 taken.append(key)
                 del self.entries[key]
+                self.settle()
         return taken
 
 
@@ -64,23 +88,29 @@ def test_random_operations_agree_with_the_model(seed: int) -> None:
     for step in range(400):
         act, keys, owner = rng.random(), list(model.entries), rng.choice(owners)
         if act < 0.5 and len(keys) < capacity:
-            again = int(rng.random() < 0.4)
+            again = rng.choice((ONCE, ONCE, AGAIN, RETAINED))
             order.put(step, owner, again=again)
             model.put(step, owner, again)
         elif act < 0.6 and keys:
             key = rng.choice(keys)
             order.remove(key)
             del model.entries[key]
+            model.settle()
         elif act < 0.7 and keys:
             key = rng.choice(keys)
             order.refresh(key)
             model.put(key, *model.entries[key][:2])
+        elif act < 0.75 and keys:
+            key = rng.choice(keys)
+            order.demote(key)
+            if model.entries[key][1] == RETAINED:
+                model.put(key, model.entries[key][0], AGAIN)
         elif act < 0.8:
             order.missed(once=rng.randrange(3), again=rng.randrange(3))
             assert capacity // 10 <= order.once_share <= capacity
         elif keys:
             if len(owners) == 1:
-                copy = dataclasses.replace(model, entries=model.entries.copy())
+                copy = dataclasses.replace(model, entries=model.entries.copy(), retaining=model.retaining.copy())
                 assert order.oldest_first() == copy.take(len(keys), owner, order.once_share)
             count = rng.randrange(1, 1 + rng.choice((1, len(keys))))
             asking = rng.choice([owner, b"a stranger"])
@@ -128,6 +158,40 @@ def test_one_who_reads_much_flushes_no_other_below_the_floor() -> None:
             order.take(1, b"reader")
         order.put(("reader", number), b"reader")
     assert sum(owner == "a" for owner, _ in order.oldest_first()) == 25
+
+
+def test_what_is_retained_goes_after_all_else_of_its_owner_and_is_at_most_its_floor() -> None:
+    order: CachedOrder[str] = CachedOrder(10)
+    for key in "abcdefg":
+        order.put(key, b"", again=RETAINED)
+    for key in "hij":
+        order.put(key, b"", again=AGAIN)
+    assert order.oldest_first() == [*"ab", *"hij", *"cdefg"], "of ten blocks five; two were the least recently used"
+    order.refresh("c")
+    assert order.take(6, b"") == [*"ab", *"hij", "d"]
+
+
+def test_what_is_retained_takes_nothing_from_others_below_their_floor() -> None:
+    """At the floors age decides between owners: who retains is neither better nor worse off than before."""
+    for again in (ONCE, RETAINED):
+        order: CachedOrder[tuple[str, int]] = CachedOrder(12)
+        for number in range(3):
+            for owner in "abc":
+                order.put((owner, number), owner.encode(), again=again if owner == "a" else ONCE)
+        assert order.protected(b"d") == 6
+        assert sorted(order.take(3, b"d")) == [("a", 0), ("b", 0), ("c", 0)]
+        assert order.take(6, b"d") == [(owner, number) for number in (1, 2) for owner in "abc"]
+
+
+def test_a_scan_of_any_length_passes_by_what_is_retained() -> None:
+    order: CachedOrder[object] = CachedOrder(20)
+    for number in range(10):
+        order.put(number, b"a", again=RETAINED)
+    for number in range(1000):
+        if len(order) == 20:
+            order.take(1, b"a")
+        order.put(("scan", number), b"a")
+    assert all(number in order for number in range(10))
 
 
 def test_a_key_that_is_not_there() -> None:

@@ -146,3 +146,38 @@ def test_the_bookkeeping_is_compared() -> None:
     manager.pins._counts.popitem()
     with pytest.raises(CacheCorruption, match="pinned"):
         manager.check_invariants([])
+
+
+def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another() -> None:
+    """With shares that add up to 1 each owner pins its own, however much the other pinned before, and a refusal is the
+    same to the letter whether others pinned or not."""
+    refusals = []
+    for others in (False, True):
+        manager = warmed(24, *([n] * 8 for n in range(1, 5)))
+        for n in (11, 12, 13):
+            manager.free(prefill(manager, [n] * 8, OTHER))
+        pins = manager.pins
+        if others:
+            for n in (11, 12, 13):
+                pins.add([n] * 8, OTHER, owner=b"other", share=0.5)
+        for n in (1, 2, 3, 1):
+            assert pins.add([n] * 8, ROOT, owner=b"one", share=0.5) == 2
+        assert (pins.num_owned(b"one"), pins.num_owned(b"other")) == (6, 6 * others)
+        with pytest.raises(CapacityError, match="this tenant's share of max_pinned_blocks is 6; unpin") as refused:
+            pins.add([4] * 8, ROOT, owner=b"one", share=0.5)
+        with pytest.raises(CapacityError, match="7 more blocks cannot be pinned") as too_long:
+            pins.check_size(7 * B, 0.5)
+        refusals.append((str(refused.value), str(too_long.value)))
+        manager.check_invariants([])
+        assert pins.end([2] * 8, ROOT) == 2
+        assert pins.add([4] * 8, ROOT, owner=b"one", share=0.5) == 2
+    assert refusals[0] == refusals[1]
+    assert not {"24", "12"} & set(refusals[0][0].split()), "all there is tells how many share it"
+
+
+@pytest.mark.parametrize("number", [1, 3, 7, 49, 98])
+def test_equal_shares_lose_no_block_to_rounding(number: int) -> None:
+    pins = KVCacheManager(196, B).pins
+    pins.check_size(98 // number * B, 1 / number)
+    with pytest.raises(CapacityError):
+        pins.check_size((98 // number + 1) * B, 1 / number)

@@ -324,6 +324,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.manager.pins.end(tokens, root) == len(set(gone) - pinned)
         assert len(self.refs()) <= before
 
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.integers(1, 3))
+    def retain(self, tokens: list[int], root: bytes, ttl: int) -> None:
+        pins = self.manager.pins
+        pins.retain(pins.published(tokens, root), b"", self.now + ttl)
+
     @rule(seconds=st.integers(1, 3))
     def time_goes_by(self, seconds: int) -> None:
         self.now += seconds

@@ -152,7 +152,8 @@ class Ticket:
     cancelled, and leaving the block raises the ApiError that says why.
 
     `facts` is what the log tells of the request; the gate left there whose it is. `tenant` is None when no key is asked
-    for, `weight` its share beside others. Entering raises QueueFull (503), or ApiError 400 for what could never fit.
+    for, `weight` its share beside others, `pin_share` the part of what can be pinned that is its own, by weight too.
+    Entering raises QueueFull (503), or ApiError 400 for what could never fit.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class Ticket:
         self.facts: dict[str, Any] = request.scope.setdefault("kvboost", {})
         self.tenant: str | None = self.facts.get("tenant")
         self.weight = 1.0 if self.tenant is None else admission.weights[self.tenant]
+        self.pin_share = 1.0 if self.tenant is None else self.weight / sum(admission.weights.values())
         self.timeout = admission.request_timeout
         self.deadline = time.monotonic() + self.timeout
         self._admission = admission

@@ -65,7 +65,7 @@ class Job:
                    prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
-    expect_reuse, pin, ttl    how long it is kept, see the engine's `Terms`
+    cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
     size           characters or tokens of all prompts, and some for each message
     """
 
@@ -76,7 +76,8 @@ class Job:
     mode: GenerationMode
     cache_salt: str | None
     priority: int
-    expect_reuse: bool = False
+    cache_key: str | None = dataclasses.field(default=None, repr=False)
+    retention: float | None = None
     pin: bool = False
     ttl: float | None = None
 
@@ -161,9 +162,11 @@ async def _submit(
                         cache_salt=job.cache_salt,
                         priority=job.priority,
                         deadline=ticket.deadline,
-                        expect_reuse=job.expect_reuse,
+                        cache_key=job.cache_key,
+                        retention=job.retention,
                         pin=job.pin,
                         ttl=job.ttl,
+                        pin_share=ticket.pin_share,
                     )
                 )
         except BaseException:

@@ -51,6 +51,9 @@ __all__ = [
 ]
 
 
+_DAY_SECONDS = 24 * 3600.0
+
+
 class Strict(BaseModel):
     """JSON types as they are: "1" is no number, true is no integer, an unknown field is an error."""
 
@@ -287,9 +290,14 @@ class SamplingFields(Strict):
     cache_salt: CacheSalt | None = None
     priority: Annotated[int, bounded("priority")] | None = None
     cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
+    prompt_cache_key: Label | None = Field(
+        None,
+        description="names prompts that begin alike: what two requests under it have in common is given up after all "
+        "else of this API key, for an hour",
+    )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         None,
-        description="24h: kept like what came again already; there is no clock, what is not used gives way in time",
+        description="24h: so long the prompt is given up after all else of this API key; other requests come first",
     )
 
     # Neutral: accepted and ignored.
@@ -298,7 +306,6 @@ class SamplingFields(Strict):
     store: OnlyFalse = None
     service_tier: Label | None = None
     safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = Field(None, description="routes between machines; here is one cache")
 
     def check_together(self) -> None:
         """What no field shows alone; ApiError names the field."""
@@ -324,8 +331,14 @@ class SamplingFields(Strict):
         return GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
 
     @property
-    def expect_reuse(self) -> bool:
-        return self.prompt_cache_retention == "24h"
+    def cache_key(self) -> str | None:
+        """The key; an empty one is none."""
+        return self.prompt_cache_key or None
+
+    @property
+    def retention(self) -> float | None:
+        """Seconds that the prompt is retained."""
+        return _DAY_SECONDS if self.prompt_cache_retention == "24h" else None
 
     def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, **more: Any) -> SamplingParams:
         """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless given; choice i of a

@@ -1,0 +1,160 @@
+"""What is retained: it outlives all else of its owner for its time, and never keeps a block from anybody."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvcache_cases import OTHER, ROOT, B, prefill
+
+
+def run(manager: KVCacheManager, tokens: list[int], owner: bytes = b"", root: bytes = ROOT, ttl: float = 0.0) -> int:
+    """A whole prompt, retained until `ttl` where that is not 0; how many of its blocks were there."""
+    table = manager.open_table(tokens, root, owner=owner)
+    found = table.num_cached_tokens // B
+    manager.extend(table, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+    if ttl:
+        manager.pins.retain(manager.pins.published(tokens, root), owner, ttl)
+    manager.free(table)
+    manager.check_invariants([])
+    return found
+
+
+def scan(manager: KVCacheManager, length: int, owner: bytes = b"", root: bytes = ROOT) -> None:
+    for number in range(length):
+        run(manager, [1000 + number] * B, owner, root)
+
+
+def cached(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT) -> int:
+    return manager.peek([*tokens, 0], root) // B
+
+
+def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over() -> None:
+    manager = KVCacheManager(16, B, policy=TenantFloors)
+    kept, plain = [1] * 4 * B, [2] * 4 * B
+    run(manager, kept, ttl=100.0)
+    for _ in range(3):
+        run(manager, plain)
+    scan(manager, 200)
+    assert (cached(manager, kept), cached(manager, plain)) == (4, 0)
+    manager.pins.expire(99.9)
+    scan(manager, 200)
+    assert (cached(manager, kept), manager.pins.num_retained) == (4, 4)
+    manager.pins.expire(100.0)
+    assert (cached(manager, kept), manager.pins.num_retained) == (4, 0), "it goes when room is needed, not before"
+    manager.check_invariants([])
+    scan(manager, 200)
+    assert cached(manager, kept) == 0
+
+
+def test_what_is_looked_for_once_a_second_ends_a_second_late_at_most() -> None:
+    manager = KVCacheManager(16, B, policy=TenantFloors)
+    for number in range(5):
+        run(manager, [number] * B, ttl=10.0 + number / 10)
+    manager.pins.expire(10.05)
+    assert manager.pins.num_retained == 4
+    manager.pins.expire(10.5)
+    assert manager.pins.num_retained == 4
+    manager.pins.expire(11.05)
+    assert manager.pins.num_retained == 0
+    run(manager, [9] * B, ttl=11.5)
+    manager.pins.expire(11.5)
+    assert manager.pins.num_retained == 0, "what ends sooner is looked for sooner"
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, TenantFloors])
+def test_it_is_free_for_whoever_needs_it(policy: type) -> None:
+    """All of the pool is retained: a request that wants all of it gets it at once."""
+    manager = KVCacheManager(8, B, policy=policy)
+    run(manager, [1] * 8 * B, ttl=1e9)
+    assert manager.free_block_count == manager.usable_block_count == 8
+    assert manager.protected_block_count(b"") == 0
+    assert run(manager, [2] * 8 * B) == 0
+    assert (cached(manager, [1] * 8 * B), manager.pins.num_retained) == (0, 0)
+
+
+def test_a_longer_time_stays_and_use_makes_it_no_longer() -> None:
+    manager = KVCacheManager(16, B, policy=TenantFloors)
+    run(manager, [1] * 2 * B, ttl=50.0)
+    assert run(manager, [1] * 2 * B, ttl=20.0) == 1
+    run(manager, [1] * 2 * B)
+    manager.pins.expire(49.0)
+    assert manager.pins.num_retained == 2
+    manager.pins.expire(51.0)
+    assert manager.pins.num_retained == 0
+
+
+def test_of_an_owner_that_retains_all_the_latest_half_stays() -> None:
+    manager = KVCacheManager(16, B, policy=TenantFloors)
+    for number in range(1, 40):
+        run(manager, [number] * 2 * B, ttl=1e9)
+    scan(manager, 100)
+    assert [number for number in range(1, 40) if cached(manager, [number] * 2 * B) == 2] == [36, 37, 38, 39]
+
+
+def test_who_retains_all_takes_nothing_from_another_owner() -> None:
+    """Two owners of a pool of 24: each finds its floor of 6 again, whether the other retains or not."""
+    found = []
+    for ttl in (0.0, 1e9):
+        manager = KVCacheManager(24, B, policy=TenantFloors)
+        mine = [7] * 6 * B
+        run(manager, mine, b"one", ROOT)
+        for number in range(1, 60):
+            run(manager, [number] * 3 * B, b"other", OTHER, ttl)
+        found.append(cached(manager, mine))
+    assert found == [6, 6]
+
+
+def test_a_pin_that_ends_leaves_what_is_retained_retained() -> None:
+    manager = KVCacheManager(16, B, policy=TenantFloors)
+    run(manager, [1] * 2 * B, ttl=1e9)
+    manager.pins.add([1] * 2 * B, ROOT)
+    manager.pins.end([1] * 2 * B, ROOT)
+    scan(manager, 100)
+    assert cached(manager, [1] * 2 * B) == 2
+
+
+def test_what_is_reset_is_retained_no_longer() -> None:
+    manager = KVCacheManager(8, B, policy=TenantFloors)
+    run(manager, [1] * 2 * B, ttl=1e9)
+    run(manager, [2] * 4 * B)
+    assert (manager.reset(), manager.pins.num_retained) == (6, 0)
+    run(manager, [3] * 2 * B)
+    run(manager, [4] * 6 * B)
+    assert cached(manager, [3] * 2 * B) == 2, "what can be found no more went first"
+    manager.pins.expire(1e12)
+    manager.check_invariants([])
+
+
+def test_an_equal_block_beside_the_published_one_retains_that_one() -> None:
+    """Computed anew without the cache: the sequence's own blocks are unpublished, and the published ones are idle."""
+    manager = KVCacheManager(16, B, policy=TenantFloors)
+    run(manager, [1] * 2 * B)
+    table = prefill(manager, [1] * 2 * B, use_cache=False)
+    manager.pins.retain(manager.pins.published([1] * 2 * B, ROOT), b"", 1e9)
+    manager.free(table)
+    scan(manager, 100)
+    assert cached(manager, [1] * 2 * B) == 2
+
+
+def test_an_ancestor_is_never_evicted_before_its_descendants() -> None:
+    rng = random.Random(5)
+    manager = KVCacheManager(60, B, policy=TenantFloors)
+    texts = [[rng.randrange(5)] * B * 2 for _ in range(3)]
+    ended = 0
+    for now in range(1500):
+        before = manager.pins.num_retained
+        manager.pins.expire(now)
+        ended += manager.pins.num_retained < before
+        tokens = rng.choice(texts) + [token for _ in range(rng.randrange(8)) for token in [rng.randrange(3)] * B]
+        owner = rng.choice((b"a", b"b", b"c"))
+        ttl = rng.choice((0.0, now + 3.0, now + 40.0))
+        run(manager, [*tokens, 1], owner, owner * 32, ttl)
+        serials = {0, *(entry.serial for entry in manager._index.entries().values())}
+        assert all(entry.parent_serial in serials for entry in manager._index.entries().values())
+    assert manager.evictions > 500
+    assert ended > 50

@@ -1,0 +1,133 @@
+"""OpenAI's fields for the prompt cache: what they retain, for whom, and that no key is written anywhere."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.logs import configure_logging
+from kvboost_edge.server.settings import ServerSettings
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "A text of 64 characters, which is four full blocks of the pool.."
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[httpx.AsyncClient]:
+    """An engine of 32 blocks; `app.engine` is the engine."""
+    with fake_engine(num_blocks=32) as engine:
+        served = create_app(engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",)))
+        transport = httpx.ASGITransport(app=served)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            client.engine = engine  # type: ignore[attr-defined]
+            client.headers["x-api-key"] = "one"
+            yield client
+
+
+async def post(app: Any, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    answer = await app.post(COMPLETIONS, json={"max_tokens": 2, **body}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def cached(app: Any, body: dict[str, Any]) -> int:
+    details: dict[str, int] = (await post(app, body))["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"]
+
+
+async def scan(app: Any, texts: int = 15) -> None:
+    for number in range(texts):
+        await post(app, {"prompt": f"{number:04d}" * 16})
+
+
+def num_retained(app: Any) -> int:
+    number: int = app.engine.paged_stats()["retained_blocks"]
+    return number
+
+
+async def test_a_key_keeps_what_its_requests_have_in_common(app: Any) -> None:
+    found = []
+    for _ in range(3):
+        found.append(await cached(app, {"prompt": PROMPT, "prompt_cache_key": "conversation"}))
+        await scan(app)
+    assert found == [0, 0, 63]
+    assert num_retained(app) == 4
+    assert "kvboost:retained_blocks 4.0" in (await app.get("/metrics", headers={"x-api-key": "admin"})).text
+
+
+async def test_one_request_is_one_whatever_its_choices(app: Any) -> None:
+    await post(app, {"prompt": [PROMPT, PROMPT], "n": 3, "prompt_cache_key": "k"})
+    assert num_retained(app) == 0
+    await post(app, {"prompt": PROMPT, "prompt_cache_key": "k"}, **{"x-api-key": "two"})
+    assert num_retained(app) == 0, "another API key's key of the same name"
+    for key in ("", None):
+        await post(app, {"prompt": PROMPT, "prompt_cache_key": key})
+        assert num_retained(app) == 0
+    await post(app, {"prompt": PROMPT, "prompt_cache_key": "k"})
+    assert num_retained(app) == 4
+
+
+async def test_24h_is_a_day(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    body = {"prompt": PROMPT, "prompt_cache_retention": "24h"}
+    await post(app, body)
+    await scan(app)
+    assert num_retained(app) == 4
+    assert await cached(app, {"prompt": PROMPT}) == 63
+    ends = app.engine._parts.manager._uses.retained.values()
+    assert all(began + 86400 <= end <= time.monotonic() + 86400 for end in ends)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 86400)
+    await post(app, {"prompt": "x", "max_tokens": 1})
+    assert num_retained(app) == 0
+
+
+@pytest.mark.parametrize("retention", ["in_memory", "in-memory", None])
+async def test_in_memory_is_what_happens_anyway(app: Any, retention: str | None) -> None:
+    await post(app, {"prompt": PROMPT, "prompt_cache_retention": retention})
+    assert num_retained(app) == 0
+
+
+@pytest.mark.parametrize("retention", ["1h", "24H", "", 24, True])
+async def test_other_values_are_refused_by_name(app: Any, retention: Any) -> None:
+    for path, base in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+        answer = await app.post(path, json={**base, "prompt_cache_retention": retention})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_retention")
+        assert "'24h'" in answer.json()["error"]["message"]
+
+
+async def test_no_key_is_in_the_log_or_in_an_error(app: Any, kept_logging: None) -> None:
+    stream, secret = io.StringIO(), "the-name-of-a-user"
+    configure_logging(ServerSettings(log_level="debug"), stream)
+    await post(app, {"prompt": PROMPT, "prompt_cache_key": secret})
+    for key in (secret * 100, [secret]):
+        answer = await app.post(COMPLETIONS, json={"prompt": PROMPT, "prompt_cache_key": key})
+        assert answer.status_code == 400
+        assert secret not in answer.text
+    assert stream.getvalue()
+    assert secret not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "calls"), [("prompt_cache_key", "k", 2), ("prompt_cache_retention", "24h", 1)]
+)
+async def test_chats_have_both_fields(
+    tiny_app: httpx.AsyncClient, tiny_engine: Any, field: str, value: str, calls: int
+) -> None:
+    message = {"role": "user", "content": f"Tell me of {field}, and tell it at some length. " * 3}
+    for call in range(calls):
+        before = tiny_engine.paged_stats()["retained_blocks"]
+        answer = await tiny_app.post(CHAT, json={"messages": [message], "max_tokens": 1, field: value})
+        assert answer.status_code == 200, answer.text
+        blocks = answer.json()["usage"]["prompt_tokens"] // tiny_engine.config.block_size
+        found = tiny_engine.paged_stats()["retained_blocks"] - before
+        assert (found > 0) == (call == calls - 1)
+        assert found <= blocks

@@ -1,0 +1,41 @@
+"""Each API key pins its own share, by weight, and learns nothing of what the others pinned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+KEYS = ("first", "second weight=2", "third")  # of 16 blocks: 4, 8, 4
+
+
+async def warm(app: Any, key: str, text: str) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        answer = await client.post("/v1/warm", json={"text": text, "pin": True}, headers=headers)
+    return answer.status_code, answer.json()
+
+
+async def test_one_key_cannot_pin_what_is_the_others() -> None:
+    with fake_engine(num_blocks=32) as engine:
+        app = create_app(engine, ServerSettings(api_keys=KEYS))
+        assert (await warm(app, "first", "a" * 64))[0] == 200
+        status, alone = await warm(app, "first", "b" * 16)
+        assert (status, alone["error"]["code"]) == (400, "capacity_exceeded")
+        assert (await warm(app, "second", "c" * 128))[0] == 200
+        assert (await warm(app, "third", "d" * 64))[0] == 200
+        assert engine.paged_stats()["pinned_blocks"] == 16
+        assert await warm(app, "first", "b" * 16) == (400, alone), "the same words, whatever the others pinned"
+        assert "share of max_pinned_blocks is 4" in alone["error"]["message"]
+
+
+async def test_the_only_key_may_pin_all_there_is_for_it() -> None:
+    with fake_engine(num_blocks=32) as engine:
+        app = create_app(engine, ServerSettings(api_keys=KEYS[:1]))
+        assert (await warm(app, "first", "a" * 256))[0] == 200
+        _, refused = await warm(app, "first", "b" * 16)
+        assert "of the 32 in the pool at most max_pinned_blocks=16 are" in refused["error"]["message"]
