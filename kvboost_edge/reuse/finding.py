@@ -57,7 +57,7 @@ def find_runs(
         return []
     most = (stop - start) // max(min_chunk_tokens, size)
     found = np.empty((most, NUM_FIELDS), dtype=np.int64)
-    path = np.empty((stop - start) // size + 2 * (most + 1), dtype=np.int32)
+    path = np.empty((stop - start) // size + 2 * most, dtype=np.int32)
     search = SpanSearch(tokens, np.empty(len(tokens), dtype=np.int64), start, stop, number, min_chunk_tokens)
     count = scan(index.tables, search, found, path)
     runs: list[Run] = []

@@ -47,17 +47,20 @@ class SpanIndex:
         base = 2**32 + secrets.randbelow(MODULUS - 2**32)
         self._powers = tuple(pow(base, block_size - 1 - index, MODULUS) for index in range(block_size))
         self.num_blocks, self.block_size = num_blocks, block_size
+        num_slots = 1 << (2 * num_blocks - 1).bit_length()
         self._tables = SpanTables(
             tokens=np.zeros((num_blocks, block_size), dtype=np.uint32),
             hashes=np.zeros(num_blocks, dtype=np.int64),
             roots=np.zeros(num_blocks, dtype=np.int64),
             first_positions=np.zeros(num_blocks, dtype=np.int64),
-            heads=_links(1 << (2 * num_blocks - 1).bit_length()),
+            heads=_links(num_slots),
             next_groups=_links(num_blocks),
             older=_links(num_blocks),
             parents=_links(num_blocks),
             first_children=_links(num_blocks),
             older_siblings=_links(num_blocks),
+            block_size=block_size,
+            slot_mask=num_slots - 1,
             base=base,
             last_power=self._powers[0],
             hash_mask=(1 << hash_bits) - 1,
@@ -163,7 +166,7 @@ class SpanIndex:
 
     def _slot(self, block_id: int) -> int:
         tables = self._tables
-        return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & (len(tables.heads) - 1)
+        return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & tables.slot_mask
 
     def _leader_before(self, block_id: int) -> tuple[int, int]:
         """(leader of the group with this block's root and tokens, the leader linked before it); NONE where there is no

@@ -56,6 +56,22 @@ def test_nothing_of_another_root_is_found():
     assert told(offered.find(A + LAST)) == [(0, 41, -10)]
 
 
+def test_roots_whose_numbers_share_a_slot_are_told_apart():
+    """Slots are fewer than roots ever known, and each number of a root comes by every slot once."""
+    offered = Offered(2, 4)
+    (block,) = offered.chain(A[:4])
+    slots = set()
+    for _ in range(2 * len(offered.index.tables.heads)):
+        (own,) = offered.chain(B[:4], root=OTHER)
+        number = offered.index.root_number(OTHER)
+        slots.add((number - offered.index.root_number(ROOT)) % len(offered.index.tables.heads))
+        assert told(offered.find([*A[:4], *B[:4], 1], root=OTHER)) == [(4, 4, 4)]
+        assert told(offered.find([*A[:4], *B[:4], 1])) == [(0, 4, 0)]
+        offered.withdraw(own)
+    assert 0 in slots
+    assert block in offered.blocks
+
+
 def test_the_last_token_is_left_and_nothing_before_the_start_is_covered():
     offered = served(HEADER, A, B)
     assert told(offered.find(A)) == [(0, 40, -10)]
@@ -188,7 +204,7 @@ def pools(draw: st.DrawFn) -> Offered:
     size = draw(st.sampled_from([1, 2, 3, 4]))
     tokens = st.lists(st.integers(0, draw(st.integers(1, 2))), min_size=size, max_size=size)
     offered = Offered(80, size, draw(st.sampled_from([1, 8, 61])))
-    for _ in range(draw(st.integers(1, 40))):
+    for _ in range(draw(st.integers(10, 40))):
         parents = [block for block in offered.ever if block.root == ROOT]
         parent = draw(st.sampled_from([None, *parents[-3:], *parents[:2]]))
         content = draw(tokens)
@@ -209,13 +225,15 @@ def pools(draw: st.DrawFn) -> Offered:
 @given(pools(), st.data())
 def test_runs_are_those_of_the_definition(offered, data):
     offered.index.check()
-    stretches = [list(block.tokens) for block in offered.ever] or [[0]]
+    after = {block.parent_serial: block for block in offered.ever if block.parent_serial}
+    stretches = [list(block.tokens) for block in offered.ever]
+    stretches += [[*block.tokens, *after[block.serial].tokens] for block in offered.ever if block.serial in after]
     some = st.one_of(st.sampled_from(stretches), st.lists(st.integers(0, 2), max_size=3))
     for _ in range(3):
-        prompt = joined(data.draw(st.lists(some, max_size=12)))
+        prompt = joined(data.draw(st.lists(some, min_size=1, max_size=12)))
         start = data.draw(st.integers(0, min(3, len(prompt))))
-        least = data.draw(st.sampled_from([1, 2, 3, 5, 8]))
-        offered.find(prompt, start, data.draw(st.sampled_from([ROOT, ROOT, OTHER])), least)
+        least = data.draw(st.sampled_from([1, 1, 2, 3, 5, 8]))
+        offered.find(prompt, start, data.draw(st.sampled_from([ROOT, ROOT, ROOT, OTHER])), least)
 
 
 def test_long_random_texts_against_the_definition():

@@ -30,6 +30,7 @@ Tokens = npt.NDArray[np.uint32]
 
 class SpanTables(NamedTuple):
     """Blocks that can be found. All arrays are C-contiguous; those of links hold block ids or NONE.
+    Where a scan passes this on, addresses stand in place of the arrays.
 
     Blocks of one root with equal tokens are a group, the newest of them leads it. Groups whose hashes meet in a slot
     are linked behind one another.
@@ -44,6 +45,8 @@ class SpanTables(NamedTuple):
     parents          int32 [num_blocks], the block before it in its context
     first_children   int32 [num_blocks], the newest of the blocks after it
     older_siblings   int32 [num_blocks], the next older of those with the same parent
+    block_size       int
+    slot_mask        int, num_slots - 1
     base             int, in [2^32, MODULUS)
     last_power       int, base^(block_size - 1) modulo MODULUS
     hash_mask        int, MODULUS; less where hashes have to collide
@@ -59,13 +62,15 @@ class SpanTables(NamedTuple):
     parents: Ints
     first_children: Ints
     older_siblings: Ints
+    block_size: int
+    slot_mask: int
     base: int
     last_power: int
     hash_mask: int
 
 
 class SpanSearch(NamedTuple):
-    """What is searched for.
+    """What is searched for; in a scan with addresses, as `SpanTables`.
 
     tokens       uint32 [num_tokens], the prompt
     hashes       int64 [num_tokens], written by the scan: the hash of the block_size tokens that begin at each place
