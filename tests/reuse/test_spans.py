@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kernels.reference.spans import StoredBlock
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
 from kvboost_edge.reuse.spans import SpanIndex
+from kvcache_cases import B, prefill
 from reuse_cases import OTHER, ROOT, Offered, told
 
 TEXT = list(range(50, 74))
@@ -156,3 +162,37 @@ def test_a_broken_link_is_noticed(name):
             offered.index.check()
         links[place] = before
     offered.index.check()
+
+
+def test_what_a_pool_publishes_fits_as_it_is():
+    """Serials, parents and tokens of a manager's entries, through evictions and twins."""
+    rng = random.Random(11)
+    manager, offered = KVCacheManager(12, B), Offered(12, B)
+    known: dict[int, StoredBlock] = {}
+    roots, depths = {ROOT_SERIAL: b""}, {ROOT_SERIAL: -1}  # of every serial ever: a parent may be gone
+    live: list[BlockTable] = []
+    withdrawn = num_runs = 0
+    for _ in range(400):
+        if len(live) == 2:
+            manager.free(live.pop(rng.randrange(2)))
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * B))]
+        num_runs += len(offered.find([*prompt, 7], least=B))
+        live.append(prefill(manager, prompt, rng.choice([ROOT, OTHER]), use_cache=rng.random() < 0.8))
+        entries = manager._index.entries()
+        serials = {entry.serial for entry in entries.values()}
+        for gone in [block for block in offered.blocks if block.serial not in serials]:
+            offered.withdraw(gone)
+            withdrawn += 1
+        for block_id, entry in sorted(entries.items(), key=lambda item: item[1].serial):
+            serial, parent, key = entry.serial, entry.parent_serial, ContentKey.of(entry)
+            if serial not in roots:
+                roots[serial], depths[serial] = roots[parent] or key.parent_hash, depths[parent] + 1
+                tokens = tuple(np.frombuffer(key.tokens, dtype="<u4").tolist())
+                position = depths[serial] * B
+                known[serial] = offered.offer(StoredBlock(roots[serial], block_id, serial, parent, tokens, position))
+            assert known[serial].block_id == block_id
+        assert len(offered.index) == len(entries)
+        offered.index.check()
+    assert set(roots.values()) == {b"", ROOT, OTHER}
+    assert withdrawn > 400
+    assert num_runs > 100
