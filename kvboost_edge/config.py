@@ -6,12 +6,19 @@ import dataclasses
 import enum
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["KV_BIT_PAIRS", "MAX_WEIGHT", "EngineConfig", "GenerationMode", "RecomputeStrategy", "kv_bits_from_text"]
+__all__ = [
+    "KV_BIT_PAIRS",
+    "MAX_WEIGHT",
+    "ChunkStrategy",
+    "EngineConfig",
+    "GenerationMode",
+    "RecomputeStrategy",
+    "kv_bits_from_text",
+]
 
 MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 
@@ -38,30 +45,32 @@ class RecomputeStrategy(enum.StrEnum):
     CACHEBLEND = "cacheblend"
 
 
+class ChunkStrategy(enum.StrEnum):
+    """Where a document is cut.
+
+    FIXED     after every chunk_size tokens
+    SEMANTIC  at the end of a paragraph or a sentence within chunk_boundary_window tokens of that, else there
+    DOCUMENT  nowhere: a document is a chunk
+    """
+
+    FIXED = "fixed"
+    SEMANTIC = "semantic"
+    DOCUMENT = "document"
+
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner": ("auto", "native", "torch"),
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "weights": ("auto", "int8", "int4", "int4-asym", "bf16", "f32"),
+    "reuse_gate": ("auto", "off"),
 }
 _LATER: dict[str, dict[str, str]] = {
     "runner": {"onnx": "the ONNX runner is not built yet"},
 }
 _LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
-# Options whose feature does not exist yet: told apart from a misspelling.
-_LATER_OPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "chunk_size",
-            "chunk_boundary_window",
-            "overlap_k",
-            "sink_tokens",
-        ),
-        "harvesting documents alone",
-    ),
-}
-
+_MOST_PRIMER_TOKENS = 65536
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
@@ -92,6 +101,12 @@ class EngineConfig:
     unless `redis_trust` says that whoever writes to the server is believed.
     `recompute_strategy`, `recompute_overlap` (tokens) and `recompute_ratio` (of the tokens shared) repair what a
     request with mode="chunk_kv_reuse" shares at other positions; `min_chunk_tokens` is the shortest run it looks for.
+    `reuse_gate` "auto": the first such request waits for a test of this model on built-in text, whose outcome is kept,
+    and the mode is refused where reuse changes answers more than another order of the documents does; "off": untested.
+    `chunk_strategy`, `chunk_size`, `chunk_boundary_window`, `overlap_k`, `sink_tokens` (see `ChunkOptions`) say how
+    `warm(documents=…)` cuts documents, `primer_tokens` how many tokens of neutral text it computes them behind.
+    `chunk_strategy` None: by the others, semantic with a window, fixed with a chunk_size, overlap_k or sink_tokens,
+    else document. `chunk_size` None: 128.
     """
 
     runner: str = "auto"
@@ -124,13 +139,17 @@ class EngineConfig:
     recompute_overlap: int = 16
     recompute_ratio: float = 0.10
     min_chunk_tokens: int = 32
+    reuse_gate: str = "auto"
+    chunk_strategy: ChunkStrategy | str | None = None
+    chunk_size: int | None = None
+    chunk_boundary_window: int = 0
+    overlap_k: int = 0
+    sink_tokens: int = 0
+    primer_tokens: int = 256
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """Build a config from keyword options; an unknown name raises ConfigError that lists the known ones."""
-        for name in sorted(options):
-            if name in _LATER_OPTIONS:
-                raise ConfigError(f"option {name!r} is refused: {_LATER_OPTIONS[name]} is not built yet")
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -216,6 +235,7 @@ class EngineConfig:
         ratio = self.recompute_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise ConfigError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")
+        _check_int("primer_tokens", self.primer_tokens, low=0, high=_MOST_PRIMER_TOKENS)
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits
@@ -249,8 +269,10 @@ def kv_bits_from_text(text: str) -> int | tuple[int, int]:
     return (first, last) if len(parts) == 2 else first
 
 
-def _check_int(name: str, value: object, *, low: int) -> None:
+def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}={value!r} must be an integer")
     if value < low:
         raise ConfigError(f"{name}={value} must be at least {low}")
+    if high is not None and value > high:
+        raise ConfigError(f"{name}={value} must be at most {high}")

@@ -64,6 +64,12 @@ class AnswerStore:
             answers.by_text.move_to_end(text)
             return entry.tolist()
 
+    def forget(self, *roots: bytes) -> None:
+        """Forget all answers of these roots."""
+        with self._lock:
+            for root in roots:
+                self._roots.pop(root, None)
+
 
 def _size(text: str, token_ids: array[int]) -> int:
     return 4 * len(text) + token_ids.itemsize * len(token_ids) + _ENTRY_BYTES

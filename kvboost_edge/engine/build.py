@@ -47,8 +47,9 @@ _DEFAULTS = EngineConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine runs on. `root` starts every prefix hash; `backend_reason` says why this backend was taken;
-    `max_num_seqs` sequences run together."""
+    """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
+    others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
+    """
 
     runner: Runner
     backend: Backend
@@ -56,6 +57,7 @@ class EngineParts:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     root: bytes
+    identity: bytes
     ledger: MemoryLedger
     backend_reason: str
     max_num_seqs: int
@@ -189,6 +191,7 @@ def _assemble(
         eos_token_ids=eos_token_ids,
         # The rope settings are part of the model's config and so of its fingerprint.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
+        identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend)),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,

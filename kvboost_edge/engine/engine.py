@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,10 +16,13 @@ from kvboost_edge.compat.hf_batches import group_by_prefix
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
+from kvboost_edge.engine.calls import Calls
 from kvboost_edge.engine.core import EngineCore
-from kvboost_edge.engine.handle import RequestHandle, wait_for_all
+from kvboost_edge.engine.documents import Documents, chunk_options
+from kvboost_edge.engine.gate import Gate
+from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
-from kvboost_edge.engine.prompts import Prompt
+from kvboost_edge.engine.prompts import Document, Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
@@ -45,6 +47,7 @@ class CPUPagedEngine:
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
         config = EngineConfig.from_options(**options)
+        chunk_options(config)
         self._start(build_from_model(model, tokenizer, config), config)
 
     @classmethod
@@ -58,6 +61,7 @@ class CPUPagedEngine:
         and pool do not fit, BackendUnavailable for a backend that is not on this machine.
         """
         config = EngineConfig.from_options(**options)
+        chunk_options(config)  # before a model is loaded
         return cls._from_parts(build_from_path(path_or_id, config, progress), config)
 
     @classmethod
@@ -82,6 +86,9 @@ class CPUPagedEngine:
         )
         self._core.use_tiers(tiering)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
+        self._calls = Calls(self._core)
+        self._documents = Documents(parts, config, self._intake, self._core)
+        self._gate = Gate(parts, config, self._intake, self._core, self._documents)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
         self._finalizer = weakref.finalize(self, self._core.request_close)
         self._core.start()
@@ -120,9 +127,11 @@ class CPUPagedEngine:
         return self._submit(self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options}, entry))
 
     def check(self, prompt: Prompt, **options: Any) -> int:
-        """Raise what `submit` would raise for these arguments, and hold nothing; the number of prompt tokens."""
+        """Raise what `submit` would raise for these arguments, and hold nothing; the number of prompt tokens. A model
+        whose reuse at other positions is not tested yet is not tested here."""
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
+        self._gate.recall(request)
         return request.num_prompt_tokens
 
     def generate(
@@ -203,21 +212,32 @@ class CPUPagedEngine:
 
     def warm(
         self,
-        text: Prompt,
+        text: Prompt | None = None,
         position_offset: int = 0,
         *,
+        documents: Sequence[Document] | None = None,
         tenant: str | None = None,
         cache_salt: str | None = None,
         pin: bool = False,
         ttl: float | None = None,
+        **chunks: Any,
     ) -> WarmResult:
         """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache.
-        pin, ttl: as `pin` below."""
-        if as_int("position_offset", position_offset) != 0:
-            raise RequestError(
-                f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
-            )
+        pin, ttl: as `pin` below.
+
+        For mode="chunk_kv_reuse", which finds them at any position: `documents`, each a text or token ids, instead of a
+        text; or a text that will stand behind about `position_offset` other tokens, without the tokenizer's special
+        tokens. What they are computed behind is not kept. Documents take chunk_strategy, chunk_size,
+        chunk_boundary_window, overlap_k, sink_tokens and primer_tokens in place of the engine's.
+
+        Raises RequestError for what is wrong with any of these, and where that mode is refused.
+        """
         terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
+        alone = self._documents.read(text, position_offset, documents, terms, chunks)
+        if alone is not None:
+            self._gate.require_repair(self._intake.own_repair())
+            return self._documents.warm(alone, terms)
+        assert text is not None
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
         self._run([request])
         return self.warm_result(request.prompt_ids, tenant=tenant, cache_salt=cache_salt)
@@ -340,29 +360,20 @@ class CPUPagedEngine:
         return requests
 
     def _submit(self, request: Request) -> RequestHandle:
+        self._gate.require(request)
         handle = self._core.submit(request)
         handle.keep_alive(self)
         return handle
 
     def _stream(self, request: Request) -> Iterator[str]:
-        with self._cancelling([request]):
+        with self._calls.cancelling([request]):
             yield from self._submit(request)
 
     def _run(self, requests: Sequence[Request]) -> list[GenerationResult]:
         """Queue all, or none, and wait for the results."""
-        with self._cancelling(requests):
-            return wait_for_all([self._submit(request) for request in requests])
-
-    @contextlib.contextmanager
-    def _cancelling(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Whatever is raised inside cancels these requests. Ctrl-C may come at any moment, between queueing a request
-        and holding its handle too, so they are named by their numbers; one that is not there does not mind."""
-        try:
-            yield
-        except BaseException:
-            for request in requests:
-                self._core.cancel(request.index)
-            raise
+        for request in requests:
+            self._gate.require(request)
+        return self._calls.run(requests, self._submit)
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
         """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels the request."""
@@ -381,7 +392,4 @@ class CPUPagedEngine:
         request = self._intake.make(token_ids, Terms(mode=mode), SamplingParams(), logits_start=first)
         if not 0 <= first < request.num_prompt_tokens:
             raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
-        with self._cancelling([request]):
-            handle, rows = self._core.submit_logits(request)
-            wait_for_all([handle])
-        return np.concatenate(rows)
+        return self._calls.logits(request)[1]

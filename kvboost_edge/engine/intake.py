@@ -25,6 +25,7 @@ __all__ = ["Intake", "Terms"]
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
+_GATES = {"auto": "passed", "off": "off"}  # nothing runs untested unless the test is off
 _MAX_TTL = 1e9  # some 30 years: what no clock's arithmetic minds
 
 
@@ -218,7 +219,15 @@ class Intake:
             ttl=terms.ttl,
             pin_share=terms.pin_share,
             repair=repair,
+            gate="" if repair is None else _GATES[self._config.reuse_gate],
         )
+
+    def own_repair(self) -> Repair:
+        """How the engine repairs reuse where a request does not say otherwise; RequestError where nothing is reused at
+        other positions."""
+        repair = self._repair(Terms(mode=GenerationMode.CHUNK_KV_REUSE), SamplingParams(), needs_exact=False)
+        assert repair is not None
+        return repair
 
     def _repair(self, terms: Terms, params: SamplingParams, *, needs_exact: bool) -> Repair | None:
         """How a request that shares at other positions is repaired; RequestError where it cannot share there."""

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from kvboost_edge.text.answers import FindAnswer
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "encode_prompt", "resolve_max_tokens"]
+__all__ = ["Document", "Prompt", "encode_document", "encode_prompt", "resolve_max_tokens"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (the tokenizer's special tokens are added), token ids, or chat messages (the chat template is applied)."""
+
+Document = str | Sequence[int]
+"""Text that stands somewhere in a prompt (no special tokens are added), or its token ids."""
 
 
 def encode_prompt(
@@ -26,20 +29,37 @@ def encode_prompt(
     find_answer   the ids that an assistant's message was generated with, see `encode_with_answers`
     """
     if isinstance(prompt, str):
-        text, ids = prompt, _encode_text(prompt, tokenizer)
+        text, ids = prompt, _encode_text("the prompt", prompt, tokenizer)
     else:
         items = _as_list(prompt)
         if items and isinstance(items[0], Mapping):
             text, ids = _encode_chat(items, tokenizer, find_answer)
         else:
-            ids = [as_int(f"token {i} of the prompt", token_id) for i, token_id in enumerate(items)]
-            text = ""
+            text, ids = "", _as_ids("the prompt", items)
+    _check_ids("the prompt", ids, vocab_size)
+    return text, ids
+
+
+def encode_document(name: str, document: Document, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """The token ids of a document, all in [0, vocab_size); RequestError says what is wrong with it, by its name."""
+    if isinstance(document, str):
+        ids = _encode_text(name, document, tokenizer, add_special_tokens=False)
+    else:
+        ids = _as_ids(name, _as_list(document, name, "a string or a list of token ids"))
+    _check_ids(name, ids, vocab_size)
+    return ids
+
+
+def _as_ids(name: str, items: list[Any]) -> list[int]:
+    return [as_int(f"token {i} of {name}", token_id) for i, token_id in enumerate(items)]
+
+
+def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
     if not ids:
-        raise RequestError("the prompt is empty; give at least one token")
+        raise RequestError(f"{name} is empty; give at least one token")
     for i, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"token {i} of the prompt is {token_id}; the model's vocabulary is 0..{vocab_size - 1}")
-    return text, ids
+            raise RequestError(f"token {i} of {name} is {token_id}; the model's vocabulary is 0..{vocab_size - 1}")
 
 
 def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_context: int) -> int:
@@ -60,26 +80,25 @@ def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_conte
     return total
 
 
-def _as_list(prompt: object) -> list[Any]:
+_KINDS = "a string, a list of token ids or a list of chat messages"
+
+
+def _as_list(prompt: object, name: str = "a prompt", kinds: str = _KINDS) -> list[Any]:
     if hasattr(prompt, "tolist"):  # NumPy arrays and torch tensors
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"a prompt must be a string, a list of token ids or a list of chat messages, not {type(prompt).__name__}"
-        )
+        raise RequestError(f"{name} must be {kinds}, not {type(prompt).__name__}")
     return list(prompt)
 
 
-def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+def _encode_text(name: str, text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
     if not text:
-        raise RequestError("the prompt is empty; give at least one character")
+        raise RequestError(f"{name} is empty; give at least one character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the prompt holds a lone surrogate at character {error.start}; it is no valid text"
-        ) from None
-    return tokenizer.encode(text)
+        raise RequestError(f"{name} holds a lone surrogate at character {error.start}; it is no valid text") from None
+    return tokenizer.encode(text, add_special_tokens)
 
 
 def _encode_chat(messages: list[Any], tokenizer: Tokenizer, find_answer: FindAnswer | None) -> tuple[str, list[int]]:

@@ -138,6 +138,7 @@ class Request:
     cache_key        digest of the caller's key for prompts that begin alike, see engine/retention.py; None without one
     retention        seconds that its prompt outlives the tenant's other blocks, as long as there is room
     repair           how what it shares at other positions is repaired; None: its mode shares nothing there
+    gate             whether that was tested on this model before, see `GenerationResult`
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
@@ -166,6 +167,7 @@ class Request:
     ttl: float | None = None
     pin_share: float = 1.0
     repair: Repair | None = None
+    gate: str = ""
 
     @property
     def rank(self) -> tuple[int, int]:

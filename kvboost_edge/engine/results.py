@@ -35,6 +35,8 @@ class GenerationResult:
     approximate          whether something was: the output may differ from that of a full computation
     reused_span_tokens   prompt tokens whose keys and values were shared at another position
     recomputed_tokens    prompt tokens that were found at another position and computed all the same
+    gate                 "passed": this model was tested before it was allowed to share at other positions; "off": it
+                         was not (reuse_gate="off"); "": nothing was shared so
     output_text          without the EOS or stop token and without the stop string that ended it
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
@@ -79,6 +81,7 @@ class GenerationResult:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     reused_span_tokens: int = 0
     recomputed_tokens: int = 0
+    gate: str = ""
 
     @property
     def approximate(self) -> bool:
@@ -119,11 +122,14 @@ class GenerationResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WarmResult:
-    """What `warm` stored. Truthy, and equal to an int, by `chunks_stored`; until chunks exist a chunk is a block.
+    """What `warm` stored. Truthy, and equal to an int, by `chunks_stored`.
 
-    chunks_stored            full chunks of the text that are in the cache now
-    partial_tail_tokens      tokens after the last full chunk; they are not cached
-    chunk_boundary_aligned   the tail is empty or shorter than 32 tokens
+    Of a text that prompts begin with a chunk is a block. Of documents, and of a text for another position, it is what
+    they were cut into: chunk_size tokens, or the longest document where they were not cut.
+
+    chunks_stored            full chunks of the text, or chunks of documents, that are in the cache now
+    partial_tail_tokens      tokens after the last full chunk, or in chunks that cannot be found: they are not cached
+    chunk_boundary_aligned   those are fewer than 32
     alignment_warning        says what is lost when it is not aligned, else None
     """
 
@@ -147,6 +153,26 @@ class WarmResult:
             chunk_boundary_aligned=aligned,
             partial_tail_tokens=tail,
             alignment_warning=None if aligned else warning,
+        )
+
+    @classmethod
+    def of_chunks(
+        cls, num_stored: int, stored_tokens: int, num_tokens: int, chunk_size: int, least_tokens: int
+    ) -> WarmResult:
+        """Of documents of `num_tokens`, of which `num_stored` chunks with `stored_tokens` can be found; shorter ones
+        than `least_tokens` never are."""
+        lost = num_tokens - stored_tokens
+        warning = (
+            f"{lost} tokens are in chunks that cannot be found: shorter than min_chunk_tokens={least_tokens}, or the "
+            "pool is too small to keep them"
+        )
+        return cls(
+            chunks_stored=num_stored,
+            token_count=num_tokens,
+            chunk_size=chunk_size,
+            chunk_boundary_aligned=lost < _MIN_CHUNK_TOKENS,
+            partial_tail_tokens=lost,
+            alignment_warning=None if lost < _MIN_CHUNK_TOKENS else warning,
         )
 
     def __bool__(self) -> bool:

@@ -69,7 +69,7 @@ class Scheduler:
         min_chunk_tokens: int = 32,
     ) -> None:
         self.manager = manager
-        self._sharing = SpanSharing(manager, min_chunk_tokens)
+        self.sharing = SpanSharing(manager, min_chunk_tokens)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
@@ -278,7 +278,7 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
         """Whether blocks for all its tokens are free; with spans they are taken then."""
         spare = self._spare_blocks_of(sequence)
-        if use_spans and (placed := self._sharing.place(sequence, table, spare)) is not None:
+        if use_spans and (placed := self.sharing.place(sequence, table, spare)) is not None:
             return placed
         return self.manager.blocks_needed(table, sequence.num_tokens) <= spare
 

@@ -334,6 +334,7 @@ class Sequence:
             prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(self._prompt_logprobs),
             reused_span_tokens=self.num_span_tokens,
             recomputed_tokens=self.num_found_tokens - self.num_span_tokens if self.num_span_tokens else 0,
+            gate=request.gate if self.num_span_tokens else "",
         )
 
     def _mode(self) -> GenerationMode:

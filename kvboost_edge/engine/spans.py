@@ -25,7 +25,7 @@ class SpanSharing:
 
     def __init__(self, manager: KVCacheManager, min_chunk_tokens: int) -> None:
         self._manager = manager
-        self._harvest = Harvest(manager, min_chunk_tokens)
+        self.harvest = Harvest(manager, min_chunk_tokens)
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
         """Whether a sequence shares spans now: all its blocks are taken then. False, and no change, where `spare` free
@@ -33,7 +33,7 @@ class SpanSharing:
         request, size = sequence.request, self._manager.block_size
         if request.repair is None:
             return None
-        found = self._harvest.find(sequence.token_ids, len(table) * size, request.root, request.repair)
+        found = self.harvest.find(sequence.cacheable_ids, len(table) * size, request.root, request.repair)
         if not found.spans:
             return None
         probes = request.repair.strategy is RecomputeStrategy.CACHEBLEND

@@ -26,8 +26,8 @@ class PrefixEntry(NamedTuple):
     parent_serial  identity of the block before it (ROOT_SERIAL for the first)
     serial         identity of this prefix: counted up, never reused
     parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing here compares it
-    root, depth    where its chain starts and how many blocks of it come before, for those who find blocks by other
-                   means: nothing here compares them either
+    root, depth    whose prompts may share it at other positions (where its chain starts, see `LoneRoot`), and how many
+                   blocks of it come before: for those who find blocks by other means, nothing here compares them either
     """
 
     prefix_hash: bytes

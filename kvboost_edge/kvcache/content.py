@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
-from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.kvcache.hashing import LoneRoot, encode_tokens
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
@@ -32,11 +32,12 @@ class Content:
     """Questions on content, and two lists of what changed. Until `track` is called the lists stay empty; who called it
     has to drain them."""
 
-    __slots__ = ("_evicted", "_index", "_lookup", "_published", "_tracks")
+    __slots__ = ("_evicted", "_index", "_kept_inside", "_lookup", "_published", "_tracks")
 
     def __init__(self, index: PrefixIndex, lookup: Lookup) -> None:
         self._index, self._lookup = index, lookup
         self._tracks = False
+        self._kept_inside: set[bytes] = set()
         self._published: dict[int, None] = {}
         self._evicted: dict[int, PrefixEntry] = {}
 
@@ -44,15 +45,30 @@ class Content:
         """From here on remember which blocks were published and which were evicted."""
         self._tracks = True
 
+    def keep_inside(self, *roots: bytes) -> None:
+        """Blocks of these roots' chains, and of what is computed alone for them, are not told of: no copy of them is
+        wanted elsewhere."""
+        self._kept_inside.update(roots)
+
     def note_published(self, block_id: int) -> None:
         """A block can be found from now on."""
-        if self._tracks:
+        if self._tracks and not self._is_kept_inside(self._index.entry(block_id)):
             self._published[block_id] = None
 
     def note_evicted(self, block_id: int, entry: PrefixEntry) -> None:
         """A published block was handed out again."""
-        if self._tracks:
+        if self._tracks and not self._is_kept_inside(entry):
             self._evicted[block_id] = entry
+
+    def _is_kept_inside(self, entry: PrefixEntry | None) -> bool:
+        if entry is None or not self._kept_inside:
+            return False
+        return (entry.root.user if isinstance(entry.root, LoneRoot) else entry.root) in self._kept_inside
+
+    def under(self, root: bytes) -> list[int]:
+        """Published blocks that prompts of a root may share; of a `LoneRoot` those that nobody may. Looks at the whole
+        pool."""
+        return [block_id for block_id, entry in self._index.entries().items() if entry.root == root]
 
     def drain_published(self) -> list[int]:
         """Ids of blocks published since the last call, in order; some may have been evicted or withdrawn again."""

@@ -12,12 +12,34 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["TOKEN_BYTES", "HashFn", "chain_hash", "encode_tokens", "narrowed_root", "root_hash"]
+__all__ = ["TOKEN_BYTES", "HashFn", "LoneRoot", "chain_hash", "encode_tokens", "narrowed_root", "root_hash"]
 
 HashFn = Callable[[bytes, bytes], bytes]
 
 TOKEN_BYTES = 4
 _MAX_TOKEN_ID = 2**32 - 1
+
+
+class LoneRoot(bytes):
+    """Where the chains of texts start that were computed alone, to be shared at other positions.
+
+    No prompt's chain starts here, so nothing of them is found as a prefix. Of each chain the first `num_hidden` blocks
+    are context for what follows and are never shared; what follows is shared by prompts whose chains start from `user`.
+    """
+
+    user: bytes
+    num_hidden: int
+
+    @classmethod
+    def of(cls, user: bytes, num_hidden: int) -> LoneRoot:
+        """The root of such chains; equal ones have equal bytes."""
+        root = cls(narrowed_root(user, "lone", str(num_hidden)))
+        root.user, root.num_hidden = user, num_hidden
+        return root
+
+    def shared_with(self, index: int) -> bytes:
+        """Whose prompts may share block `index` of a chain at another position; this root itself: nobody's."""
+        return self.user if index >= self.num_hidden else self
 
 
 def root_hash(*, model_fingerprint: str, kv_format: str, rope: str = "", adapter: str = "", tenant: str = "") -> bytes:

@@ -266,10 +266,9 @@ class KVCacheManager:
             self._pool.touch(block_id)
         child.block_ids, child.parts, child.spans = table.block_ids.copy(), table.parts.copy(), table.spans
         child.num_cached_tokens, child.num_computed_tokens = table.num_cached_tokens, table.num_computed_tokens
-        child._num_chained = table._num_chained
+        child._num_chained, child._publishes = table._num_chained, table._publishes
         child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
         child._twins = table._twins.copy()
-        child._publishes = table._publishes
         self._live[child._serial] = child
         return child
 
@@ -300,9 +299,10 @@ class KVCacheManager:
         table.block_ids, table.parts, table.spans = [], [WHOLE], ()
         self._progress += 1
 
-    def reset(self) -> int:
-        """Forget every cached (idle) block and return how many there were; referenced blocks stay published."""
-        idle = [block_id for block_id in self._pool.free_ids() if self._index.entry(block_id) is not None]
+    def reset(self, among: Iterable[int] | None = None) -> int:
+        """Forget every cached (idle) block, or those `among` some, and return how many; referenced ones stay."""
+        ids = self._pool.free_ids() if among is None else among
+        idle = [one for one in ids if self._index.entry(one) is not None and not self._pool.ref_count(one)]
         for block_id in idle:
             self._lookup.forget(self._index.withdraw(block_id).prefix_hash)
             self._pool.regard(block_id, matchable=False)

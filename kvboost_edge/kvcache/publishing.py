@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.content import Content
-from kvboost_edge.kvcache.hashing import HashFn, encode_tokens
+from kvboost_edge.kvcache.hashing import HashFn, LoneRoot, encode_tokens
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
 __all__ = ["Claims", "Publisher"]
@@ -85,7 +85,8 @@ class Publisher:
         keyed = tokens if index else table.root + tokens
         known = self._index.find(prefix_hash, keyed, parent_serial)
         if known is None:
-            place = (table._chain_hash, table.root, index)
+            root = table.root
+            place = (table._chain_hash, root.shared_with(index) if isinstance(root, LoneRoot) else root, index)
             serial = self._index.publish(table.block_ids[index], prefix_hash, keyed, parent_serial, *place)
             self._content.note_published(table.block_ids[index])
         else:

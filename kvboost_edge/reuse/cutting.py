@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import re
 from collections.abc import Callable, Sequence
 
+from kvboost_edge.config import ChunkStrategy
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["Chunk", "ChunkOptions", "ChunkStrategy", "cut"]
+__all__ = ["Chunk", "ChunkOptions", "cut"]
 
 PieceOf = Callable[[int], str]
-
-
-class ChunkStrategy(enum.StrEnum):
-    """Where a document is cut.
-
-    FIXED     after every chunk_size tokens
-    SEMANTIC  at the end of a paragraph or a sentence within chunk_boundary_window tokens of that, else there
-    DOCUMENT  nowhere: a document is a chunk
-    """
-
-    FIXED = "fixed"
-    SEMANTIC = "semantic"
-    DOCUMENT = "document"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_table import PrefixEntry, Span
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.finding import find_runs
 from kvboost_edge.reuse.plan import plan_spans
@@ -34,18 +34,30 @@ class Harvest:
     def find(self, token_ids: Sequence[int], start: int, root: bytes, repair: Repair) -> Found:
         """What can be shared of the tokens behind the first `start`, but for the last one. Valid until the pool's next
         change."""
-        if self._index is None:
-            self._index = SpanIndex(self._manager.num_blocks, self._manager.block_size)
-            self._manager.spans.watch(self)
         size = self._manager.block_size
         if len(token_ids) <= size:
             return Found([], 0)
-        runs = find_runs(token_ids, max(start, size), self._index, root, self._least)
+        runs = find_runs(token_ids, max(start, size), self._offered(), root, self._least)
         return Found(plan_spans(runs, start, size, repair.num_seam_tokens), sum(run.length for run in runs))
+
+    def context_of(self, token_ids: Sequence[int], root: bytes) -> int | None:
+        """How many tokens stood before these where they were computed, of a run that holds all of them; None where
+        none does, or they are fewer than are looked for."""
+        # One more token, because the last one of a prompt is never covered.
+        runs = find_runs((*token_ids, 0), 0, self._offered(), root, self._least)
+        return runs[0].context if runs and runs[0].length == len(token_ids) else None
+
+    def _offered(self) -> SpanIndex:
+        if self._index is None:
+            self._index = SpanIndex(self._manager.num_blocks, self._manager.block_size)
+            self._manager.spans.watch(self)
+        return self._index
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
         """A block was published."""
         assert self._index is not None
+        if isinstance(entry.root, LoneRoot):  # only context for what follows it
+            return
         size = self._manager.block_size
         tokens = entry.tokens[-size * TOKEN_BYTES :]
         self._index.offer(entry.root, block_id, entry.serial, entry.parent_serial, tokens, entry.depth * size)
@@ -53,4 +65,5 @@ class Harvest:
     def left(self, block_id: int) -> None:
         """A block is published no more."""
         assert self._index is not None
-        self._index.withdraw(block_id)
+        if block_id in self._index:
+            self._index.withdraw(block_id)

@@ -107,19 +107,16 @@ _ENGINE_FLAGS = (
     _Flag("recompute_strategy", str, "repair of reuse at other positions: none, selective, cacheblend"),
     _Flag("recompute_overlap", int, "tokens computed behind a seam of it"),
     _Flag("recompute_ratio", _number, "share of the other tokens computed by cacheblend"),
+    _Flag("chunk_size", int, "tokens of a chunk that warmed documents are cut into; default: documents are not cut"),
+    _Flag("chunk_boundary_window", int, "tokens that such a cut may move to the end of a sentence"),
+    _Flag("overlap_k", int, "tokens before a chunk that are computed with it"),
+    _Flag("sink_tokens", int, "first tokens of its document that are computed with it"),
     _Flag("revision", str, "revision of a hub model"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
     _Flag("max_disk_bytes", _bytes, "most it may take, such as 8e9; default: 16 GiB, or a fifth of what is free"),
 )
 _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
-# Flags whose feature is not there yet; the engine refuses them by name.
-_LATER = (
-    "chunk_size",
-    "chunk_boundary_window",
-    "sink_tokens",
-    "overlap_k",
-)
 
 
 def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
@@ -135,7 +132,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     settings |= {"model_name": names[0], "model_aliases": tuple(names[1:])}
     engine = {
         name: given[name]
-        for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", "redis_trust", *_LATER)
+        for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", "redis_trust")
         if given[name] is not None
     }
     if "backend" in engine:
@@ -207,8 +204,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         default=None,
         help="believe whoever writes to the Redis server: no KVBOOST_EDGE_REDIS_SECRET is asked for",
     )
-    for name in _LATER:
-        engine.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     return parser
 
 

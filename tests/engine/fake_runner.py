@@ -217,6 +217,7 @@ def fake_parts(
         tokenizer=fake_tokenizer(),
         eos_token_ids=frozenset({EOS_ID}),
         root=ROOT,
+        identity=ROOT,
         ledger=MemoryLedger(1000, backend.pool_bytes),
         backend_reason="a test",
         max_num_seqs=max_num_seqs or 16,
@@ -297,7 +298,6 @@ class Bench:
             max_tokens=len(prompt_ids) + max_new_tokens,
             seed=params.seed or 0,
             stop_ids=stop_ids,
-            root=narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT,
             tenant=tenant.encode(),
             weight=weight,
             tokenized_at=0.0,
@@ -305,22 +305,26 @@ class Bench:
             deadline=deadline,
             pin=pin,
             ttl=ttl,
-            **{"entered_at": 0.0, **(terms or {})},
+            **{
+                "entered_at": 0.0,
+                "root": narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT,
+                **(terms or {}),
+            },
             repair=repair,
         )
         return self.core.submit(request)
 
     def submit_logits(
-        self, token_ids: Sequence[int], start: int = 0
+        self, token_ids: Sequence[int], start: int = 0, *, terms: Mapping[str, Any] | None = None
     ) -> tuple[RequestHandle, list[npt.NDArray[np.float32]]]:
-        """A request for the logits of token_ids[start:]; the list holds them when the handle is done."""
+        """A request for the logits of token_ids[start:]; the list holds them when the handle is done. terms: as
+        above."""
         self.num_requests += 1
         request = Request(
             index=self.num_requests,
             prompt="",
             prompt_ids=tuple(token_ids),
             params=SamplingParams(),
-            mode=GenerationMode.PREFIX_CACHE,
             max_tokens=len(token_ids),
             seed=0,
             stop_ids=frozenset(),
@@ -328,6 +332,7 @@ class Bench:
             entered_at=0.0,
             tokenized_at=0.0,
             logits_start=start,
+            **{"mode": GenerationMode.PREFIX_CACHE, **(terms or {})},
         )
         return self.core.submit_logits(request)
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvboost_edge.config import ChunkStrategy
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.reuse.cutting import Chunk, ChunkOptions, ChunkStrategy, cut
+from kvboost_edge.reuse.cutting import Chunk, ChunkOptions, cut
 
 
 class Words:
