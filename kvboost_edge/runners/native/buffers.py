@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import aligned_empty
+from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.rope import RopeTable
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.runners.native.program import Sizes
 
