@@ -73,6 +73,12 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
+    @property
+    def attends_moved_keys(self) -> bool:
+        """Whether parts of a batch's block tables may have a delta, see kernels/attention/parts.py; known after
+        `bind`. Where they may not, `forward` refuses such a batch by name and computes nothing."""
+        ...
+
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:

@@ -122,6 +122,8 @@ class FakeRunner:
     """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` holds how
     many sequences each pass had."""
 
+    attends_moved_keys = False
+
     def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
         self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
         self.backend = backend

@@ -26,15 +26,20 @@ __all__ = [
     "R_CODED_TABLES",
     "R_CODES",
     "R_CONTINUED",
+    "R_COS",
     "R_COUNTERS",
     "R_FIRST",
+    "R_HALF",
     "R_KEYS",
     "R_LAYOUT",
     "R_MAX_BLOCKS",
     "R_NUM_CLOSED",
     "R_NUM_CONTINUED",
+    "R_SIN",
     "R_SLOTS",
     "R_STAGE",
+    "R_UNROTATED",
+    "R_UNROTATED_STEP",
     "R_VALUES",
     "AttentionRow",
     "attend_entries",
@@ -79,6 +84,8 @@ _PLAIN = _at("job.plain")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
 R_KEYS, R_VALUES = _at("job.plain.keys"), _at("job.plain.values")
 R_COUNTERS, R_BLOCK_TABLES = _at("job.plain.counters"), _at("job.plain.block_tables")
+R_UNROTATED, R_UNROTATED_STEP = _at("job.plain.unrotated"), _at("job.plain.unrotated_step")
+R_COS, R_SIN, R_HALF = _at("job.plain.cos"), _at("job.plain.sin"), _at("job.plain.half")
 R_CODES, R_LAYOUT, R_FIRST = _at("job.codes"), _at("job.layout"), _at("job.first")
 R_CODED_TABLES, R_MAX_BLOCKS = _at("job.block_tables"), _at("job.max_blocks")
 R_SLOTS, R_STAGE = _at("slots"), _at("stage")

@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.attention.parts import has_delta, turned_positions
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
@@ -35,7 +37,7 @@ from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
-from kvboost_edge.runners.native.whole_pass import WholePass
+from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
 
@@ -133,6 +135,11 @@ class NativeRunner:
             self._whole = WholePass.of(backend, self._params)
         self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
 
+    @property
+    def attends_moved_keys(self) -> bool:
+        """Where a pass is one call of a kernel: there attention finds the queries before rotation."""
+        return self._whole is not None
+
     def forward(self, batch: ForwardBatch) -> Floats:
         """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
         backend = self._backend
@@ -142,13 +149,20 @@ class NativeRunner:
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
+        if self._whole is None:
+            refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
         prepared = backend.prepare(batch.layout)
-        addresses = self._buffers.addresses(num_tokens, int(positions.max()) + 1)
+        num_positions, parts = int(positions.max()) + 1, batch.layout.parts
+        if parts is not None:
+            num_positions = max(num_positions, turned_positions(parts, batch.layout.seq_lens))
+        addresses = self._buffers.addresses(num_tokens, num_positions)
         addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
         query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
         rows = np.ascontiguousarray(batch.logit_rows, dtype=np.int64)
         if self._whole is not None:
-            return self._forward_whole(self._whole, prepared, query, addresses, rows)
+            turning = self._buffers.turning() if has_delta(parts) else {}
+            memory = self._whole.prepare(query, prepared, self._num_counters(0, self._program.parts[-1][1]), turning)
+            return self._forward_whole(memory, num_tokens, addresses, rows)
         attended = query
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
@@ -158,16 +172,10 @@ class NativeRunner:
         return self._logits(rows, addresses, attended)
 
     def _forward_whole(
-        self,
-        whole: WholePass,
-        prepared: Any,
-        query: Floats,
-        addresses: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
+        self, memory: PassMemory, num_tokens: int, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
     ) -> Floats:
         """The layers with their attention in one call of the program, the head too where it has the same rows."""
-        parts, num_tokens = self._program.parts, len(query)
-        memory = whole.prepare(query, prepared, self._num_counters(0, parts[-1][1]))
+        parts = self._program.parts
         addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
         if len(rows) == num_tokens and np.array_equal(rows, np.arange(num_tokens)):
             logits = self._buffers.logits(num_tokens)
