@@ -56,6 +56,8 @@ class AttentionCall(NamedTuple):
     counters      int64, see NUM_COUNTERS
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
     cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
+    unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as in Turning; half:
+                  rotary pairs. All empty or 0 where no part has a delta
     """
 
     queries: Floats
@@ -74,6 +76,11 @@ class AttentionCall(NamedTuple):
     items: Ints
     num_items: int
     num_threads: int
+    unrotated: Floats
+    unrotated_step: int
+    cos: Floats
+    sin: Floats
+    half: int
     shape: Shape
 
 
@@ -99,6 +106,11 @@ class Job(NamedTuple):
     items: int
     num_items: int
     num_threads: int
+    unrotated: int
+    unrotated_step: int
+    cos: int
+    sin: int
+    half: int
     shape: Shape
 
 

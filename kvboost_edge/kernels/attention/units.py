@@ -2,7 +2,8 @@
 
 Work unit: the query rows of one item (a tile of a sequence's query tokens, times the heads of a kv head) on one kv
 head. Its tokens are walked in partitions of 512 at absolute positions; each partition is a softmax of its own and the
-partitions are merged in order. So a row's bits depend on its own sequence and position only.
+partitions are merged in order. So a row's bits depend on its own sequence and position only. Keys that were computed
+at other positions stay as they are: the query rows of a unit over them are rotated to where they would have been there.
 
 Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the compiler to look at.
 """
@@ -24,6 +25,7 @@ from kvboost_edge.kernels.attention.call import (
     Unit,
 )
 from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, NO_END, Item
+from kvboost_edge.kernels.attention.rope import rotate_head
 from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.tuples import load_i32_row
@@ -72,8 +74,38 @@ def _first_row(job: Job, item: Item) -> Any:
 
 
 @kernel
+def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
+    """Copy an item's query rows, scaled; what fills up the last 4 rows is 0."""
+    shape = job.shape
+    heads, dim = shape.heads_per_kv, shape.head_dim
+    num_rows = item.num_rows * heads
+    first = _first_row(job, item) * shape.num_kv_heads * heads
+    for row in range(num_rows):
+        source = first + (row // heads * shape.num_kv_heads + head) * heads + row % heads
+        scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
+    fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
+
+
+@kernel
+def _turn_queries(job: Job, item: Item, head: int, position: int, query: int) -> None:
+    """Rotate an item's query rows as if its first query were at `position`, scaled, over the rows that were copied.
+
+    They are rotated once, from before rotation: turning the others back would apply a rope's factor twice.
+    """
+    shape = job.shape
+    heads, dim = shape.heads_per_kv, shape.head_dim
+    first = _first_row(job, item)
+    for row in range(item.num_rows * heads):
+        token, at = row // heads, query + 4 * row * dim
+        source = job.unrotated + 4 * ((first + token) * job.unrotated_step + (head * heads + row % heads) * dim)
+        place = 4 * (position + token) * job.half
+        rotate_head(source, job.cos + place, job.sin + place, job.half, dim, at)
+        scale_row(at, at, dim, np.float32(shape.softmax_scale))
+
+
+@kernel
 def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
-    """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
+    """Lay out a thread's scratch for a unit and take its query rows, turned where its keys are from elsewhere."""
     shape = job.shape
     heads, dim = shape.heads_per_kv, shape.head_dim
     num_rows = item.num_rows * heads
@@ -86,11 +118,9 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     rescale = after(scores, shape.padded_rows * TILE)
     stage = after(rescale, shape.padded_rows)
     table = after(stage, STRIPS * LANES * (dim + shape.padded_dim) + shape.padded_dim)
-    first = _first_row(job, item) * shape.num_kv_heads * heads
-    for row in range(num_rows):
-        source = first + (row // heads * shape.num_kv_heads + head) * heads + row % heads
-        scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
-    fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
+    _take_queries(job, item, head, query)
+    if item.delta != 0:
+        _turn_queries(job, item, head, first_position + item.shift - item.delta, query)
     return Unit(
         sequence=item.sequence,
         first_index=item.first_index,
@@ -182,6 +212,9 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
                     for partition in range(item.num_partitions):
                         merge_partition(shape, unit.num_rows, merged, partials + state_bytes * partition)
             if last:
+                if item.delta != 0:
+                    # What is merged last are keys of this pass: the rows as they were before they were turned.
+                    _take_queries(job, item, head, unit.query)
                 add_last(whole, unit, more, merged, own_state)
                 _store_rows(job, unit, item, merged)
             fetch_add(counters + 8 * UNITS_DONE, 1)

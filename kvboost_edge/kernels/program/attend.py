@@ -10,11 +10,11 @@ from numba.core import types
 
 from kvboost_edge.kernels.attention.attend import attend_units
 from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job
+from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.coded.attend import CodedJob, attend_coded_units
 from kvboost_edge.kernels.coded.write import quantize_block
 from kvboost_edge.kernels.entry import Entry, caller
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.program.rope import copy_floats
 from kvboost_edge.kernels.program.table import B_ROWS, F_LAYER, ProgramJob
 from kvboost_edge.kernels.tuples import load_row, num_numbers, number_at, numbers_of
 from kvboost_edge.kernels.vectors import KIND_F32, load_acquire, load_f32, load_i64, store_scalar
@@ -26,15 +26,20 @@ __all__ = [
     "R_CODED_TABLES",
     "R_CODES",
     "R_CONTINUED",
+    "R_COS",
     "R_COUNTERS",
     "R_FIRST",
+    "R_HALF",
     "R_KEYS",
     "R_LAYOUT",
     "R_MAX_BLOCKS",
     "R_NUM_CLOSED",
     "R_NUM_CONTINUED",
+    "R_SIN",
     "R_SLOTS",
     "R_STAGE",
+    "R_UNROTATED",
+    "R_UNROTATED_STEP",
     "R_VALUES",
     "AttentionRow",
     "attend_entries",
@@ -79,6 +84,8 @@ _PLAIN = _at("job.plain")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
 R_KEYS, R_VALUES = _at("job.plain.keys"), _at("job.plain.values")
 R_COUNTERS, R_BLOCK_TABLES = _at("job.plain.counters"), _at("job.plain.block_tables")
+R_UNROTATED, R_UNROTATED_STEP = _at("job.plain.unrotated"), _at("job.plain.unrotated_step")
+R_COS, R_SIN, R_HALF = _at("job.plain.cos"), _at("job.plain.sin"), _at("job.plain.half")
 R_CODES, R_LAYOUT, R_FIRST = _at("job.codes"), _at("job.layout"), _at("job.first")
 R_CODED_TABLES, R_MAX_BLOCKS = _at("job.block_tables"), _at("job.max_blocks")
 R_SLOTS, R_STAGE = _at("slots"), _at("stage")
