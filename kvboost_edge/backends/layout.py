@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -52,10 +55,14 @@ def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None
         used = np.arange(width) < -(-seq_lens // block_size)[:, None]
         room = np.full(len(seq_lens), width * block_size)
     else:
-        _check_parts(layout, layout.parts, block_size)
-        _, served, until = entry_positions(tables.shape, layout.parts, block_size)
-        used = (served < until) & (served < seq_lens[:, None])
-        room = until.max(axis=1, initial=0)
+        checked = _checked(layout.parts, tables.shape, block_size)
+        first = seq_lens - np.diff(layout.cu_seqlens_q)
+        if (checked.written_from > first).any():
+            raise ConfigError(
+                f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts"
+            )
+        used = checked.is_used & (checked.served < seq_lens[:, None])
+        room = checked.room
     if (room < seq_lens).any():
         raise ConfigError(f"block tables of {width} blocks of {block_size} do not hold seq_len {int(seq_lens.max())}")
     ids = tables[used]
@@ -64,16 +71,43 @@ def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None
         check_block(int(ids.max()), num_blocks)
 
 
-def _check_parts(layout: BatchLayout, parts: npt.NDArray[np.int32], block_size: int) -> None:
-    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one holding its new
-    tokens at the positions they are computed at, and others none that were computed before position 0."""
-    num_seqs, width = layout.block_tables.shape
-    if (
-        parts.ndim != 2
-        or parts.shape[1] != len(Part._fields)
-        or not np.array_equal(np.unique(parts[:, 0]), np.arange(num_seqs))
-        or (np.diff(parts[:, 0]) < 0).any()
-    ):
+class _CheckedParts(NamedTuple):
+    """What the layouts of a sequence's steps have in common; nobody writes into it.
+
+    is_used, served   bool, int64 [num_seqs, width]: which entries serve positions, and from which on
+    room              int64 [num_seqs]: the position behind the last one that there is room for
+    written_from      int32 [num_seqs]: the first position of the part that is written
+    """
+
+    is_used: npt.NDArray[np.bool_]
+    served: Longs
+    room: Longs
+    written_from: npt.NDArray[np.int32]
+
+
+def _checked(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> _CheckedParts:
+    if parts.ndim != 2 or parts.shape[1] != len(Part._fields) or not len(parts):
+        raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}")
+    return _check_again(parts.astype(np.int32).tobytes(), shape, block_size)
+
+
+@lru_cache(maxsize=64)
+def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _CheckedParts:
+    """`_check_parts` for parts that were not met before the same: in a step of decoding they took 0.5 ms."""
+    parts = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Part._fields))
+    _check_parts(parts, shape, block_size)
+    _, served, until = entry_positions(shape, parts, block_size)
+    return _CheckedParts(
+        served < until, served, until.max(axis=1, initial=0), Part(*parts.T).valid_from[is_last(parts)]
+    )
+
+
+def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> None:
+    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one at the positions it
+    is computed at, and others none that were computed before position 0."""
+    num_seqs, width = shape
+    steps = np.diff(parts[:, 0])
+    if (parts[0, 0], parts[-1, 0]) != (0, num_seqs - 1) or (steps < 0).any() or (steps > 1).any():
         raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} sequences")
     part, before = Part(*parts.T), Part(*np.roll(parts, 1, axis=0).T)
     _check_deltas(Part(*parts.astype(np.int64).T), is_last(parts))
@@ -87,9 +121,6 @@ def _check_parts(layout: BatchLayout, parts: npt.NDArray[np.int32], block_size: 
     is_first = np.roll(is_last(parts), 1)
     if not (fits & np.where(is_first, begins, follows)).all():
         raise ConfigError(f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks")
-    first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
-    if (part.valid_from[is_last(parts)] > first).any():
-        raise ConfigError(f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts")
 
 
 def _check_deltas(part: Part, last: npt.NDArray[np.bool_]) -> None:

@@ -165,11 +165,12 @@ def plan_work(batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: i
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     lengths = np.diff(batch.cu_seqlens_q)
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows)
-    if window > 0 or batch.parts is not None or lengths.max(initial=0) > tile_rows:
+    if window > 0 or lengths.max(initial=0) > tile_rows:
         return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), batch.parts, cut)
     # Steps of decoding: the same plan until a sequence begins another tile.
     seq_lens = (batch.seq_lens + (_TILE - 1)) // _TILE * _TILE
-    return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), cut)
+    parts = None if batch.parts is None else batch.parts.tobytes()
+    return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), parts, cut)
 
 
 class _Cut(NamedTuple):
@@ -183,10 +184,11 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan_again(lengths: bytes, seq_lens: bytes, cut: _Cut) -> WorkPlan:
-    """`_plan_items`, for lengths whose bytes it has met before the same again; int32."""
+def _plan_again(lengths: bytes, seq_lens: bytes, parts: bytes | None, cut: _Cut) -> WorkPlan:
+    """`_plan_items`, for lengths and parts whose bytes it has met before the same again; int32."""
     one, other = (np.frombuffer(data, dtype=np.int32).astype(np.int64) for data in (lengths, seq_lens))
-    return _plan_items(one, other, None, cut)
+    rows = None if parts is None else np.frombuffer(parts, dtype=np.int32).reshape(-1, len(Part._fields))
+    return _plan_items(one, other, rows, cut)
 
 
 class _Walks(NamedTuple):
