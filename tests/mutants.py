@@ -92,7 +92,7 @@ FAULTS = (
         "for at in range(pool.shape[1] - 1):",
         *KERNELS,
     ),
-    fault("queries see no delta", "kernels/attention/units.py", "- item.delta, query)", "- 0, query)", *TURNING),
+    fault("queries see no delta", "kernels/attention/units.py", "shift - item.delta", "shift", *TURNING),
     fault("own block meets turned queries", "kernels/attention/units.py", "unit.query)", "unit.scores)", *TURNING),
     # The torch backend.
     fault(

@@ -12,7 +12,7 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Part, deltas_of, entry_of, entry_positions, turned_positions
+from kvboost_edge.kernels.attention.parts import Part, deltas_of, entry_of, entry_positions, has_delta, turned_positions
 from moved_cases import Pieces, Row, blocks_from, layout_of, plain
 
 SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
@@ -53,6 +53,7 @@ def test_positions_of_a_part_that_begins_before_position_0() -> None:
     assert [x.tolist() for x in entry_of(parts, 0, positions, SIZE)] == [[0, 0, 1, 1, 2, 2], [5, 15, 0, 10, 0, 3]]
     assert deltas_of(parts, 0, positions).tolist() == [-5, -5, -5, -5, 0, 0]
     assert turned_positions(parts, np.array([26], np.int32)) == 31
+    assert [has_delta(some) for some in (None, parts, parts[1:], parts[:, :3])] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -19,6 +19,7 @@ __all__ = [
     "AttentionCall",
     "Job",
     "Shape",
+    "Turn",
     "Unit",
     "scratch_floats",
     "state_floats",
@@ -87,7 +88,7 @@ class AttentionCall(NamedTuple):
 class Job(NamedTuple):
     """An AttentionCall as addresses: handing arrays from function to function would cost atomic reference counts.
 
-    Its fields are those of the call; `sinks` is 0 for none.
+    Its fields are those of the call, without what is in Turn; `sinks` is 0 for none.
     """
 
     queries: int
@@ -106,12 +107,18 @@ class Job(NamedTuple):
     items: int
     num_items: int
     num_threads: int
+    shape: Shape
+
+
+class Turn(NamedTuple):
+    """What an AttentionCall has for parts with a delta, as addresses; apart from a Job, of which every number is handed
+    on with each 16 tokens."""
+
     unrotated: int
     unrotated_step: int
     cos: int
     sin: int
     half: int
-    shape: Shape
 
 
 class Unit(NamedTuple):

@@ -62,8 +62,8 @@ def is_last(parts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
 
 
 def has_delta(parts: Parts) -> bool:
-    """Whether keys of some part were computed at other positions."""
-    return parts is not None and bool(Part(*parts.T).delta.any())
+    """Whether keys of some part were computed at other positions; what has another shape is no parts and has none."""
+    return parts is not None and bool(parts[..., Part._fields.index("delta") :].any())
 
 
 def turned_positions(parts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:

@@ -22,6 +22,7 @@ from kvboost_edge.kernels.attention.call import (
     UNITS_DONE,
     Job,
     Shape,
+    Turn,
     Unit,
 )
 from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, NO_END, Item
@@ -87,25 +88,25 @@ def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
 
 
 @kernel
-def _turn_queries(job: Job, item: Item, head: int, position: int, query: int) -> None:
-    """Rotate an item's query rows as if its first query were at `position`, scaled, over the rows that were copied.
+def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
+    """Take a unit's query rows, scaled, as they are at positions so far back as its keys were computed.
 
     They are rotated once, from before rotation: turning the others back would apply a rope's factor twice.
     """
     shape = job.shape
     heads, dim = shape.heads_per_kv, shape.head_dim
-    first = _first_row(job, item)
-    for row in range(item.num_rows * heads):
-        token, at = row // heads, query + 4 * row * dim
-        source = job.unrotated + 4 * ((first + token) * job.unrotated_step + (head * heads + row % heads) * dim)
-        place = 4 * (position + token) * job.half
-        rotate_head(source, job.cos + place, job.sin + place, job.half, dim, at)
+    first, position = _first_row(job, item), unit.first_position + item.shift - item.delta
+    for row in range(unit.num_rows):
+        token, at = row // heads, unit.query + 4 * row * dim
+        source = turn.unrotated + 4 * ((first + token) * turn.unrotated_step + (unit.head * heads + row % heads) * dim)
+        place = 4 * (position + token) * turn.half
+        rotate_head(source, turn.cos + place, turn.sin + place, turn.half, dim, at)
         scale_row(at, at, dim, np.float32(shape.softmax_scale))
 
 
 @kernel
 def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
-    """Lay out a thread's scratch for a unit and take its query rows, turned where its keys are from elsewhere."""
+    """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
     shape = job.shape
     heads, dim = shape.heads_per_kv, shape.head_dim
     num_rows = item.num_rows * heads
@@ -119,8 +120,6 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     stage = after(rescale, shape.padded_rows)
     table = after(stage, STRIPS * LANES * (dim + shape.padded_dim) + shape.padded_dim)
     _take_queries(job, item, head, query)
-    if item.delta != 0:
-        _turn_queries(job, item, head, first_position + item.shift - item.delta, query)
     return Unit(
         sequence=item.sequence,
         first_index=item.first_index,
@@ -162,7 +161,7 @@ def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
 
 
 def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> Any:
-    """The kernel `loop(job, whole)` of this name: take units of the `Job` until none is left.
+    """The kernel `loop(job, turn, whole)` of this name: take units of the `Job` until none is left.
 
     What differs from call to call is in three kernels, which get `whole`, the job with all that belongs to it:
 
@@ -175,7 +174,7 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
     """
 
     @named_kernel(name)
-    def loop(job: Job, whole: Any) -> None:
+    def loop(job: Job, turn: Turn, whole: Any) -> None:
         shape = job.shape
         counters = job.counters
         num_units = job.num_items * shape.num_kv_heads
@@ -193,6 +192,8 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
             item = load_i32_row(Item, job.items + 4 * ITEM_COLUMNS * (unit_index // shape.num_kv_heads))
             head = unit_index % shape.num_kv_heads
             unit = _open_unit(job, item, head, scratch)
+            if item.delta != 0:
+                _turn_queries(job, turn, item, unit)
             more = lay_out(whole, unit)
             first_state = item.first_partial * shape.num_kv_heads + head * item.num_partitions
             partials = job.partials + state_bytes * first_state

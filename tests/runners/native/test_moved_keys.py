@@ -98,13 +98,18 @@ class Hand:
         self.runner = NativeRunner.from_dir(self._directory, **self._options)
         self.runner.bind(self.backend)
 
-    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """A pass; logits of each row's tokens. tokens: of each row's whole sequence."""
+    def forward(
+        self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], wanted: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
+        """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of each row's whole
+        sequence."""
         new = [token for row, one in zip(rows, tokens, strict=True) for token in one[row.start : row.stop]]
         positions = np.concatenate([np.arange(row.start, row.stop, dtype=np.int64) for row in rows])
-        wanted = np.arange(len(new), dtype=np.int64)
+        asked = np.array(range(len(new)) if wanted is None else wanted, np.int64)
         layout = layout_of(rows, SIZE)
-        logits = self.runner.forward(ForwardBatch(np.array(new, np.int64), positions, layout, wanted))
+        logits = self.runner.forward(ForwardBatch(np.array(new, np.int64), positions, layout, asked))
+        if wanted is not None:
+            return [np.array(logits)]
         return [np.array(one) for one in np.split(logits, layout.cu_seqlens_q[1:-1])]
 
     def stored(self, tokens: Sequence[int]) -> Row:
@@ -245,11 +250,15 @@ def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
 ) -> None:
     hand = Hand(deep_model, bits, weights="int8", threads=threads)
     stored = hand.stored(STORED)
-    apart, together = (Mixed(hand, stored, STORED, 10, (16, 32, 16, 9)) for _ in range(2))
+    apart, together, quiet = (Mixed(hand, stored, STORED, 10, (16, 32, 16, 9)) for _ in range(3))
     wanted = [hand.forward([row], [apart.tokens])[0] for row in apart.rows]
     got = hand.forward(together.rows, [together.tokens] * len(together.rows))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+    # Where few logits are wanted the head runs apart, and where none are the last layer's attention is left out.
+    assert hand.forward(quiet.rows[:2], [quiet.tokens] * 2, [])[0].shape[0] == 0
+    (some,) = hand.forward(quiet.rows[2:], [quiet.tokens] * 2, [3, 24])
+    np.testing.assert_array_equal(some, [wanted[2][3], wanted[3][8]])
     hand.close()
 
 
