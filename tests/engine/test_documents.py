@@ -5,19 +5,28 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.fake_runner import (
+    ROOT,
+    Bench,
     assert_clean,
     expected_tokens,
     fake_engine,
     runner_of,
+    token_logits,
 )
-from kvboost_edge.config import GenerationMode
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.kvcache.hashing import LoneRoot
+from kvboost_edge.reuse.repair import Repair
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
+BARE = Repair(strategy=RecomputeStrategy.NONE)
+SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
+BLEND = Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=0.25)
 
 
 def document(number: int, length: int) -> list[int]:
@@ -250,3 +259,48 @@ def test_engine_options_that_contradict_are_refused_before_a_model_is_looked_for
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         CPUPagedEngine.from_pretrained("no such model", **options)
+
+
+def test_of_chains_computed_alone_only_what_follows_the_context_is_offered() -> None:
+    bench = Bench()
+    behind, text = document(5, 48), document(1, 64)
+    lone = LoneRoot.of(ROOT, 3)
+    assert lone == LoneRoot.of(ROOT, 3) != LoneRoot.of(ROOT, 2)
+    bench.submit(behind + text, 1, terms={"root": lone})
+    bench.run()
+    content, harvest = bench.manager.content, bench.scheduler.sharing.harvest
+    assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 4)
+    assert harvest.context_of(text, ROOT) == 48
+    assert harvest.context_of(text, lone) is None
+    assert [harvest.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
+    assert bench.manager.peek(behind + text, ROOT) == 0
+    # Blocks stay shared when those before them are gone, and when those come back.
+    assert bench.manager.reset(content.under(lone)) == 3
+    bench.check()
+    assert harvest.context_of(text, ROOT) == 48
+    bench.submit(behind + text, 1, terms={"root": lone})
+    bench.run()
+    assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 8)
+    assert harvest.context_of(text, ROOT) == 48
+    prompt = document(0, 20) + text + document(9, 9)
+    handle = bench.submit(prompt, 20, REUSE, repair=BARE)
+    assert bench.manager.reset(content.under(ROOT)) == 8
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 20)
+    assert not handle.result(0).approximate
+
+
+@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
+@pytest.mark.parametrize("start", [75, 99, 120, 130])
+def test_logits_behind_spans_are_those_of_the_tokens(repair: Repair, start: int) -> None:
+    """No row that is asked for is ever shared: what is found ends before the first of them."""
+    bench = Bench()
+    text = document(1, 90)
+    bench.submit(document(0, 32) + text, 1)
+    bench.run()
+    ids = document(3, 20) + text + document(9, 21)
+    handle, rows = bench.submit_logits(ids, start, terms={"mode": REUSE, "repair": repair})
+    bench.run()
+    logits = np.concatenate(rows)
+    assert np.array_equal(logits, np.stack([token_logits(ids[: i + 1]) for i in range(start, len(ids))]))
+    assert handle.result(0).reused_span_tokens > 0

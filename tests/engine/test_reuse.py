@@ -4,13 +4,13 @@ be, so what is shared wrongly shows as an error or as other tokens."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from engine.fake_runner import ROOT, Bench, expected_tokens, token_logits
+from engine.fake_runner import Bench, expected_tokens
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.kvcache.hashing import LoneRoot
+from kvboost_edge.errors import KVBoostError
 from kvboost_edge.reuse.repair import Repair
 
 BARE = Repair(strategy=RecomputeStrategy.NONE)
@@ -21,6 +21,10 @@ REUSE = GenerationMode.CHUNK_KV_REUSE
 
 def document(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(256), k=length)
+
+
+def joined(documents: Sequence[list[int]]) -> list[int]:
+    return [token for tokens in documents for token in tokens]
 
 
 @pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
@@ -74,46 +78,95 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
     assert bench.manager.peek(prompt, bench.parts.root) == 64
 
 
-def test_of_chains_computed_alone_only_what_follows_the_context_is_offered() -> None:
+def test_a_block_of_two_tables_outlives_its_prompt() -> None:
+    """Blocks that are shared at another position are not handed out while they are."""
+    bench = Bench(14, max_num_seqs=4, max_batch_tokens=16)
+    head, one = document(0, 17), document(1, 80)
+    bench.submit(one, 1)
+    bench.run()
+    reusing = bench.submit(head + one + [3], 30, REUSE, repair=BARE)
+    for _ in range(3):
+        bench.step()
+    others = [bench.submit(document(number, 60), 20) for number in (5, 6, 7)]
+    bench.run()
+    assert list(reusing.result(0).output_token_ids) == expected_tokens(head + one + [3], 30)
+    assert reusing.result(0).approximate
+    for number, handle in zip((5, 6, 7), others, strict=True):
+        assert list(handle.result(0).output_token_ids) == expected_tokens(document(number, 60), 20)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_cancel_in_probe_and_repair_gives_everything_back(steps: int) -> None:
+    bench = Bench(max_batch_tokens=16)
+    docs = [document(number, 70) for number in (1, 2, 3)]
+    bench.submit(document(0, 16) + joined(docs), 1)
+    bench.run()
+    handle = bench.submit(document(4, 20) + joined(docs[::-1]) + [1, 2], 3, REUSE, repair=BLEND)
+    for _ in range(steps):
+        bench.step()
+    handle.cancel()
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert bench.manager.used_block_count == 0
+    bench.manager.check_invariants([])
+
+
+@pytest.mark.parametrize("when", ["probe", "repair"])
+def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
+    bench = Bench(max_batch_tokens=32)
+    docs = [document(number, 70) for number in (1, 2)]
+    bench.submit(joined(docs), 1)
+    bench.run()
+    other = bench.submit([9, 8, 7], 30)
+    prompt = document(4, 20) + docs[1] + docs[0] + [1, 2]
+    handle = bench.submit(prompt, 3, REUSE, repair=BLEND if when == "probe" else BARE)
+    if when == "probe":
+        bench.runner.deviations = lambda *arguments: 1 / 0
+    else:
+        bench.runner.nan_for = {prompt[31]}  # the end of the first stretch
+    bench.run()
+    with pytest.raises(ZeroDivisionError if when == "probe" else KVBoostError):
+        handle.result(0)
+    assert list(other.result(0).output_token_ids) == expected_tokens([9, 8, 7], 30)
+    assert bench.manager.used_block_count == 0
+
+
+def test_a_tenant_shares_no_spans_of_another() -> None:
     bench = Bench()
-    behind, text = document(5, 48), document(1, 64)
-    lone = LoneRoot.of(ROOT, 3)
-    assert lone == LoneRoot.of(ROOT, 3) != LoneRoot.of(ROOT, 2)
-    bench.submit(behind + text, 1, terms={"root": lone})
+    doc = document(1, 80)
+    bench.submit(doc, 1, tenant="a")
     bench.run()
-    content, harvest = bench.manager.content, bench.scheduler.sharing.harvest
-    assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 4)
-    assert harvest.context_of(text, ROOT) == 48
-    assert harvest.context_of(text, lone) is None
-    assert [harvest.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
-    assert bench.manager.peek(behind + text, ROOT) == 0
-    # Blocks stay shared when those before them are gone, and when those come back.
-    assert bench.manager.reset(content.under(lone)) == 3
-    bench.check()
-    assert harvest.context_of(text, ROOT) == 48
-    bench.submit(behind + text, 1, terms={"root": lone})
+    prompt = document(2, 20) + doc + [1]
+    foreign = bench.submit(prompt, 2, REUSE, repair=BARE, tenant="b")
+    own = bench.submit(prompt, 2, REUSE, repair=BARE, tenant="a")
     bench.run()
-    assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 8)
-    assert harvest.context_of(text, ROOT) == 48
-    prompt = document(0, 20) + text + document(9, 9)
-    handle = bench.submit(prompt, 20, REUSE, repair=BARE)
-    assert bench.manager.reset(content.under(ROOT)) == 8
+    assert not foreign.result(0).approximate
+    assert own.result(0).reused_span_tokens > 60
+
+
+def test_one_document_twice_in_a_prompt_is_one_set_of_blocks() -> None:
+    bench = Bench()
+    doc = document(1, 96)
+    bench.submit(doc, 1)
     bench.run()
-    assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 20)
+    prompt = document(2, 16) + doc + document(3, 5) + doc + [1]
+    handle = bench.submit(prompt, 12, REUSE, repair=BARE)
+    bench.step()
+    (table,) = (sequence.blocks for sequence in bench.scheduler.running)
+    assert len(table.spans) == 2
+    assert set(table.spans[0].block_ids) & set(table.spans[1].block_ids)
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 12)
+
+
+def test_what_does_not_fit_with_spans_runs_exactly() -> None:
+    """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens for."""
+    bench = Bench(9)
+    docs = [document(number, 41) for number in (1, 2, 3)]
+    bench.submit(joined(docs), 1)
+    bench.run()
+    prompt = [7] * 16 + docs[2] + docs[0] + docs[1][:40] + [1]
+    handle = bench.submit(prompt, 5, REUSE, repair=BARE)
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 5)
     assert not handle.result(0).approximate
-
-
-@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
-@pytest.mark.parametrize("start", [75, 99, 120, 130])
-def test_logits_behind_spans_are_those_of_the_tokens(repair: Repair, start: int) -> None:
-    """No row that is asked for is ever shared: what is found ends before the first of them."""
-    bench = Bench()
-    text = document(1, 90)
-    bench.submit(document(0, 32) + text, 1)
-    bench.run()
-    ids = document(3, 20) + text + document(9, 21)
-    handle, rows = bench.submit_logits(ids, start, terms={"mode": REUSE, "repair": repair})
-    bench.run()
-    logits = np.concatenate(rows)
-    assert np.array_equal(logits, np.stack([token_logits(ids[: i + 1]) for i in range(start, len(ids))]))
-    assert handle.result(0).reused_span_tokens > 0
