@@ -39,6 +39,7 @@ from kvboost_edge.reuse.repair import Repair
 __all__ = ["Gate", "Privately"]
 
 _LOG = logging.getLogger(__name__)
+_MARK = "(the text)"
 _GREEDY = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, seed=0)
 
 
@@ -118,9 +119,8 @@ class Gate:
         pool = self._parts.manager.usable_block_count * size - len(self._lead())
         most = min(self._parts.runner.info.max_context, pool // 2 - 16 * size)
         least = max(self._config.min_chunk_tokens, repair.num_seam_tokens + 3 * size)
-        header = self._documents.header
         material = make_material(
-            lambda text: tokenizer.encode(text, False), header, most_tokens=most, least_tokens=least
+            lambda text: tokenizer.encode(text, False), *self._frame(), most_tokens=most, least_tokens=least
         )
         if material is None:
             raise RequestError(
@@ -130,6 +130,15 @@ class Gate:
                 "reuse_gate='off'"
             )
         return material
+
+    def _frame(self) -> tuple[Sequence[int], Sequence[int] | None]:
+        """What stands before and behind the text of a prompt: a chat's marks where the model has a template."""
+        tokenizer = self._parts.tokenizer
+        if tokenizer.chat_template is not None:
+            with contextlib.suppress(Exception):  # a template is a program that came with the model
+                before, behind = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}]).split(_MARK)
+                return tokenizer.encode(before, False), tokenizer.encode(behind, False)
+        return self._documents.header, None
 
     def _measure(self, repair: Repair, lead: tuple[int, ...], material: Material) -> Verdict:
         with self.privately() as whose:

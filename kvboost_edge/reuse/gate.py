@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS
+from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS, TEXT_ENDING
 
 __all__ = ["ANSWER_TOKENS", "Material", "Verdict", "compare", "make_material", "outcome_stamp", "read", "write"]
 
@@ -49,18 +49,25 @@ class Material(NamedTuple):
 
 
 def make_material(
-    encode: Callable[[str], Sequence[int]], header: Sequence[int], *, most_tokens: int, least_tokens: int
+    encode: Callable[[str], Sequence[int]],
+    before: Sequence[int],
+    behind: Sequence[int] | None,
+    *,
+    most_tokens: int,
+    least_tokens: int,
 ) -> Material | None:
     """The test for a tokenizer, from the built-in text: prompts of `most_tokens` with their answers at most, of
     documents that have `least_tokens` at least, as many as there are passages where that is possible. None where there
     cannot be three.
 
-    encode   token ids of a text, without special tokens
-    header   the special tokens before a prompt
+    encode           token ids of a text, without special tokens
+    before, behind   what a chat begins with, and what stands between a question and its answer; behind None: no chat,
+                     a text to go on with
     """
-    introduction = (*header, *encode(INTRODUCTION))
+    introduction = (*before, *encode(INTRODUCTION))
     passages = [tuple(encode(passage)) for passage in PASSAGES]
-    questions = tuple(tuple(encode(question)) for question in QUESTIONS)
+    endings = encode(TEXT_ENDING) if behind is None else behind
+    questions = tuple((*encode(question), *endings) for question in QUESTIONS)
     room = most_tokens - len(introduction) - max(map(len, questions)) - ANSWER_TOKENS
     for count in range(len(passages), _LEAST_DOCUMENTS - 1, -1):
         ends = [len(passages) * i // count for i in range(count + 1)]

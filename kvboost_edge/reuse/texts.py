@@ -6,7 +6,7 @@ does on text like its own primer says little.
 
 from __future__ import annotations
 
-__all__ = ["INTRODUCTION", "PASSAGES", "PRIMER", "QUESTIONS"]
+__all__ = ["INTRODUCTION", "PASSAGES", "PRIMER", "QUESTIONS", "TEXT_ENDING"]
 
 PRIMER = """\
 The following pages were put together from several sources. Each part stands on its own and can be read without the \
@@ -58,8 +58,10 @@ PASSAGES = (
 )
 
 QUESTIONS = (
-    "Question: Who bakes the rye loaves, and what does the oven burn?\nAnswer:",
-    "Question: When does flight 417 land in Bergen?\nAnswer:",
-    "Question: What must be closed before the pump is repaired?\nAnswer:",
-    "Question: What does the steward of the night train serve at ten?\nAnswer:",
+    "Question: Who bakes the rye loaves, and what does the oven burn?",
+    "Question: When does flight 417 land in Bergen?",
+    "Question: What must be closed before the pump is repaired?",
+    "Question: What does the steward of the night train serve at ten?",
 )
+
+TEXT_ENDING = "\nAnswer:"

@@ -1,0 +1,266 @@
+"""The test that stands before reuse: run once, by one thread, leaving nothing behind; what fails it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from engine.fake_runner import assert_clean, expected_tokens, fake_engine, hold_passes, runner_of
+from engine.hand_mover import DictTier
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.gate import Gate
+from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
+from kvboost_edge.reuse.gate import Verdict
+from kvboost_edge.runners.base import ForwardBatch
+
+REUSE = GenerationMode.CHUNK_KV_REUSE
+TEXT = [number * 7 % 256 for number in range(80)]
+PROMPT = [*range(20), *TEXT, 5]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def tests_run(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """What the tests that really ran found."""
+    found: list[Verdict] = []
+    measure = Gate._measure
+
+    def counted(self: Gate, *arguments: Any) -> Verdict:
+        found.append(measure(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Gate, "_measure", counted)
+    return found
+
+
+def engine_of(num_blocks: int = 128, **options: Any) -> CPUPagedEngine:
+    return fake_engine(num_blocks, **{"primer_tokens": 32, **options})
+
+
+def spoil(engine: CPUPagedEngine) -> None:
+    """What leans on keys at other positions becomes noise."""
+    runner = runner_of(engine)
+    forward = runner.forward
+
+    def noisy(batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        logits = forward(batch)
+        moved = batch.layout.parts is not None and (batch.layout.parts[:, -1] != 0).any()
+        return logits[:, ::-1].copy() if moved else logits
+
+    runner.forward = noisy  # type: ignore[method-assign]
+
+
+def test_reuse_is_tested_once_and_leaves_nothing(tests_run: list[Verdict]) -> None:
+    with engine_of() as engine:
+        engine.generate(TEXT + [1] * 16, 1)
+        before = engine.block_map()
+        assert engine.check(PROMPT, mode=REUSE) == len(PROMPT)
+        assert tests_run == []
+        result = engine.generate(PROMPT, 6, mode=REUSE)
+        assert list(result.output_token_ids) == expected_tokens(PROMPT, 6)
+        assert (result.mode, result.gate, len(tests_run)) == (REUSE, "passed", 1)
+        (verdict,) = tests_run
+        # Where reuse changes nothing only another order does.
+        assert verdict.kl_reuse == 0
+        assert verdict.kl_order > 0.1
+        assert (verdict.agreement, verdict.passed) == (1, True)
+        assert verdict.num_tokens >= 30
+        assert verdict.reused_share > 0.2
+        with engine._core.reading():
+            manager, root = engine._parts.manager, engine._parts.root
+            assert len(manager.content.under(root)) == manager.published_block_count >= before.count(1)
+            assert engine._core.answers._roots.keys() <= {root}
+        assert engine.generate(PROMPT, 6, mode=REUSE).gate == "passed"
+        assert engine.generate([9] * 40, 2, mode=REUSE).gate == ""
+        assert len(tests_run) == 1
+        assert_clean(engine)
+    with engine_of() as engine:
+        assert engine.warm(documents=[TEXT]).chunks_stored == 1
+        assert engine.generate(PROMPT, 6, mode=REUSE).approximate
+    assert len(tests_run) == 1, "the outcome is kept for other processes"
+
+
+def test_what_fails_the_test_is_refused_with_its_figures(tests_run: list[Verdict]) -> None:
+    words = r"refused for this model.*KL\(full \|\| reuse\).*reuse_gate='off'"
+    with engine_of() as engine:
+        spoil(engine)
+        engine.generate(TEXT + [1] * 16, 1)
+        with pytest.raises(RequestError, match=words):
+            engine.submit(PROMPT, mode=REUSE)
+        computed = runner_of(engine).computed
+        calls: list[Callable[[], Any]] = [
+            lambda: engine.generate(PROMPT, 6, mode=REUSE),
+            lambda: engine.check(PROMPT, mode=REUSE),
+            lambda: engine.warm(documents=[TEXT]),
+            lambda: engine.warm(TEXT, position_offset=9),
+            lambda: engine.generate_batch([PROMPT, PROMPT], mode=REUSE),
+            lambda: list(engine.stream(PROMPT, mode=REUSE)),
+            lambda: asyncio.run(engine.agenerate(PROMPT, mode=REUSE)),
+        ]
+        for call in calls:
+            with pytest.raises(RequestError, match=words):
+                call()
+        assert runner_of(engine).computed == computed
+        assert list(engine.generate(PROMPT, 6).output_token_ids) == expected_tokens(PROMPT, 6)
+        assert not tests_run[0].passed
+        assert_clean(engine)
+    with engine_of() as engine, pytest.raises(RequestError, match=words):
+        engine.generate(PROMPT, 6, mode=REUSE)
+    assert len(tests_run) == 1
+
+
+def test_other_repairs_are_other_tests(tests_run: list[Verdict]) -> None:
+    with engine_of() as engine:
+        for strategy, ratio, count in (("none", 0.1, 1), ("none", 0.2, 1), ("cacheblend", 0.2, 2), ("none", 0.1, 2)):
+            engine.generate(PROMPT, 1, mode=REUSE, recompute_strategy=strategy, recompute_ratio=ratio)
+            assert len(tests_run) == count
+
+
+def test_off_says_that_nothing_was_tested(tests_run: list[Verdict]) -> None:
+    with engine_of(reuse_gate="off") as engine:
+        engine.warm(documents=[TEXT])
+        assert engine.generate(PROMPT, 1, mode=REUSE).gate == "off"
+        assert engine.generate(PROMPT, 1).gate == ""
+    assert tests_run == []
+
+
+def test_several_threads_wait_for_one_test(tests_run: list[Verdict]) -> None:
+    go = threading.Event()
+    with engine_of() as engine, ThreadPoolExecutor(4) as pool:
+        hold_passes(engine, go)
+        waiting = [pool.submit(engine.generate, PROMPT, 4, mode=REUSE) for _ in range(4)]
+        go.set()
+        for one in waiting:
+            assert list(one.result(60).output_token_ids) == expected_tokens(PROMPT, 4)
+        assert len(tests_run) == 1
+        assert_clean(engine)
+
+
+def test_other_requests_run_beside_the_test(tests_run: list[Verdict]) -> None:
+    with engine_of() as engine, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(engine.generate, PROMPT, 4, mode=REUSE)
+        while not asked.done():
+            assert list(engine.generate(TEXT, 3).output_token_ids) == expected_tokens(TEXT, 3)
+        assert asked.result(60).finish_reason == "length"
+        assert len(tests_run) == 1
+
+
+def test_a_request_that_fails_in_any_case_starts_no_test(tests_run: list[Verdict]) -> None:
+    with engine_of(num_blocks=20) as engine:
+        for call in (engine.generate, engine.submit):
+            with pytest.raises(CapacityError, match="enlarge max_cache_bytes"):
+                call([1] * 330, mode=REUSE)
+        with pytest.raises(RequestError, match="max_new_tokens"):
+            engine.generate([1] * 390, 30, mode=REUSE)
+        with pytest.raises(RequestError, match="documents is an empty list"):
+            engine.warm(documents=[])
+        runner_of(engine).moved_keys_refusal = "it has no keys"
+        with pytest.raises(RequestError, match="it has no keys"):
+            engine.generate([1] * 40, mode=REUSE)
+        assert runner_of(engine).computed == 0
+    assert tests_run == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_context": 150}, "no room for three documents of 64 tokens .* in a prompt of 150"),
+        ({"num_blocks": 40}, "half of the pool"),
+        ({"recompute_overlap": 400}, "recompute_overlap=400"),
+        ({"min_chunk_tokens": 300}, "min_chunk_tokens=300"),
+    ],
+    ids=str,
+)
+def test_without_room_for_its_test_reuse_is_refused(options: dict[str, Any], words: str) -> None:
+    with engine_of(**options) as engine:
+        with pytest.raises(RequestError, match=rf"{words}.*reuse_gate='off'"):
+            engine.generate([1] * 40, 4, mode=REUSE)
+        assert runner_of(engine).computed == 0
+
+
+def test_an_engine_that_is_closed_ends_its_test() -> None:
+    engine = engine_of()
+    go, begun = threading.Event(), threading.Event()
+
+    def hold(batch: ForwardBatch) -> None:
+        begun.set()
+        assert go.wait(30)
+
+    runner_of(engine).on_forward = hold
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(engine.generate, PROMPT, 4, mode=REUSE) for _ in range(2)]
+        assert begun.wait(30)
+        closing = pool.submit(engine.close)
+        go.set()
+        closing.result(60)
+        for one in asked:
+            with pytest.raises(KVBoostError, match="closed"):
+                one.result(60)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_test_that_is_interrupted_is_run_again(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tests_run: list[Verdict]
+) -> None:
+    failing: Iterator[BaseException | None] = iter([error("stop"), None])
+    logits = Gate.logits
+
+    def interrupted(self: Gate, *arguments: Any) -> Any:
+        if (one := next(failing, None)) is not None:
+            raise one
+        return logits(self, *arguments)
+
+    monkeypatch.setattr(Gate, "logits", interrupted)
+    with engine_of() as engine:
+        with pytest.raises(error, match="stop"):
+            engine.generate(PROMPT, 4, mode=REUSE)
+        assert engine.paged_stats()["cached_blocks"] == 0
+        assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
+        assert len(tests_run) == 1
+        assert_clean(engine)
+
+
+def test_a_failing_pass_fails_the_request_that_asked() -> None:
+    with engine_of() as engine:
+
+        def fail(batch: ForwardBatch) -> None:
+            raise MemoryError("no memory")
+
+        runner_of(engine).on_forward = fail
+        with pytest.raises(MemoryError):
+            engine.generate(PROMPT, 4, mode=REUSE)
+        runner_of(engine).on_forward = None
+        assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
+        assert_clean(engine)
+
+
+def test_the_draws_of_others_are_what_they_would_be_without_it() -> None:
+    outputs = []
+    for gate in ("auto", "off"):
+        with engine_of(seed=3, reuse_gate=gate) as engine:
+            engine.generate(PROMPT, 1, mode=REUSE)
+            outputs.append(engine.generate(TEXT, 12, temperature=1.5).output_token_ids)
+    assert outputs[0] == outputs[1]
+
+
+def test_no_tier_is_given_what_the_test_computed(tests_run: list[Verdict]) -> None:
+    tier = DictTier()
+    with engine_of(tiers=[tier]) as engine:
+        engine.generate(PROMPT, 1, mode=REUSE)
+        assert len(tests_run) == 1
+        engine.warm(documents=[TEXT])
+    # The prompt's own blocks, and the document's behind its primer.
+    assert len(tier.blocks) == len(PROMPT) // 16 + (32 + 80) // 16

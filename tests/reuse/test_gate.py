@@ -1,0 +1,115 @@
+"""The test of reuse without a model: its text, its measure, its bound, and what an outcome is kept under."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvboost_edge.config import RecomputeStrategy
+from kvboost_edge.reuse.gate import (
+    ANSWER_TOKENS,
+    Comparison,
+    Material,
+    Verdict,
+    compare,
+    make_material,
+    outcome_stamp,
+    read,
+    write,
+)
+from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.texts import PASSAGES, PRIMER, QUESTIONS
+
+MODEL = b"m" * 32
+MATERIAL = Material((1,), ((2, 3), (4,), (5, 6)), ((7,), (8,)))
+
+
+def words(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def test_the_measure_is_the_mean_of_kl_and_of_equal_best_tokens() -> None:
+    full = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]], np.float32)) + 3
+    other = np.log(np.array([[0.25, 0.5, 0.25], [0.2, 0.7, 0.1]], np.float32)) - 5
+    found = compare(full, other)
+    assert found.mean_kl == pytest.approx((0.5 * np.log(2) + 0.25 * np.log(0.5)) / 2, abs=1e-6)
+    assert (found.agreement, found.num_tokens) == (0.5, 2)
+    assert compare(full, full) == Comparison(0.0, 2, 2)
+    assert found + compare(full, full) == Comparison(found.kl, 3, 4)
+
+
+def test_far_logits_give_a_finite_figure() -> None:
+    full = np.array([[0, -1e4, 5]], np.float32)
+    assert np.isfinite(compare(full, -full).mean_kl)
+
+
+@pytest.mark.parametrize(
+    ("reuse", "order", "passed"), [(0.1, 0.1, True), (0.11, 0.1, False), (0.0009, 0.0, True), (0.0011, 0.0, False)]
+)
+def test_reuse_may_change_answers_as_much_as_another_order(reuse: float, order: float, passed: bool) -> None:
+    verdict = Verdict(reuse, order, 0.9, 60, 0.5)
+    assert verdict.passed is passed
+    assert f"{reuse:.3g} nats" in str(verdict)
+    assert f"{order:.3g}" in str(verdict)
+
+
+def test_the_prompts_are_all_documents_and_a_question() -> None:
+    assert MATERIAL.prompts() == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]]
+    assert MATERIAL.prompts(reordered=True) == [[1, 4, 2, 3, 5, 6, 7], [1, 4, 2, 3, 5, 6, 8]]
+
+
+def test_another_order_leaves_no_document_where_it_was() -> None:
+    material = make_material(words, [1], None, most_tokens=10_000, least_tokens=10)
+    assert material is not None
+    documents = material.documents
+    order = (*documents[1::2], *documents[::2])
+    assert len(set(documents)) == len(documents) == len(PASSAGES)
+    assert all(one != other for one, other in zip(documents, order, strict=True))
+    assert not set(itertools.pairwise(documents)) & set(itertools.pairwise(order))
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "count"), [(10_000, 32, 8), (10_000, 60, 4), (10_000, 105, 3), (300, 32, 8), (200, 40, 4)]
+)
+def test_documents_fit_the_prompt_and_are_long_enough(most: int, least: int, count: int) -> None:
+    material = make_material(words, [1, 2], [3], most_tokens=most, least_tokens=least)
+    assert material is not None
+    assert len(material.documents) == count
+    assert min(map(len, material.documents)) >= least
+    assert max(map(len, material.prompts())) + ANSWER_TOKENS <= most
+    assert all(prompt[:2] == [1, 2] and prompt[-1] == 3 for prompt in material.prompts())
+
+
+@pytest.mark.parametrize(("most", "least"), [(100, 32), (-5, 32), (10_000, 500)])
+def test_without_room_for_three_there_is_no_test(most: int, least: int) -> None:
+    assert make_material(words, [1], None, most_tokens=most, least_tokens=least) is None
+
+
+def test_the_primer_is_not_what_is_tested() -> None:
+    sentences = {s.strip() for text in (*PASSAGES, *QUESTIONS) for s in text.replace("\n", " ").split(".") if s.strip()}
+    assert not any(sentence in PRIMER for sentence in sentences)
+
+
+def test_an_outcome_is_kept_under_all_it_depends_on(tmp_path: Path) -> None:
+    blend = Repair(strategy=RecomputeStrategy.CACHEBLEND)
+    stamp = outcome_stamp(MODEL, blend, [1, 2], MATERIAL)
+    verdict = Verdict(0.1, 0.2, 0.9, 60, 0.5)
+    assert read(stamp, tmp_path) is None
+    write(stamp, verdict, tmp_path)
+    assert read(stamp, tmp_path) == verdict
+    others = [
+        outcome_stamp(b"n" * 32, blend, [1, 2], MATERIAL),
+        outcome_stamp(MODEL, dataclasses.replace(blend, ratio=0.2), [1, 2], MATERIAL),
+        outcome_stamp(MODEL, dataclasses.replace(blend, overlap=17), [1, 2], MATERIAL),
+        outcome_stamp(MODEL, dataclasses.replace(blend, strategy=RecomputeStrategy.SELECTIVE), [1, 2], MATERIAL),
+        outcome_stamp(MODEL, blend, [1], MATERIAL),
+        outcome_stamp(MODEL, blend, [1, 2], MATERIAL._replace(introduction=(2,))),
+    ]
+    assert [read(one, tmp_path) for one in others] == [None] * len(others)
+    # What a strategy does not look at makes no other outcome.
+    bare = [Repair(strategy=RecomputeStrategy.NONE, overlap=n, ratio=n / 10) for n in (1, 2)]
+    assert len({outcome_stamp(MODEL, one, [1], MATERIAL) for one in bare}) == 1
