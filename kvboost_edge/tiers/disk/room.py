@@ -14,7 +14,7 @@ from kvboost_edge.tiers.disk.directory import describe, lock_directory
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.layout import is_space, segment_ids, segment_path, sidecar_path
 
-__all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "space_directories"]
+__all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "segment_sizes", "space_directories"]
 
 LEAST_BYTES = 1 << 20
 """The smallest cap."""
@@ -46,13 +46,18 @@ def free_floor(total: int) -> int:
 def default_cap(root: Path, files: Files) -> int:
     """The smaller of 16 GiB and a fifth of what is free, counting as free what the tier takes. Raises OSError."""
     free, _ = files.space(root)
-    taken = sum(_taken(path, files) for path in space_directories(root)) if root.is_dir() else 0
+    taken = sum(sum(segment_sizes(path, files).values()) for path in space_directories(root)) if root.is_dir() else 0
     return max(LEAST_BYTES, min(_DEFAULT_CAP, (free + taken) // _DEFAULT_SHARE))
 
 
-def _taken(directory: Path, files: Files) -> int:
-    sizes = files.sizes(directory)
-    return sum(sizes[segment_path(directory, number).name] for number in segment_ids(sizes))
+def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
+    """Bytes of a space's segments by their numbers; none where this user may not look, or it is gone by now. Raises
+    OSError."""
+    try:
+        sizes = files.sizes(directory)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    return {number: sizes[segment_path(directory, number).name] for number in segment_ids(sizes)}
 
 
 class Room:
@@ -103,10 +108,9 @@ class Room:
         return f"other models that are open take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
 
     def _segments(self, path: Path) -> list[_Other]:
-        used = describe(path, self._files)["used"]
-        sizes = self._files.sizes(path)
-        numbers = segment_ids(sizes)
-        return [_Other(used, path, number, sizes[segment_path(path, number).name]) for number in numbers]
+        sizes = segment_sizes(path, self._files)
+        used = describe(path, self._files)["used"] if sizes else 0
+        return [_Other(used, path, number, nbytes) for number, nbytes in sizes.items()]
 
 
 def _checked(max_bytes: int) -> int:

@@ -172,6 +172,9 @@ class RedisTier:
         names = self._names_of(prefix_hashes)
         self._ask([("UNLINK", *keys) for keys in names], _SMALL_COMMANDS)
 
+    def tend(self) -> None:
+        """Nothing: a server says by itself what became of it."""
+
     def stat(self) -> TierStats:
         """Counters; sizes are the server's, and not known here."""
         refused = self._no_writes if self._clock() < self._writes_again_at else ""
