@@ -18,6 +18,7 @@ import pytest
 from disk_cases import CAP, OTHER_SPACE, SPACE, chain, opened, present, read, segments, space_dir, write
 from disk_faults import FaultyFiles
 from kvboost_edge.tiers import mover as movers
+from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 from live_servers import wait_until
 
@@ -75,7 +76,7 @@ def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
         return [name for name in found if str(tmp_path) in name and "(deleted)" in name]
 
     monkeypatch.setattr(movers, "_TEND_SECONDS", 0.02)
-    tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP)
+    tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP, sealer=InlineSealer())
     mover = movers.Mover([tier], 4000)
     mover.start(lambda piece: None)
     try:
@@ -142,7 +143,8 @@ def test_a_link_in_the_spaces_place_is_not_followed_though_the_owner_runs(tmp_pa
 
 def test_a_directory_that_cannot_be_made_again_is_tried_every_half_minute(tmp_path, caplog):
     now = [0.0]
-    tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP, clock=lambda: now[0])
+    sealer = InlineSealer()
+    tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP, clock=lambda: now[0], sealer=sealer)
     write(tier, BLOCKS)
     shutil.rmtree(tmp_path / "root")
     (tmp_path / "root").write_text("in the way")
