@@ -55,5 +55,5 @@ def test_engines_of_all_kinds_share_a_directory_and_no_block(models, tmp_path):
                 tier = engine.paged_stats()["tiers"]["disk"]
                 assert (tier["refused"], tier["errors"], tier["state"]) == (0, 0, "")
             assert sum(path.stat().st_size for path in root.glob("*/*.kvs")) <= CAP
-    assert len(list(root.iterdir())) == len(ENGINES)
+    assert sum(path.is_dir() for path in root.iterdir()) == len(ENGINES)
     assert len({path.parent for path in root.glob("*/*.kvs")}) < len(ENGINES), "the cap was never met"

@@ -20,7 +20,7 @@ from kvboost_edge.tiers.disk.files import CHANGE, WRITE, Files
 from kvboost_edge.tiers.disk.layout import DESCRIPTION, LOCK, is_space, write_whole
 from kvboost_edge.tiers.disk.sidecar import read_file
 
-__all__ = ["SpaceDirectory", "describe", "is_locked", "lock_directory", "open_directory"]
+__all__ = ["SpaceDirectory", "describe", "is_locked", "lock_directory", "lock_soon", "open_directory"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS, _LOOK_S = 10, 0.005
@@ -72,7 +72,7 @@ def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | No
     lock, why_not = None, ""
     try:
         files.make_private(path)
-        lock = _lock_soon(path, files)
+        lock = lock_soon(path, files)
         if lock is None:
             why_not = f"{path} is owned by another process; this one reads only"
         else:
@@ -95,7 +95,7 @@ def lock_directory(path: Path, files: Files) -> int | None:
                 return None
             if files.is_same(handle, path / LOCK):
                 return handle
-        except OSError:
+        except BaseException:
             files.close(handle)
             raise
         files.close(handle)  # the directory was removed by its last owner meanwhile
@@ -114,9 +114,9 @@ def is_locked(path: Path, files: Files) -> bool:
         files.close(handle)
 
 
-def _lock_soon(path: Path, files: Files) -> int | None:
+def lock_soon(path: Path, files: Files, seconds: float = _LOOKS * _LOOK_S) -> int | None:
     """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is waited for."""
-    for _ in range(_LOOKS):
+    for _ in range(round(seconds / _LOOK_S)):
         handle = lock_directory(path, files)
         if handle is not None:
             return handle

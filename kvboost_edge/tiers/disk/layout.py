@@ -1,5 +1,6 @@
 """What lies where: one directory per space below the cache directory, and the files in it.
 
+<cache directory>/lock      locked by the process that makes room for a segment at the moment
 <cache directory>/<64 hex digits of the space>/
     lock              locked by the process that owns the directory: it alone writes
     space.json        what the space is, for people; and `used`, a number that grows with every opening of any space

@@ -6,11 +6,12 @@ Segments of spaces that nobody owns, those used longest ago first, go before any
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.directory import describe, lock_directory
+from kvboost_edge.tiers.disk.directory import describe, lock_directory, lock_soon
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.layout import is_space, segment_ids, segment_path, sidecar_path
 
@@ -20,6 +21,7 @@ LEAST_BYTES = 1 << 20
 """The smallest cap."""
 _DEFAULT_CAP = 16 << 30
 _DEFAULT_SHARE = 5  # a fifth of what is free
+_TURN_S = 0.5
 _FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 20  # a twentieth of the file system, where that is less
 
@@ -81,6 +83,22 @@ class Room:
         free, total = self._files.space(self._root)
         theirs = sum(other.nbytes for other in self._others)
         return min(self.max_bytes - theirs, own_bytes + free - free_floor(total))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """One process at a time makes room and takes it, or two would take the same: whether it is our turn, which is
+        waited for shortly. Where there can be no lock, everybody goes on without."""
+        try:
+            handle = lock_soon(self._root, self._files, _TURN_S)
+        except OSError:
+            yield True
+            return
+        try:
+            yield handle is not None
+        finally:
+            if handle is not None:
+                with contextlib.suppress(OSError):
+                    self._files.close(handle)
 
     def take_from_others(self) -> bool:
         """Delete the least recently used segment of a space that nobody owns; whether there was one."""

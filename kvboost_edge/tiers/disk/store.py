@@ -225,8 +225,9 @@ class Store:
             self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}")
             return False
         try:
-            if not self._has_room(nbytes):
-                self._pause(self.room.why_none())
+            why_none = self._why_no_room(nbytes)
+            if why_none:
+                self._pause(why_none)
                 return False
             header = memoryview(encode_header(self._space, address, payload))
             record = self._segments.append(header, payload, address.prefix_hash, address.parent_hash)
@@ -244,18 +245,22 @@ class Store:
             self._problem = ""
         return True
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether the active segment, perhaps a new one, takes a record of so many bytes. Raises OSError."""
+    def _why_no_room(self, nbytes: int) -> str:
+        """One line on why the active segment, perhaps a new one, takes no record of so many bytes; "" where it does.
+        Raises OSError."""
         active = self._segments.active
         if active is not None and active.nbytes - active.end >= nbytes:
-            return True
+            return ""
         self._retire()
         size = max(nbytes, min(SEGMENT_BYTES, padded(self.room.max_bytes // _SEGMENTS_AT_LEAST)))
-        if not self.cleaner.make_room(size):
-            return False
-        self._segments.begin(size)
+        with self.room.turn() as is_ours:
+            if not is_ours:
+                return f"another process is making room beside {self.directory.path}"
+            if not self.cleaner.make_room(size):
+                return self.room.why_none()
+            self._segments.begin(size)
         self.cleaner.keep_room(size, copies=min(size // 2, size - nbytes))
-        return True
+        return ""
 
     def _retire(self) -> None:
         segment = self._segments.retire()
