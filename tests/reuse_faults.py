@@ -66,10 +66,16 @@ REUSE_FAULTS = (
         _POOL,
         "            self._claims.drop(table, index)",
         "            pass",
-        _SHARING,
+        "tests/reuse/test_probe.py",
     ),
     ("a stretch ends inside a block", _PLAN, "first += (position - first) % block_size", "pass", _SHARING),
-    ("seams are not computed", _PLAN, "run.prompt_start + num_seam_tokens", "run.prompt_start", _SHARING),
+    (
+        "seams are not computed",
+        _PLAN,
+        "run.prompt_start + num_seam_tokens",
+        "run.prompt_start",
+        "tests/reuse/test_plan.py",
+    ),
     (
         "the least deviating blocks are computed",
         _PROBE,

@@ -91,6 +91,16 @@ def test_the_blocks_that_deviate_most_go_to_reserved_blocks() -> None:
     assert manager.used_block_count == 0
 
 
+def test_what_is_behind_a_span_is_promised_to_nobody() -> None:
+    """Nothing of it will be published; only the block before the first span is exact."""
+    manager, table = shared_table()
+    promised = manager.awaited_hash(range(5), ROOT)
+    assert promised is not None
+    assert manager.awaited_hash(range(30), ROOT) == promised
+    manager.free(table)
+    assert manager.awaited_hash(range(30), ROOT) is None
+
+
 def test_all_of_the_spans_may_be_chosen() -> None:
     """What is left is the ends that are no whole blocks."""
     manager, table = shared_table(4)
