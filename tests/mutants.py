@@ -42,7 +42,6 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 KERNELS = ("tests/kernels", "tests/backends")
 CONTRACT = ("tests/backends",)
-TURNING = ("tests/kernels/attention/test_turning.py",)
 KVCACHE = ("tests/kvcache",)
 SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
 LIFECYCLE = ("tests/engine/test_lifecycle.py",)
@@ -92,8 +91,6 @@ FAULTS = (
         "for at in range(pool.shape[1] - 1):",
         *KERNELS,
     ),
-    fault("queries see no delta", "kernels/attention/units.py", "shift - item.delta", "shift", *TURNING),
-    fault("own block meets turned queries", "kernels/attention/units.py", "unit.query)", "unit.scores)", *TURNING),
     # The torch backend.
     fault(
         "torch: causal mask off by one",

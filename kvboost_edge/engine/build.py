@@ -29,6 +29,7 @@ from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
 from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.reuse.cutting import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner
 from kvboost_edge.runners.choice import RunnerChoice, load_runner, plan_of
 from kvboost_edge.runners.torch.plan import compute_dtype
@@ -70,6 +71,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     progress: called with (bytes done, bytes in all) while weights are packed, which happens once per model and format.
     """
     check_tiers(config)
+    chunk_options(config)
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
@@ -121,6 +123,7 @@ def _load_runner(
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
     """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are used. ConfigError for
     options about loading; a given `num_threads` becomes torch's, which is left as it is without."""
+    chunk_options(config)
     for name in _LOADING_OPTIONS:
         if getattr(config, name) != getattr(_DEFAULTS, name):
             raise ConfigError(

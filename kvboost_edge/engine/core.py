@@ -358,7 +358,10 @@ class EngineCore:
         known = sequence.num_tokens
         reason = sequence.take(work, rows)
         self.scheduler.num_generated_tokens += sequence.num_tokens - known
-        self.scheduler.manager.commit(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens)
+        publish = sequence.request.publishes
+        self.scheduler.manager.commit(
+            sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, publish=publish
+        )
         return reason
 
     def _end(self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None) -> None:

@@ -21,14 +21,12 @@ from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
 from kvboost_edge.engine.results import WarmResult
 from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
-from kvboost_edge.reuse.cutting import Chunk, ChunkOptions, cut
+from kvboost_edge.reuse.cutting import CHUNK_OPTIONS, Chunk, ChunkOptions, chunk_options, cut
 from kvboost_edge.reuse.texts import PRIMER
 
-__all__ = ["Alone", "Documents", "LoneText", "chunk_options"]
+__all__ = ["Alone", "Documents", "LoneText"]
 
-_DEFAULT_CHUNK_SIZE = 128
-_CHUNK_OPTIONS = ("chunk_strategy", "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens")
-_OPTIONS = (*_CHUNK_OPTIONS, "primer_tokens")
+_OPTIONS = (*CHUNK_OPTIONS, "primer_tokens")
 _ALONE = 64  # what had so few tokens before it is as if it had none
 
 
@@ -44,20 +42,6 @@ class Alone(NamedTuple):
 
     texts: list[LoneText]
     chunk_size: int
-
-
-def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) -> ChunkOptions:
-    """How documents are cut: by the engine's options, and those `given` in a call. ConfigError where they contradict
-    one another."""
-    values = {name: getattr(config, name) for name in _CHUNK_OPTIONS} | dict(given or {})
-    strategy, size = values.pop("chunk_strategy"), values.pop("chunk_size")
-    if strategy is None:
-        cuts = size is not None or any(values[name] for name in ("overlap_k", "sink_tokens"))
-        strategy = ChunkStrategy.FIXED if cuts else ChunkStrategy.DOCUMENT
-        if values["chunk_boundary_window"]:
-            strategy = ChunkStrategy.SEMANTIC
-    size = _DEFAULT_CHUNK_SIZE if size is None else size
-    return ChunkOptions(strategy=strategy, chunk_size=size, **values, block_size=config.block_size)
 
 
 class Documents:
@@ -158,7 +142,7 @@ class Documents:
         primer_tokens = as_int("primer_tokens", given.get("primer_tokens", self._config.primer_tokens))
         if primer_tokens < 0:
             raise RequestError(f"primer_tokens={primer_tokens} must be at least 0")
-        cutting = {name: value for name, value in given.items() if name in _CHUNK_OPTIONS}
+        cutting = {name: value for name, value in given.items() if name in CHUNK_OPTIONS}
         if not cutting:
             return self._options, primer_tokens
         try:

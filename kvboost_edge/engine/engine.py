@@ -18,7 +18,7 @@ from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.calls import Calls
 from kvboost_edge.engine.core import EngineCore
-from kvboost_edge.engine.documents import Documents, chunk_options
+from kvboost_edge.engine.documents import Documents
 from kvboost_edge.engine.gate import Gate
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
@@ -28,7 +28,7 @@ from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, War
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tiering import make_tiering
-from kvboost_edge.engine.verify import verify_engine
+from kvboost_edge.engine.verify import verify
 from kvboost_edge.errors import RequestError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -47,7 +47,6 @@ class CPUPagedEngine:
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
         config = EngineConfig.from_options(**options)
-        chunk_options(config)
         self._start(build_from_model(model, tokenizer, config), config)
 
     @classmethod
@@ -61,7 +60,6 @@ class CPUPagedEngine:
         and pool do not fit, BackendUnavailable for a backend that is not on this machine.
         """
         config = EngineConfig.from_options(**options)
-        chunk_options(config)  # before a model is loaded
         return cls._from_parts(build_from_path(path_or_id, config, progress), config)
 
     @classmethod
@@ -284,11 +282,17 @@ class CPUPagedEngine:
         return self._logits(token_ids, start, GenerationMode.PREFIX_CACHE)
 
     def verify_correctness(
-        self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32, **options: Any
+        self,
+        prompts: Sequence[Prompt] | None = None,
+        max_new_tokens: int = 32,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        **options: Any,
     ) -> CorrectnessReport:
         """Run each prompt without and with the cache and compare tokens, logits and distributions; see
-        `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may be given."""
-        return verify_engine(self, prompts, max_new_tokens, options)
+        `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may be given; with
+        mode="chunk_kv_reuse", which is approximate, recompute_* alone: it asks how far greedy answers change."""
+        return verify(self, self._gate, self._intake, mode, prompts, max_new_tokens, options)
 
     def cache_stats(self) -> dict[str, float]:
         """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""

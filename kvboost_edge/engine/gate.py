@@ -40,6 +40,7 @@ __all__ = ["Gate", "Privately"]
 
 _LOG = logging.getLogger(__name__)
 _MARK = "(the text)"
+_LEAST_FOUND = 0.9  # of the documents' tokens
 _GREEDY = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, seed=0)
 
 
@@ -142,8 +143,8 @@ class Gate:
 
     def _measure(self, repair: Repair, lead: tuple[int, ...], material: Material) -> Verdict:
         with self.privately() as whose:
-            answers = self._answers(material.prompts(), whose.full)
-            self._documents.compute([LoneText(lead, document) for document in material.documents], whose.reuse)
+            answers = [result.output_token_ids for result in self.generate(material.prompts(), whose.full, _GREEDY)]
+            self._compute(lead, material, whose)
             order, reuse, shared, total = Comparison(), Comparison(), 0, 0
             for prompt, other, answer in zip(
                 material.prompts(), material.prompts(reordered=True), answers, strict=True
@@ -152,13 +153,18 @@ class Gate:
                 order += compare(full, self.logits(other, answer, whose.full)[1])
                 result, rows = self.logits(prompt, answer, whose.reuse, repair)
                 reuse += compare(full, rows)
+                _check_found(result, material)
                 shared, total = shared + result.reused_span_tokens, total + len(prompt)
-        if not shared:
-            raise RequestError(
-                "mode='chunk_kv_reuse' is refused: nothing was reused in its test; the pool may be too small or too "
-                "busy (num_blocks, max_cache_bytes), try again"
-            )
         return Verdict(reuse.mean_kl, order.mean_kl, reuse.agreement, reuse.num_tokens, shared / total)
+
+    def prepare(self, repair: Repair, whose: Privately) -> Material:
+        """The test's prompts, once their documents are computed alone."""
+        material = self._material(repair)
+        self._compute(self._lead(), material, whose)
+        return material
+
+    def _compute(self, lead: tuple[int, ...], material: Material, whose: Privately) -> None:
+        self._documents.compute([LoneText(lead, document) for document in material.documents], whose.reuse)
 
     @contextlib.contextmanager
     def privately(self) -> Iterator[Privately]:
@@ -176,10 +182,13 @@ class Gate:
             with contextlib.suppress(KVBoostError):  # the engine was closed: nothing is left to be forgotten
                 self._documents.forget(*roots)
 
-    def _answers(self, prompts: Sequence[Sequence[int]], whose: Terms) -> list[tuple[int, ...]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], whose: Terms, params: SamplingParams, repair: Repair | None = None
+    ) -> list[GenerationResult]:
+        """Answers, all computed together; `repair` as below. Nothing is tested before."""
         entry = Entry(time.perf_counter(), prompt_text="")
-        requests = [self._intake.make(prompt, whose, _GREEDY, entry=entry) for prompt in prompts]
-        return [result.output_token_ids for result in self._calls.run(requests)]
+        requests = [self._intake.make(prompt, whose, params, entry=entry) for prompt in prompts]
+        return self._calls.run([_reusing(request, repair) for request in requests])
 
     def logits(
         self, prompt: Sequence[int], answer: Sequence[int], whose: Terms, repair: Repair | None = None
@@ -189,9 +198,23 @@ class Gate:
         entry = Entry(time.perf_counter(), prompt_text="")
         ids = [*prompt, *answer[:-1]]
         request = self._intake.make(ids, whose, SamplingParams(seed=0), entry=entry, logits_start=len(prompt) - 1)
-        if repair is not None:
-            request = dataclasses.replace(request, mode=GenerationMode.CHUNK_KV_REUSE, repair=repair)
-        return self._calls.logits(request)
+        return self._calls.logits(_reusing(request, repair))
+
+
+def _reusing(request: Request, repair: Repair | None) -> Request:
+    mode = GenerationMode.CHUNK_KV_REUSE
+    return request if repair is None else dataclasses.replace(request, mode=mode, repair=repair)
+
+
+def _check_found(result: GenerationResult, material: Material) -> None:
+    """What others drove out of the pool was computed, and proves nothing."""
+    found = result.reused_span_tokens + result.recomputed_tokens
+    documents = sum(map(len, material.documents))
+    if not result.reused_span_tokens or found < _LEAST_FOUND * documents:
+        raise RequestError(
+            f"mode='chunk_kv_reuse' is refused: its test found {found} of {documents} tokens again; the pool may be "
+            "too busy (num_blocks, max_cache_bytes), try again"
+        )
 
 
 def _word(verdict: Verdict) -> str:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.config import MAX_WEIGHT, EngineConfig, GenerationMode, RecomputeStrategy
@@ -223,10 +223,16 @@ class Intake:
             gate="" if repair is None else _GATES[self._config.reuse_gate],
         )
 
-    def own_repair(self) -> Repair:
-        """How the engine repairs reuse where a request does not say otherwise; RequestError where nothing is reused at
-        other positions."""
-        repair = self._repair(Terms(mode=GenerationMode.CHUNK_KV_REUSE), SamplingParams(), needs_exact=False)
+    def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
+        """How the engine repairs reuse, unless recompute_* options say otherwise; RequestError for any other option,
+        and where nothing is reused at other positions."""
+        given = dict(options or {})
+        for name in sorted(given.keys() - set(_REPAIRS)):
+            raise RequestError(
+                f"option {name!r} does not go with mode='chunk_kv_reuse' here; known: {', '.join(_REPAIRS)}"
+            )
+        terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
+        repair = self._repair(terms, SamplingParams(), needs_exact=False)
         assert repair is not None
         return repair
 

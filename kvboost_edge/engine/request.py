@@ -185,6 +185,12 @@ class Request:
         return self.mode is not GenerationMode.BASELINE and not bypassed
 
     @property
+    def publishes(self) -> bool:
+        """Whether what it computes can be found by others. Who only looks at logits behind shared spans leaves the
+        prompt as it was: the next look would find more of it computed."""
+        return self.repair is None or self.logits_start is None
+
+    @property
     def max_slots(self) -> int:
         """Most slots the request can ever need: the KV of the last sampled token is never computed."""
         return max(self.max_tokens - 1, len(self.prompt_ids))

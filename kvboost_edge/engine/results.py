@@ -189,10 +189,13 @@ class WarmResult:
 class PromptCheck:
     """One prompt, run without and with the cache.
 
-    reused_tokens            prompt tokens the second run took from the cache; 0 fails the check
+    reused_tokens            prompt tokens the second run took from the cache, with mode chunk_kv_reuse those that it
+                             shared at other positions; 0 fails the check
     max_logit_difference     largest absolute difference over the checked positions
     relative_logit_l2        L2 norm of the difference over the norm of the cold logits
     kl_divergence            largest KL(cold || warm) over the checked positions, of the distributions sampled from
+    mean_kl                  the mean of it, of the model's own distributions
+    agreement                share of the checked positions at which both find the same token the most likely
     text_equal               both runs gave the same tokens
     problem                  why it failed, else None
     """
@@ -203,6 +206,8 @@ class PromptCheck:
     max_logit_difference: float
     relative_logit_l2: float
     kl_divergence: float
+    mean_kl: float
+    agreement: float
     text_equal: bool
     cold_text: str
     warm_text: str
@@ -215,14 +220,29 @@ class PromptCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessReport:
-    """All checks of `verify_correctness`; truthy only if there is at least one and every one passed."""
+    """All checks of `verify_correctness`; truthy only if there is at least one and every one passed.
+
+    mode              what was compared with a full computation
+    logit_tolerance   relative L2 distance of the logits that rounding alone explains; 0: equal to the bit. With mode
+                      chunk_kv_reuse nothing is asked of single checks but that something was reused
+    kl_limit          with that mode: what the mean over all checks of `mean_kl` may be at most, as much as another
+                      order of documents changes; else None
+    """
 
     checks: tuple[PromptCheck, ...]
     logit_tolerance: float
+    mode: GenerationMode = GenerationMode.PREFIX_CACHE
+    kl_limit: float | None = None
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean over the checks; 0 without any."""
+        return sum(check.mean_kl for check in self.checks) / max(1, len(self.checks))
 
     @property
     def passed(self) -> bool:
-        return bool(self.checks) and all(check.passed for check in self.checks)
+        within = self.kl_limit is None or self.mean_kl <= self.kl_limit
+        return bool(self.checks) and within and all(check.passed for check in self.checks)
 
     def __bool__(self) -> bool:
         return self.passed
@@ -234,6 +254,10 @@ class CorrectnessReport:
             lines.append(
                 f"{check.reused_tokens}/{check.prompt_tokens} tokens reused, "
                 f"logits differ by {check.max_logit_difference:.3g} (relative {check.relative_logit_l2:.3g}), "
-                f"KL {check.kl_divergence:.3g}, text {'equal' if check.text_equal else 'different'}: {verdict}"
+                f"KL {check.kl_divergence:.3g} (mean {check.mean_kl:.3g}), {check.agreement:.0%} agree, "
+                f"text {'equal' if check.text_equal else 'different'}: {verdict}"
             )
+        if self.kl_limit is not None:
+            within = "ok" if self.mean_kl <= self.kl_limit else "FAILED"
+            lines.append(f"mean KL {self.mean_kl:.3g}, at most {self.kl_limit:.3g}: {within}")
         return "\n".join(lines)

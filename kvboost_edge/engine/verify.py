@@ -1,4 +1,5 @@
-"""`verify_correctness`: each prompt without and with the cache, compared on tokens, logits and distributions."""
+"""`verify_correctness`: each prompt without and with the cache, compared on tokens, logits and distributions; and
+without and with reuse at other positions, which is approximate and so compared with what it may change."""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.gate import Gate
+from kvboost_edge.engine.intake import Intake, Terms
 from kvboost_edge.engine.prompts import Prompt, encode_prompt
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request import SamplingParams, check_mode
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, PromptCheck
 from kvboost_edge.engine.sampling import sampling_distribution
 from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.gate import compare
+from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["verify_engine"]
+__all__ = ["verify"]
 
 # Relative L2 distance of the logits that rounding alone explains, by compute dtype. The native runner's weight formats
 # are not here: its runs must be equal to the bit.
@@ -53,7 +58,25 @@ class Checked(Protocol):
     def _logits(self, token_ids: Prompt, start: int, mode: GenerationMode) -> Floats: ...
 
 
-def verify_engine(
+def verify(
+    engine: Checked,
+    gate: Gate,
+    intake: Intake,
+    mode: GenerationMode | str,
+    prompts: Sequence[Prompt] | None,
+    max_new_tokens: int,
+    options: Mapping[str, Any],
+) -> CorrectnessReport:
+    """By the mode that is compared with a full computation; RequestError for one that is a full computation."""
+    checked = check_mode(mode)
+    if checked is GenerationMode.CHUNK_KV_REUSE:
+        return _verify_reuse(engine, gate, intake.own_repair(options), prompts, max_new_tokens)
+    if checked is not GenerationMode.PREFIX_CACHE:
+        raise RequestError(f"mode={checked.value!r} has nothing to be compared; prefix_cache and chunk_kv_reuse have")
+    return _verify_exact(engine, prompts, max_new_tokens, options)
+
+
+def _verify_exact(
     engine: Checked, prompts: Sequence[Prompt] | None, max_new_tokens: int, options: Mapping[str, Any]
 ) -> CorrectnessReport:
     """Check every prompt; RequestError for no prompt or a bad one. Greedy unless sampling options are given."""
@@ -64,6 +87,64 @@ def verify_engine(
     tolerance = _TOLERANCES.get(engine.runner_info.dtype, 0.0)
     return CorrectnessReport(
         checks=tuple(_check(engine, prompt, params, tolerance) for prompt in chosen), logit_tolerance=tolerance
+    )
+
+
+def _verify_reuse(
+    engine: Checked, gate: Gate, repair: Repair, prompts: Sequence[Prompt] | None, max_new_tokens: int
+) -> CorrectnessReport:
+    """Compare greedy answers computed in full with those behind what the engine's cache holds at other positions.
+
+    prompts   of documents that are in the cache, for the tenant and salt of none; None: those of the gate, of documents
+              that are computed now and forgotten
+
+    RequestError for no prompt or a bad one, and where the gate's own test has no room.
+    """
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
+    limit = gate.verdict(repair).bound
+    with gate.privately() as whose:
+        if prompts is None:
+            ids, owner = gate.prepare(repair, whose).prompts(), whose.reuse
+        else:
+            info = engine.runner_info
+            ids, owner = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts], Terms()
+        if not ids:
+            raise RequestError("prompts is an empty list; give at least one prompt, or None for the default ones")
+        texts = [engine.tokenizer.decode(one, skip_special_tokens=False) for one in ids]
+        colds = gate.generate(ids, whose.full, params)
+        answers = [cold.output_token_ids for cold in colds]
+        full = [gate.logits(one, answer, whose.full)[1] for one, answer in zip(ids, answers, strict=True)]
+        reused = [gate.logits(one, answer, owner, repair) for one, answer in zip(ids, answers, strict=True)]
+        warms = gate.generate(ids, owner, params, repair)
+    checks = map(_reuse_check, texts, colds, warms, full, reused)
+    return CorrectnessReport(
+        checks=tuple(checks), logit_tolerance=0.0, mode=GenerationMode.CHUNK_KV_REUSE, kl_limit=limit
+    )
+
+
+def _reuse_check(
+    text: str,
+    cold: GenerationResult,
+    warm: GenerationResult,
+    cold_logits: Floats,
+    reused: tuple[GenerationResult, Floats],
+) -> PromptCheck:
+    num_reused, warm_logits = reused[0].reused_span_tokens, reused[1]
+    similar = compare(cold_logits, warm_logits)
+    each = [compare(one[None], other[None]).kl for one, other in zip(cold_logits, warm_logits, strict=True)]
+    return PromptCheck(
+        prompt=text,
+        prompt_tokens=cold.prompt_tokens,
+        reused_tokens=num_reused,
+        max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
+        relative_logit_l2=float(np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits)),
+        kl_divergence=max(each),
+        mean_kl=similar.mean_kl,
+        agreement=similar.agreement,
+        text_equal=cold.output_token_ids == warm.output_token_ids,
+        cold_text=cold.output_text,
+        warm_text=warm.output_text,
+        problem=None if num_reused else "nothing was reused: warm its documents first",
     )
 
 
@@ -90,6 +171,7 @@ def _check(engine: Checked, prompt: Prompt, params: SamplingParams, tolerance: f
         problem = f"the distributions differ by KL {kl:.3g}, more than {tolerance:.3g}"
     elif not text_equal and (tolerance == 0 or not params.samples):
         problem = "the cached run gave other tokens"
+    similar = compare(cold_logits, warm_logits)
     return PromptCheck(
         prompt=cold.prompt,
         prompt_tokens=len(ids),
@@ -97,6 +179,8 @@ def _check(engine: Checked, prompt: Prompt, params: SamplingParams, tolerance: f
         max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
         relative_logit_l2=relative,
         kl_divergence=kl,
+        mean_kl=similar.mean_kl,
+        agreement=similar.agreement,
         text_equal=text_equal,
         cold_text=cold.output_text,
         warm_text=warm.output_text,

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from kvboost_edge.config import ChunkStrategy
+from kvboost_edge.config import ChunkStrategy, EngineConfig
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["Chunk", "ChunkOptions", "cut"]
+__all__ = ["CHUNK_OPTIONS", "Chunk", "ChunkOptions", "chunk_options", "cut"]
+
+CHUNK_OPTIONS = ("chunk_strategy", "chunk_size", "chunk_boundary_window", "overlap_k", "sink_tokens")
+"""Options of an engine, and of a call, that say how documents are cut."""
+
+_DEFAULT_CHUNK_SIZE = 128
 
 PieceOf = Callable[[int], str]
 
@@ -57,6 +63,20 @@ class ChunkOptions:
                 f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy document: nothing of "
                 "a document stands before its only chunk"
             )
+
+
+def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) -> ChunkOptions:
+    """How documents are cut: by the engine's options, and those `given` in a call. ConfigError where they contradict
+    one another."""
+    values = {name: getattr(config, name) for name in CHUNK_OPTIONS} | dict(given or {})
+    strategy, size = values.pop("chunk_strategy"), values.pop("chunk_size")
+    if strategy is None:
+        cuts = size is not None or any(values[name] for name in ("overlap_k", "sink_tokens"))
+        strategy = ChunkStrategy.FIXED if cuts else ChunkStrategy.DOCUMENT
+        if values["chunk_boundary_window"]:
+            strategy = ChunkStrategy.SEMANTIC
+    size = _DEFAULT_CHUNK_SIZE if size is None else size
+    return ChunkOptions(strategy=strategy, chunk_size=size, **values, block_size=config.block_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = ["DEFAULT_MIN_CHUNK_TOKENS", "find_runs", "prepare_search"]
 DEFAULT_MIN_CHUNK_TOKENS = 32
 
 
+@functools.cache
 def prepare_search() -> None:
     """Compile the search in a process beside this one, unless its machine code is on disk: 1.6 s that the first search
     would take in the thread that computes. BackendUnavailable with what the compiler said."""

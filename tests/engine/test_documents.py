@@ -299,8 +299,11 @@ def test_logits_behind_spans_are_those_of_the_tokens(repair: Repair, start: int)
     bench.submit(document(0, 32) + text, 1)
     bench.run()
     ids = document(3, 20) + text + document(9, 21)
+    before = bench.manager.published_block_count
     handle, rows = bench.submit_logits(ids, start, terms={"mode": REUSE, "repair": repair})
     bench.run()
     logits = np.concatenate(rows)
     assert np.array_equal(logits, np.stack([token_logits(ids[: i + 1]) for i in range(start, len(ids))]))
     assert handle.result(0).reused_span_tokens > 0
+    assert bench.manager.published_block_count == before
+    assert bench.manager.used_block_count == 0

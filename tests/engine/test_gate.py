@@ -264,3 +264,54 @@ def test_no_tier_is_given_what_the_test_computed(tests_run: list[Verdict]) -> No
         engine.warm(documents=[TEXT])
     # The prompt's own blocks, and the document's behind its primer.
     assert len(tier.blocks) == len(PROMPT) // 16 + (32 + 80) // 16
+
+
+def test_verify_compares_reuse_with_a_full_computation(tests_run: list[Verdict]) -> None:
+    with engine_of() as engine:
+        report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
+        assert report
+        assert (report.mode, len(report.checks), len(tests_run)) == (REUSE, 4, 1)
+        assert report.kl_limit == tests_run[0].kl_order > report.mean_kl == 0
+        assert all(check.reused_tokens > 0 and check.text_equal and check.agreement == 1 for check in report.checks)
+        assert len(str(report).splitlines()) == 5
+        with engine._core.reading():
+            assert engine._parts.manager.published_block_count == 0
+        engine.warm(documents=[TEXT])
+        own = engine.verify_correctness([PROMPT], max_new_tokens=6, mode="chunk_kv_reuse", recompute_strategy="none")
+        assert own
+        assert (own.checks[0].prompt_tokens, own.checks[0].reused_tokens) == (101, 68)
+        nothing = engine.verify_correctness([[3] * 40], max_new_tokens=6, mode=REUSE)
+        assert not nothing
+        assert "nothing was reused" in str(nothing)
+        assert_clean(engine)
+
+
+def test_verify_says_by_how_much_reuse_goes_too_far() -> None:
+    with engine_of() as engine:
+        spoil(engine)
+        report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
+        assert not report
+        assert report.kl_limit is not None
+        assert report.mean_kl > report.kl_limit
+        assert all(check.passed and not check.text_equal and check.agreement < 0.5 for check in report.checks)
+        assert str(report).endswith("FAILED")
+        assert_clean(engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompts": []}, "prompts is an empty list"),
+        ({"prompts": [[1, 999]]}, "token 1 of the prompt is 999"),
+        ({"temperature": 0.5}, "option 'temperature' does not go with mode='chunk_kv_reuse'"),
+        ({"recompute_ratio": 2}, "recompute_ratio=2"),
+        ({"mode": "nonsense"}, "mode='nonsense' is not one of"),
+        ({"mode": "baseline"}, "mode='baseline' has nothing to be compared"),
+    ],
+    ids=str,
+)
+def test_verify_refuses_what_is_wrong(arguments: dict[str, Any], words: str) -> None:
+    with engine_of() as engine:
+        with pytest.raises(RequestError, match=words):
+            engine.verify_correctness(**{"mode": REUSE, "max_new_tokens": 4, **arguments})
+        assert_clean(engine)

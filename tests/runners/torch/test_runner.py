@@ -303,7 +303,7 @@ def test_forward_needs_a_backend() -> None:
 def test_keys_computed_at_other_positions_are_refused(backend: str) -> None:
     """Nothing is written: transformers rotates queries before attention gets them."""
     driver = drive(TorchRunner(build_tiny_model("llama")), backend)
-    assert not driver.runner.attends_moved_keys
+    assert driver.runner.moved_keys_refusal is not None
     pieces = Pieces(16, blocks_from(10))
     pieces.run([0, 1], 3, 20)
     layout, before = layout_of([pieces.own(2)], 16), driver.backend.checksum_blocks(range(driver.backend.num_blocks))

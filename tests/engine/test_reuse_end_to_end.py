@@ -1,0 +1,93 @@
+"""Reuse at other positions on the bundled model: its test, documents computed alone, what is found of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvboost_edge import CPUPagedEngine, GenerationMode
+from kvboost_edge.engine.intake import Terms
+from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS
+
+REUSE = GenerationMode.CHUNK_KV_REUSE
+
+
+@pytest.fixture(scope="module", params=[16, 8], ids=["kv16", "kv8"])
+def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=320, kv_cache_bits=request.param) as made:
+        yield made
+
+
+def prompt_of(engine: CPUPagedEngine, order: list[int], question: str = QUESTIONS[0]) -> list[int]:
+    encode = engine.tokenizer.encode
+    parts = [encode(PASSAGES[number], False) for number in order]
+    return [*encode(INTRODUCTION), *(token for part in parts for token in part), *encode(question, False)]
+
+
+def test_the_bundled_model_passes_its_test(engine: CPUPagedEngine) -> None:
+    repair = engine._intake.own_repair()
+    verdict = engine._gate.verdict(repair)
+    assert verdict.passed
+    assert 0 < verdict.kl_reuse < verdict.kl_order
+    assert verdict.num_tokens >= 48
+    assert 0.5 < verdict.reused_share < 0.9
+    assert engine.paged_stats()["cached_blocks"] == 0
+
+
+def test_documents_are_found_in_any_order(engine: CPUPagedEngine) -> None:
+    engine.reset_cache()
+    warmed = engine.warm(documents=list(PASSAGES))
+    assert (warmed.chunks_stored, warmed.partial_tail_tokens) == (8, 0)
+    for order in ([5, 1, 7, 2], [2, 6, 0]):
+        prompt = prompt_of(engine, order)
+        result = engine.generate(prompt, 4, mode=REUSE)
+        total = sum(len(engine.tokenizer.encode(PASSAGES[number], False)) for number in order)
+        assert result.reused_span_tokens + result.recomputed_tokens == total
+        assert total / 2 < result.reused_span_tokens < total
+        assert (result.mode, result.gate) == (REUSE, "passed")
+
+
+def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(engine: CPUPagedEngine) -> None:
+    """Nothing moved and nothing else before it: the keys and values of a text warmed for its place are those of the
+    prompt, and so are its logits."""
+    engine.reset_cache()
+    lead = engine._documents.lead(77)
+    text = engine.tokenizer.encode(PASSAGES[3], False)
+    prompt, answer = [*lead, *text, *engine.tokenizer.encode(QUESTIONS[2], False)], (1, 2, 3)
+    engine.warm(text, position_offset=77)
+    repair = engine._intake.own_repair({"recompute_strategy": "none"})
+    with engine._gate.privately() as whose:
+        _, full = engine._gate.logits(prompt, answer, whose.full)
+    result, reused = engine._gate.logits(prompt, answer, Terms(), repair)
+    assert result.reused_span_tokens >= len(text) - 15
+    scale = np.abs(full).max()
+    bound = 5e-3 if engine.config.kv_cache_bits == 16 else 0.1  # blocks are quantized whole: cut otherwise
+    assert np.abs(full - reused).max() < bound * scale
+    moved, _ = engine._gate.logits([*lead[:20], *text, *prompt[len(lead) + len(text) :]], answer, Terms(), repair)
+    assert moved.reused_span_tokens > 0
+
+
+def test_verify_reports_how_far_answers_change(engine: CPUPagedEngine) -> None:
+    engine.reset_cache()
+    engine.warm(documents=list(PASSAGES))
+    report = engine.verify_correctness([prompt_of(engine, [4, 1, 6])], max_new_tokens=8, mode=REUSE)
+    assert report, str(report)
+    assert report.kl_limit is not None
+    assert 0 < report.mean_kl < report.kl_limit
+    assert all(0.3 < check.agreement <= 1 for check in report.checks)
+
+
+def test_reuse_is_refused_where_another_order_changes_less(
+    engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another order there is nothing that could excuse a change."""
+    from kvboost_edge.reuse.gate import Material
+
+    in_order = Material.prompts
+    monkeypatch.setattr(Material, "prompts", lambda self, *, reordered=False: in_order(self))
+    with pytest.raises(RequestError, match="refused for this model"):
+        # Of a strategy and ratio that no other test asks for: outcomes are kept.
+        engine.generate(prompt_of(engine, [1, 2]), 1, mode=REUSE, recompute_strategy="selective", recompute_overlap=17)
