@@ -114,8 +114,7 @@ class Documents:
         """Compute what is not there yet; what of it can be found then."""
         texts, root = alone.texts, self._intake.root(whose)
         self.compute(texts, whose)
-        with self._core.reading():
-            held = [text for text in texts if self._context_of(text, root) is not None]
+        held = [text for text in texts if self._context_of(text, root) is not None]
         total, stored = (sum(len(text.tokens) for text in some) for some in (texts, held))
         return WarmResult.of_chunks(len(held), stored, total, alone.chunk_size, self._config.min_chunk_tokens)
 
@@ -171,13 +170,11 @@ class Documents:
         those too short to be looked for. What they were computed behind is forgotten."""
         root = self._intake.root(whose)
         least = max(self._config.min_chunk_tokens, self._config.block_size)
-        with self._core.reading():
-            missing = [
-                text
-                for text in dict.fromkeys(texts)
-                if len(text.tokens) >= least
-                and ((known := self._context_of(text, root)) is None or known < min(_ALONE, len(text.context)))
-            ]
+        missing = []
+        for text in dict.fromkeys(texts):
+            known = self._context_of(text, root)
+            if len(text.tokens) >= least and (known is None or known < min(_ALONE, len(text.context))):
+                missing.append(text)
         requests = [self._request(text, whose) for text in missing]
         for request in requests:
             self._core.scheduler.check_fits(request)
@@ -194,7 +191,9 @@ class Documents:
             manager.reset(itertools.chain.from_iterable(manager.content.under(root) for root in roots))
 
     def _context_of(self, text: LoneText, root: bytes) -> int | None:
-        return self._core.scheduler.sharing.harvest.context_of(text.tokens, root)
+        """Steps of the engine go on between two texts."""
+        with self._core.reading():
+            return self._core.scheduler.sharing.harvest.context_of(text.tokens, root)
 
     def _request(self, text: LoneText, whose: Terms) -> Request:
         """The last block is filled up: only full ones are shared, and what stands behind a text does not change it."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.gate import log_softmax
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -65,10 +66,10 @@ def score_text(
         others = None if against is None else against.logits(ids[:-1], start)
         for i, row in enumerate(rows):
             target = ids[start + 1 + i]
-            logs = _log_softmax(row)
+            logs = log_softmax(row)
             nll -= float(logs[target])
             if others is not None:
-                other = _log_softmax(others[i])
+                other = log_softmax(others[i])
                 other_nll -= float(other[target])
                 kl = max(0.0, float(np.sum(np.exp(logs) * (logs - other))))
                 kl_sum, kl_max = kl_sum + kl, max(kl_max, kl)
@@ -95,13 +96,6 @@ def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], 
             yield list(token_ids[first:piece]), scored - 1 - first
             scored = piece
         first = stop - window // 2
-
-
-def _log_softmax(row: Floats) -> npt.NDArray[np.float64]:
-    wide = row.astype(np.float64)
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    return np.asarray(wide, np.float64)
 
 
 def _check(engine: CPUPagedEngine, token_ids: Sequence[int], window: int, against: CPUPagedEngine | None) -> None:

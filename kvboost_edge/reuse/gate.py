@@ -24,7 +24,18 @@ from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS, TEXT_ENDING
 
-__all__ = ["ANSWER_TOKENS", "Material", "Verdict", "compare", "make_material", "outcome_stamp", "read", "write"]
+__all__ = [
+    "ANSWER_TOKENS",
+    "Comparison",
+    "Material",
+    "Verdict",
+    "compare",
+    "log_softmax",
+    "make_material",
+    "outcome_stamp",
+    "read",
+    "write",
+]
 
 ANSWER_TOKENS = 16  # of each answer, at most
 _VERSION = 1  # of text, measure and bound: with any of them changed, older outcomes count no more
@@ -102,12 +113,13 @@ def compare(full: Floats, other: Floats) -> Comparison:
     """Of logits float32 [num_tokens, vocab_size]."""
     kl = 0.0
     for p, q in zip(full, other, strict=True):
-        p_logs, q_logs = _log_softmax(p), _log_softmax(q)
+        p_logs, q_logs = log_softmax(p), log_softmax(q)
         kl += max(0.0, float(np.sum(np.exp(p_logs) * (p_logs - q_logs))))
     return Comparison(kl, int(np.sum(full.argmax(axis=1) == other.argmax(axis=1))), len(full))
 
 
-def _log_softmax(row: Floats) -> npt.NDArray[np.float64]:
+def log_softmax(row: Floats) -> npt.NDArray[np.float64]:
+    """Natural-log probabilities [vocab_size] of logits."""
     wide = row.astype(np.float64)
     wide -= wide.max()
     return np.asarray(wide - np.log(np.exp(wide).sum()), np.float64)

@@ -116,9 +116,11 @@ def _prepare(engine: CPUPagedEngine, options: ServeOptions) -> None:
     each key its own copy: no tenant shares with another."""
     engine.generate([0, 0], max_new_tokens=2, mode="baseline")
     tenants: list[str | None] = [tenant_of_key(key) for key in options.settings.all_keys] or [None]
-    for text in options.warm:
-        for tenant in tenants:
-            stored = engine.warm(text, tenant=tenant)
+    for tenant in tenants:
+        warmed = [engine.warm(text, tenant=tenant) for text in options.warm]
+        if options.warm_documents:
+            warmed.append(engine.warm(documents=options.warm_documents, tenant=tenant))
+        for stored in warmed:
             log_facts(logging.INFO, "warmed", tokens=stored.token_count, chunks=stored.chunks_stored)
 
 

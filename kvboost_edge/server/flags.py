@@ -47,12 +47,14 @@ class _Flag(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a command line asks for. `warm` texts are computed before the first request is taken."""
+    """What a command line asks for. `warm` texts, and each of `warm_documents` alone, are computed before the first
+    request is taken."""
 
     model: str
     engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
     settings: ServerSettings
     warm: tuple[str, ...]
+    warm_documents: tuple[str, ...] = ()
 
 
 def _number(text: str) -> float:
@@ -111,6 +113,8 @@ _ENGINE_FLAGS = (
     _Flag("chunk_boundary_window", int, "tokens that such a cut may move to the end of a sentence"),
     _Flag("overlap_k", int, "tokens before a chunk that are computed with it"),
     _Flag("sink_tokens", int, "first tokens of its document that are computed with it"),
+    _Flag("primer_tokens", int, "tokens of neutral text that documents are computed behind"),
+    _Flag("reuse_gate", str, "auto: a model is tested before reuse at other positions; off"),
     _Flag("revision", str, "revision of a hub model"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
@@ -153,7 +157,8 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         engine.setdefault("redis_url", os.environ[_REDIS_VARIABLE])
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
-    return ServeOptions(model, engine, chosen, tuple(_warm_text(text) for text in given["warm"]))
+    warm, documents = (tuple(_warm_text(text) for text in given[name]) for name in ("warm", "warm_document"))
+    return ServeOptions(model, engine, chosen, warm, documents)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -166,6 +171,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("-m", "--model", default=DEMO_MODEL, help="directory, GGUF file or hub id; default: bundled")
     parser.add_argument("--warm", action="append", default=[], metavar="TEXT", help="cached at start; @FILE reads it")
+    parser.add_argument(
+        "--warm-document",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="cached at start for mode chunk_kv_reuse, which finds it wherever it stands in a prompt; @FILE reads it",
+    )
     parser.add_argument("--workers", type=int, default=1, help="only 1: one process batches all requests")
     safety = parser.add_argument_group("who may come in")
     safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")

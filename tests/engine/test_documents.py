@@ -17,6 +17,7 @@ from engine.fake_runner import (
     runner_of,
     token_logits,
 )
+from engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, RequestError
@@ -166,6 +167,20 @@ def test_what_cannot_be_found_is_counted() -> None:
         warmed = engine.warm(documents=[document(n, 96) for n in range(8)])
         assert 0 < warmed.chunks_stored < 8
         assert warmed.partial_tail_tokens == 96 * (8 - warmed.chunks_stored)
+
+
+def test_documents_that_a_tier_keeps_are_loaded_not_computed() -> None:
+    tier, texts = DictTier(), [document(n, 96) for n in (1, 2)]
+    with engine_of(tiers=[tier]) as engine:
+        engine.warm(documents=texts)
+    assert len(tier.blocks) == 4 + 2 * 6
+    with engine_of(tiers=[tier]) as engine:
+        assert engine.warm(documents=texts).chunks_stored == 2
+        assert runner_of(engine).computed == 2  # the last token of each is never served
+        prompt = document(0, 20) + texts[1] + texts[0] + [7]
+        result = engine.generate(prompt, 12, mode=REUSE)
+        assert list(result.output_token_ids) == expected_tokens(prompt, 12)
+        assert result.reused_span_tokens >= 2 * (96 - 15)
 
 
 def test_one_tenants_documents_are_not_found_by_another() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.cli.app import run
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import cache_directory
-from kvboost_edge.server.__main__ import main
+from kvboost_edge.server.__main__ import _prepare, main
 from kvboost_edge.server.flags import DEMO_MODEL, parse_flags
-from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.server.settings import ServerSettings, tenant_of_key
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("kept_logging")
@@ -162,8 +163,26 @@ def test_warm_texts(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file")
     assert parse("--warm", "given", "--warm", f"@{file}").warm == ("given", "from a file")
-    with pytest.raises(ConfigError, match="missing"):
-        parse("--warm", f"@{tmp_path / 'missing'}")
+    assert parse("--warm-document", f"@{file}", "--warm-document", "two").warm_documents == ("from a file", "two")
+    for flag in ("--warm", "--warm-document"):
+        with pytest.raises(ConfigError, match="missing"):
+            parse(flag, f"@{tmp_path / 'missing'}")
+
+
+def test_documents_are_warmed_for_each_key_as_the_flags_cut_them():
+    text = "".join(f"Note {number} says that it is note {number}. " for number in range(5))
+    argv = ["--chunk-size", "48", "--overlap-k", "16", "--primer-tokens", "32", "--reuse-gate", "off"]
+    options = parse(*argv, "--warm-document", text, "--api-key", "a" * 20, "--api-key", "b" * 20)
+    wanted = {name: options.engine[name] for name in ("chunk_size", "overlap_k", "primer_tokens", "reuse_gate")}
+    with fake_engine(128, **wanted) as engine:
+        _prepare(engine, options)
+        prompt = [*range(20), *engine.tokenizer.encode(text, False), 7]
+        for key in ("a" * 20, "b" * 20, "c" * 20):
+            result = engine.generate(
+                prompt, 4, mode="chunk_kv_reuse", recompute_strategy="none", tenant=tenant_of_key(key)
+            )
+            assert (result.reused_span_tokens > 100) == (key[0] != "c")
+            assert list(result.output_token_ids) == expected_tokens(prompt, 4)
 
 
 @pytest.mark.parametrize(
