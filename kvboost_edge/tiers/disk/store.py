@@ -117,18 +117,22 @@ class Store:
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]) -> int:
         """See Tier.write."""
-        there: list[bytes] = []
+        wanted = list(zip(blocks, payloads, strict=True))
         with self._turn:
             self._look()
             if self._gone and not self.closed and not self._pauses:
                 self._begin_anew()
-            for address, payload in zip(blocks, payloads, strict=True):
-                if address.prefix_hash not in self.index and not self._write(address, payload, counts):
-                    counts["not_written"] += 1
-                else:
-                    there.append(address.prefix_hash)
+            # Twice: the room for some may have been made by giving up others, which were here as the oldest of all.
+            for _ in range(2):
+                self.index.renew([one.prefix_hash for one in blocks if one.prefix_hash in self.index], proven=False)
+                lacking = [(one, payload) for one, payload in wanted if one.prefix_hash not in self.index]
+                written = [self._write(one, payload, counts) for one, payload in lacking]
+                if not all(written):
+                    break
+            there = [one.prefix_hash for one in blocks if one.prefix_hash in self.index]
+            counts["not_written"] += len(blocks) - len(there)
         self.index.renew(there, proven=False)
-        return sum(prefix_hash in self.index for prefix_hash in there)
+        return len(there)
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
         """See Tier.drop."""
