@@ -233,6 +233,29 @@ def test_a_test_that_is_interrupted_is_run_again(
         assert_clean(engine)
 
 
+@pytest.mark.parametrize(("times", "passes"), [(3, True), (5, False)])
+def test_what_others_drive_out_of_the_pool_proves_nothing(
+    times: int, passes: bool, monkeypatch: pytest.MonkeyPatch, tests_run: list[Verdict]
+) -> None:
+    """The documents are computed again, so many times; then the request is refused and the next one tries."""
+    left, logits = iter(range(times)), Gate.logits
+    with engine_of() as engine:
+
+        def robbed(self: Gate, *arguments: Any) -> Any:
+            if len(arguments) == 4 and next(left, None) is not None:
+                engine.reset_cache()
+            return logits(self, *arguments)
+
+        monkeypatch.setattr(Gate, "logits", robbed)
+        if not passes:
+            with pytest.raises(RequestError, match=r"found 0 of \d+ tokens again.*try again"):
+                engine.generate(PROMPT, 4, mode=REUSE)
+        assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
+        assert len(tests_run) == 1
+        assert tests_run[0].reused_share > 0.4
+        assert_clean(engine)
+
+
 def test_a_failing_pass_fails_the_request_that_asked() -> None:
     with engine_of() as engine:
 
