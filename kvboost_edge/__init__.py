@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
     from kvboost_edge.compat.lmcache.engine import LMCacheEngine
     from kvboost_edge.compat.page_cache import KVCache
-    from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+    from kvboost_edge.config import ChunkStrategy, EngineConfig, GenerationMode, RecomputeStrategy
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.handle import RequestHandle, TokenEvent
     from kvboost_edge.engine.request import SamplingParams
@@ -52,6 +52,7 @@ _EXPORTS = {
     "CPUPagedEngine": "kvboost_edge.engine.engine",
     "CacheCorruption": "kvboost_edge.errors",
     "CapacityError": "kvboost_edge.errors",
+    "ChunkStrategy": "kvboost_edge.config",
     "CompatibilityReport": "kvboost_edge.models.config.architectures",
     "ConfigError": "kvboost_edge.errors",
     "CorrectnessReport": "kvboost_edge.engine.results",
@@ -90,6 +91,7 @@ __all__ = [
     "CPUPagedEngine",
     "CacheCorruption",
     "CapacityError",
+    "ChunkStrategy",
     "CompatibilityReport",
     "ConfigError",
     "CorrectnessReport",
