@@ -8,7 +8,8 @@ import random
 import pytest
 
 from engine.fake_runner import Bench, expected_tokens
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
 from kvboost_edge.reuse.repair import Repair
 
 BARE = Repair(strategy=RecomputeStrategy.NONE)
@@ -70,3 +71,50 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
     result = handle.result(0)
     assert (result.mode, result.approximate, result.recomputed_tokens) == (GenerationMode.PREFIX_CACHE, False, 0)
     assert bench.manager.peek(prompt, bench.parts.root) == 64
+
+
+@pytest.mark.parametrize(("repair", "room"), [(SEAMS, 64), (BLEND, 64), (BLEND, 15)], ids=["seams", "blend", "crowded"])
+def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair: Repair, room: int) -> None:
+    """Once each, also of sequences that lost their blocks meanwhile."""
+    bench = Bench(num_blocks=room)
+    head, one, two = document(0, 20), document(1, 53), document(2, 54)
+    bench.submit(head + one + two, 1)
+    bench.run()
+    prompts = [head + two + one, head + one[:40] + document(5, 20)]
+    handles = [bench.submit(prompt, 70, REUSE, repair=repair) for prompt in prompts]
+    bench.run()
+    results = [handle.result(0) for handle in handles]
+    assert any(result.preemptions for result in results) == (room < 64)
+    paged = paged_stats(bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering)
+    cache = cache_stats(bench.parts, bench.core.tiering)
+    assert paged["span_tokens"] > 0
+    assert paged["hit_tokens"] == sum(result.cached_tokens for result in results)
+    total = len(head + one + two) + sum(map(len, prompts))
+    assert paged["hit_tokens"] + paged["span_tokens"] + paged["miss_tokens"] == total
+    assert cache["approximate_hits"] == paged["span_tokens"] // 16
+    assert cache["hit_rate"] == (paged["hit_tokens"] + paged["span_tokens"]) / total
+    assert cache["exact_hit_rate"] == paged["hit_tokens"] / total
+    if room == 64:
+        assert paged["span_tokens"] == sum(result.reused_span_tokens for result in results)
+        first = results[0]
+        assert first.computed_prompt_tokens == 127 - first.cached_tokens - first.reused_span_tokens
+        others = sum(first.phases[name] for name in ("tokenize", "queue", "lookup", "load", "decode"))
+        assert first.prompt_ms == pytest.approx(first.total_ms - others, abs=1e-3)
+
+
+def test_the_block_map_tells_which_blocks_are_used_at_another_position() -> None:
+    bench = Bench()
+    head, one, two = document(0, 32), document(1, 64), document(2, 64)
+    bench.submit(head + one + two, 1)
+    bench.run()
+    assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)
+    bench.submit(head + two + one, 20, REUSE, repair=BARE)
+    bench.step()
+    [sequence] = bench.scheduler.running
+    shared = {block_id for span in sequence.blocks.spans for block_id in span.block_ids}
+    states = block_map(bench.parts, bench.scheduler)
+    assert {block_id for block_id, state in enumerate(states) if state == BLOCK_SPAN} == shared
+    assert len(shared) > 6
+    assert [detail.state for detail in block_details(bench.parts, bench.scheduler, 64)] == states
+    bench.run()
+    assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)
