@@ -3,8 +3,11 @@ exact."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 import random
+import threading
 from collections.abc import AsyncIterator
 from typing import Any, get_args
 
@@ -13,6 +16,7 @@ import pytest
 
 from engine.fake_runner import expected_tokens, fake_engine, runner_of
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.stats import BLOCK_SPAN
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.server.api.bounds import BOUNDS
@@ -162,6 +166,25 @@ async def test_the_figures_of_the_server_tell_them_apart(app: Any) -> None:
     assert (blocks["span_tokens"], blocks["recent_span_tokens"]) == (reused, reused)
     assert blocks["hit_rate"] == 32 / 320
     assert blocks["counts"]["span"] == 0
+
+
+async def test_the_picture_of_the_pool_shows_what_is_in_use_at_another_position(app: Any) -> None:
+    await post(app, FIRST)
+    began, go = threading.Event(), threading.Event()
+
+    def hold(batch: Any) -> None:
+        began.set()
+        assert go.wait(30)
+
+    runner_of(app.engine).on_forward = hold
+    answer = asyncio.create_task(post(app, OTHER_ORDER, REUSE))
+    assert await asyncio.to_thread(began.wait, 30)
+    blocks = (await app.get("/v1/blocks", headers={"x-api-key": "admin"})).json()
+    go.set()
+    assert (await answer)["kvboost"]["approximate"]
+    states = base64.b64decode(blocks["states"])
+    assert blocks["counts"]["span"] == states.count(BLOCK_SPAN) > 4
+    assert sum(blocks["counts"].values()) == blocks["num_blocks"]
 
 
 @pytest.mark.parametrize(
