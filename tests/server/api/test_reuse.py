@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 import random
+import re
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, get_args
 
 import httpx
 import pytest
 
 from engine.fake_runner import expected_tokens, fake_engine, runner_of
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.engine.stats import BLOCK_SPAN
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.server.api.answers import Costs
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
+from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
@@ -255,3 +261,24 @@ def test_the_bounds_and_names_are_the_engine_s() -> None:
         given[place] = int(high) + 1
         with pytest.raises(RequestError):
             Repair.checked(*given)
+
+
+def test_the_documentation_names_what_there_is() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "chunk_reuse.md").read_text(encoding="utf-8")
+    [body] = re.findall(r"-d '(.*)'", text)
+    ChatRequest.model_validate_json(body).check_together()
+    fields = {name for line in text.split("| result |")[1].split("\n\n")[0].splitlines()[2:] for name in cells(line, 0)}
+    assert {"mode", "approximate", "reused_span_tokens", "probe_ms"} <= fields
+    known = {field.name for field in dataclasses.fields(GenerationResult)} | set(vars(GenerationResult))
+    assert fields <= known
+    assert {"mode", "approximate", "reused_span_tokens", "recomputed_tokens", "hit_tokens"} <= set(Costs.model_fields)
+    defaults = EngineConfig()
+    assert f"`recompute_overlap` ({defaults.recompute_overlap})" in text
+    assert f"`recompute_ratio` ({defaults.recompute_ratio:g})" in text
+    assert f"`min_chunk_tokens` ({defaults.min_chunk_tokens})" in text
+    assert f'| `"{defaults.recompute_strategy}"`, the default |' in text
+
+
+def cells(line: str, column: int) -> list[str]:
+    """The names in a cell of a table's row."""
+    return re.findall(r"`(\w+)`", line.split("|")[column + 1])
