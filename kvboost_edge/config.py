@@ -120,7 +120,7 @@ class EngineConfig:
     max_disk_bytes: int | None = None
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     redis_trust: bool = False
-    recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.SELECTIVE
+    recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.CACHEBLEND
     recompute_overlap: int = 16
     recompute_ratio: float = 0.10
     min_chunk_tokens: int = 32

@@ -1,4 +1,4 @@
-"""Faults of `make mutants` in what finds runs and cuts documents: (name, file, old, new, tests)."""
+"""Faults of `make mutants` in reuse at other positions: (name, file, old, new, tests)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ _SCAN, _SPANS, _CUTTING = "kernels/spans/scan.py", "reuse/spans.py", "reuse/cutt
 _FINDING = "tests/reuse/test_finding.py"
 _OFFERED = "tests/reuse/test_spans.py"
 _CUT = "tests/reuse/test_cutting.py"
+_TURNING = "tests/kernels/attention/test_turning.py"
+_UNITS = "kernels/attention/units.py"
+_POOL, _PLAN, _PROBE = "kvcache/spans.py", "reuse/plan.py", "reuse/probe.py"
+_SHARING = "tests/engine/test_reuse.py"
 
 REUSE_FAULTS = (
     (
@@ -48,4 +52,35 @@ REUSE_FAULTS = (
     ),
     ("a sentence ends inside a number", _CUTTING, "end and (end[1] or space_left or space_right)", "end", _CUT),
     ("a paragraph is no better than a sentence", _CUTTING, '.count("\\n") >= 2', '.count("\\n") >= 99', _CUT),
+    ("queries see no delta", _UNITS, "shift - item.delta", "shift", _TURNING),
+    ("own block meets turned queries", _UNITS, "unit.query)", "unit.scores)", _TURNING),
+    (
+        "a shared block may be handed out",
+        _POOL,
+        "            self._pool.touch(block_id)\n        taken",
+        "            pass\n        taken",
+        _SHARING,
+    ),
+    (
+        "a promise behind a span stays",
+        _POOL,
+        "            self._claims.drop(table, index)",
+        "            pass",
+        "tests/reuse/test_probe.py",
+    ),
+    ("a stretch ends inside a block", _PLAN, "first += (position - first) % block_size", "pass", _SHARING),
+    (
+        "seams are not computed",
+        _PLAN,
+        "run.prompt_start + num_seam_tokens",
+        "run.prompt_start",
+        "tests/reuse/test_plan.py",
+    ),
+    (
+        "the least deviating blocks are computed",
+        _PROBE,
+        "(-self._deviations[start], start)",
+        "(self._deviations[start], start)",
+        "tests/reuse/test_probe.py",
+    ),
 )

@@ -17,20 +17,12 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MUL
 TREE = re.search(r"^```text\n(kvboost_edge/.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 
 
-# The native runner attends keys only where they were computed: until it moves them this one is refused.
-NOT_YET = pytest.mark.xfail(strict=True, reason="chunk_kv_reuse is refused by the native runner")
-
-
 def test_there_are_snippets_and_a_tree():
     assert len(SNIPPETS) >= 2
     assert TREE is not None
 
 
-@pytest.mark.parametrize(
-    "snippet",
-    [pytest.param(text, marks=NOT_YET if "chunk_kv_reuse" in text else ()) for text in SNIPPETS],
-    ids=lambda text: text.strip().splitlines()[-1][:40],
-)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.strip().splitlines()[-1][:40])
 def test_snippet_runs(snippet, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(snippet, encoding="utf-8")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Part, entry_positions, is_last
+from kvboost_edge.kernels.attention.parts import Longs, Part, entry_positions, has_delta, is_last
 
-__all__ = ["check_block", "check_layout"]
+__all__ = ["check_block", "check_layout", "refuse_deltas"]
 
 
 def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
@@ -34,6 +37,17 @@ def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
     _check_tables(layout, block_size, num_blocks)
 
 
+def refuse_deltas(layout: BatchLayout, who: str) -> None:
+    """ConfigError in the name of `who`, which attends no keys that were computed at other positions, where parts have
+    a delta."""
+    if layout.parts is not None and has_delta(layout.parts):
+        raise ConfigError(
+            f"{who} does not attend keys computed at other positions, parts with delta "
+            f"{Part(*layout.parts.T).delta.tolist()}: the native runner on backend 'cpu' does, where all layers have "
+            "keys of one shape and heads x head_dim is a multiple of 32"
+        )
+
+
 def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
     tables, seq_lens = layout.block_tables, layout.seq_lens.astype(np.int64)
     width = tables.shape[1]
@@ -41,10 +55,14 @@ def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None
         used = np.arange(width) < -(-seq_lens // block_size)[:, None]
         room = np.full(len(seq_lens), width * block_size)
     else:
-        _check_parts(layout, layout.parts, block_size)
-        _, served, until = entry_positions(tables.shape, layout.parts, block_size)
-        used = (served < until) & (served < seq_lens[:, None])
-        room = until.max(axis=1, initial=0)
+        checked = _checked(layout.parts, tables.shape, block_size)
+        first = seq_lens - np.diff(layout.cu_seqlens_q)
+        if (checked.written_from > first).any():
+            raise ConfigError(
+                f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts"
+            )
+        used = checked.is_used & (checked.served < seq_lens[:, None])
+        room = checked.room
     if (room < seq_lens).any():
         raise ConfigError(f"block tables of {width} blocks of {block_size} do not hold seq_len {int(seq_lens.max())}")
     ids = tables[used]
@@ -53,33 +71,72 @@ def _check_tables(layout: BatchLayout, block_size: int, num_blocks: int) -> None
         check_block(int(ids.max()), num_blocks)
 
 
-def _check_parts(layout: BatchLayout, parts: npt.NDArray[np.int32], block_size: int) -> None:
-    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one holding its new
-    tokens, and all keys are where they were computed."""
-    num_seqs, width = layout.block_tables.shape
-    if (
-        parts.ndim != 2
-        or parts.shape[1] != len(Part._fields)
-        or not np.array_equal(np.unique(parts[:, 0]), np.arange(num_seqs))
-        or (np.diff(parts[:, 0]) < 0).any()
-    ):
+class _CheckedParts(NamedTuple):
+    """What the layouts of a sequence's steps have in common; nobody writes into it.
+
+    is_used, served   bool, int64 [num_seqs, width]: which entries serve positions, and from which on
+    room              int64 [num_seqs]: the position behind the last one that there is room for
+    written_from      int32 [num_seqs]: the first position of the part that is written
+    """
+
+    is_used: npt.NDArray[np.bool_]
+    served: Longs
+    room: Longs
+    written_from: npt.NDArray[np.int32]
+
+
+def _checked(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> _CheckedParts:
+    if parts.ndim != 2 or parts.shape[1] != len(Part._fields) or not len(parts):
+        raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}")
+    return _check_again(parts.astype(np.int32).tobytes(), shape, block_size)
+
+
+@lru_cache(maxsize=64)
+def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _CheckedParts:
+    """`_check_parts` for parts that were not met before the same: in a step of decoding they took 0.5 ms."""
+    parts = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Part._fields))
+    _check_parts(parts, shape, block_size)
+    _, served, until = entry_positions(shape, parts, block_size)
+    return _CheckedParts(
+        served < until, served, until.max(axis=1, initial=0), Part(*parts.T).valid_from[is_last(parts)]
+    )
+
+
+def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> None:
+    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one at the positions it
+    is computed at, and others none that were computed before position 0."""
+    num_seqs, width = shape
+    steps = np.diff(parts[:, 0])
+    if (parts[0, 0], parts[-1, 0]) != (0, num_seqs - 1) or (steps < 0).any() or (steps > 1).any():
         raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} sequences")
     part, before = Part(*parts.T), Part(*np.roll(parts, 1, axis=0).T)
-    if part.delta.any():
-        raise ConfigError(f"parts with delta {part.delta.tolist()}: keys computed at other positions are not attended")
+    _check_deltas(Part(*parts.astype(np.int64).T), is_last(parts))
     ends = before.first_position + (part.first_index - before.first_index) * block_size
     follows = (
         (part.valid_from > before.valid_from) & (part.first_index > before.first_index) & (part.valid_from <= ends)
     )
     offset = part.valid_from - part.first_position
     fits = (offset >= 0) & (offset < block_size) & (part.first_index < width)
-    begins = (part.valid_from == 0) & (part.first_position == 0) & (part.first_index >= 0)
+    begins = (part.valid_from == 0) & (part.first_index >= 0)
     is_first = np.roll(is_last(parts), 1)
     if not (fits & np.where(is_first, begins, follows)).all():
         raise ConfigError(f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks")
-    first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
-    if (part.valid_from[is_last(parts)] > first).any():
-        raise ConfigError(f"new tokens from positions {first.tolist()} on are not all in their sequences' last parts")
+
+
+def _check_deltas(part: Part, last: npt.NDArray[np.bool_]) -> None:
+    """part: int64 [num_parts] each; last: which of them are written."""
+    if part.delta[last].any():
+        raise ConfigError(
+            f"last parts with delta {part.delta[last].tolist()}: new tokens are not written among keys computed at "
+            "other positions, their parts must have delta 0"
+        )
+    computed: Longs = part.valid_from - part.delta
+    if (computed < 0).any():
+        at = int(computed.argmin())
+        raise ConfigError(
+            f"keys from position {part.valid_from[at]} on with delta {part.delta[at]} would have been computed from "
+            f"position {computed[at]} on: a delta must be at most the first position that its part serves"
+        )
 
 
 def check_block(block_id: int, num_blocks: int) -> None:

@@ -73,8 +73,9 @@ class OpenBlocks:
     def plan(self, layout: BatchLayout) -> PassPlan:
         """Open and close blocks for the tokens of a layout; nothing changes where an error is raised.
 
-        ConfigError for a slot that is not the position's in the sequence's block table, or for a block that is written
-        from its middle on and not open; CapacityError where too many blocks would be open.
+        ConfigError for a slot that is not the position's in the sequence's block table, for a block that is written
+        from its middle on and not open, or for one in an earlier part that is open when all is written; CapacityError
+        where too many blocks would be open.
         """
         size, lengths = self._block_size, np.diff(layout.cu_seqlens_q)
         # Everything below counts from the slot 0 of each sequence's last part, where its new tokens go.
@@ -83,7 +84,6 @@ class OpenBlocks:
         starts = ends - lengths
         first = starts // size
         positions = _first_positions(layout, own_position + first * size)
-        self._check_closed(layout, own_index)
         counts = np.where(lengths > 0, -(-ends // size) - first, 0)
         rows = np.repeat(np.arange(len(lengths)), lengths)
         numbers, offsets = np.divmod((starts - layout.cu_seqlens_q[:-1])[rows] + np.arange(len(rows)), size)
@@ -115,6 +115,7 @@ class OpenBlocks:
                     tables[sequence, number] = buffer
                 else:
                     opened[block_id] = sequence * tables.shape[1] + number
+        self._check_closed(layout, own_index, (self._buffers.keys() - set(gone)) | opened.keys())
         fresh = [block_id for block_id in opened if block_id not in self._buffers]
         if len(fresh) > len(self._free) + len(gone):
             raise self._too_many(len(self._buffers) - len(gone) + len(fresh))
@@ -124,13 +125,14 @@ class OpenBlocks:
         slots = tables[rows, numbers - first[rows]].astype(np.int64) * size + offsets
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
-    def _check_closed(self, layout: BatchLayout, own_index: Longs) -> None:
-        """ConfigError where an earlier part of a sequence holds a block that is open: there are no codes of it yet."""
+    def _check_closed(self, layout: BatchLayout, own_index: Longs, still_open: set[int]) -> None:
+        """ConfigError where an earlier part of a sequence holds a block that is open behind the pass: attention finds
+        no codes of it. Those of a block that the pass fills are there when attention begins."""
         if layout.parts is None:
             return
         for table, end in zip(layout.block_tables.tolist(), own_index.tolist(), strict=True):
             for block_id in table[:end]:
-                if block_id in self._buffers:
+                if block_id in still_open:
                     raise ConfigError(
                         f"block {block_id} is open and not in the last part of its sequence: fill it first"
                     )

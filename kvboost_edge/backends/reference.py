@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
-from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
@@ -40,6 +40,7 @@ class ReferenceBackend(NumpyBlocks):
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
         """Check the layout; ConfigError says what is wrong."""
         check_layout(layout, self.spec.block_size, self.num_blocks)
+        refuse_deltas(layout, f"backend {self.name!r}")
         return layout if self._quant is None else self._quant.prepare(layout)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:

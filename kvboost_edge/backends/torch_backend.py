@@ -17,7 +17,7 @@ import torch
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
-from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kernels.attention.parts import entry_positions
 from kvboost_edge.kvcache.block_table import CopyOp
@@ -199,6 +199,7 @@ class TorchBackend:
     def prepare(self, layout: BatchLayout) -> TorchBatch:
         """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""
         check_layout(layout, self.spec.block_size, self.num_blocks)
+        refuse_deltas(layout, f"backend {self.name!r}")
         return TorchBatch(layout, self.spec.block_size, self._device)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:

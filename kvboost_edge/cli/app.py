@@ -77,7 +77,7 @@ ModeOption = Annotated[
 ]
 StrategyOption = Annotated[
     RecomputeStrategy | None,
-    typer.Option("--recompute-strategy", help="What of that is computed all the same: selective unless given."),
+    typer.Option("--recompute-strategy", help="What of that is computed all the same: cacheblend unless given."),
 ]
 OverlapOption = Annotated[
     int | None,

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from rich.console import Console
@@ -76,13 +77,17 @@ def run_cache(
     answer |= {"disk_cache_dir": str(root), "packed_dir": str(cache_directory() / "packed")}
     answer["bytes"] = sum(row["bytes"] for row in answer["rows"])
     if as_json:
-        print(json.dumps(answer, ensure_ascii=False))
+        print(json.dumps(answer))  # in ASCII: a path may hold bytes that no encoding has
     elif action == "status":
         _print_status(kept, root, console)
     else:
         _print_rows(answer["rows"], action, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
         raise KVBoostError("damaged blocks were found; they are never served, `kvboost-edge cache clear` removes them")
+    if any("error" in row for row in answer["rows"]):
+        raise KVBoostError(
+            "not all could be removed: " + next(row["error"] for row in answer["rows"] if "error" in row)
+        )
 
 
 def _check(action: str, max_disk_bytes: int | None, older_than: float | None, dry_run: bool) -> None:
@@ -100,16 +105,23 @@ def _kept(root: Path, files: Files) -> list[_Kept]:
     """What there is, blocks first, each in the order in which it would go."""
     rows = []
     for space in find_spaces(root, files):
-        name = " ".join(str(space.description[key]) for key in _MODEL if key in space.description)
+        name = _printable(" ".join(str(space.description[key]) for key in _MODEL if key in space.description))
         rows.append(
             _Kept("blocks", name or space.path.name[:12], space.path, space.nbytes, space.changed, space.in_use, space)
         )
     packed = cache_directory() / "packed"
     weights = []
     for path in packed.glob("*.kvpack") if packed.is_dir() else ():
-        stat = path.stat()
+        stat = path.lstat()
+        if not S_ISREG(stat.st_mode):
+            continue
         weights.append(_Kept("weights", path.stem, path, stat.st_size, max(stat.st_mtime, stat.st_atime), in_use=False))
     return rows + sorted(weights, key=lambda one: one.changed)
+
+
+def _printable(text: str) -> str:
+    """What a terminal shows as it is: no escape of a damaged or forged file, nor what no encoding has."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _pruned(
@@ -128,15 +140,18 @@ def _pruned(
 
 
 def _remove(going: Sequence[_Kept], files: Files, dry_run: bool) -> dict[str, Any]:
-    """Delete, but for what a process has open: those rows stay with `in_use`."""
+    """Delete, but for what a process has open, whose rows stay with `in_use`, and what the system keeps (`error`)."""
     rows = []
     for one in going:
         row = one.row()
-        if not dry_run and one.space is not None:
-            row["in_use"] = not delete_space(one.space, files)
-        elif not dry_run:
-            files.unlink(one.path)
-        rows.append({**row, "removed": not dry_run and not row["in_use"]})
+        try:
+            if not dry_run and one.space is not None:
+                row["in_use"] = not delete_space(one.space, files)
+            elif not dry_run:
+                files.unlink(one.path)
+        except OSError as error:
+            row["error"] = str(error)
+        rows.append({**row, "removed": not dry_run and not row["in_use"] and "error" not in row})
     return {"rows": rows, "dry_run": dry_run}
 
 
@@ -161,7 +176,10 @@ def _print_status(kept: Sequence[_Kept], root: Path, console: Console) -> None:
         what = "spaces of keys and values" if kind == "blocks" else "files of packed weights"
         open_now = f", {used} open in a process" if used else ""
         total = sum(one.nbytes for one in of_kind)
-        console.print(f"{total / 1e6:,.1f} MB in {len(of_kind)} {what}{open_now}: {escape(str(place))}", soft_wrap=True)
+        console.print(
+            f"{total / 1e6:,.1f} MB in {len(of_kind)} {what}{open_now}: {escape(_printable(str(place)))}",
+            soft_wrap=True,
+        )
 
 
 def _print_rows(rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool) -> None:
@@ -184,6 +202,8 @@ def _said(row: dict[str, Any], action: str, dry_run: bool) -> str:
     if action == "verify":
         damaged = f", {row['damaged']:,} damaged" if row["damaged"] else ""
         return f"{row['blocks']:,} blocks sound{damaged}"
+    if "error" in row:
+        return "stays: it cannot be removed"
     if row["in_use"]:
         return "open in a process" if action == "list" else "stays: open in a process"
     if action in ("prune", "clear"):

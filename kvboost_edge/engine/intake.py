@@ -18,6 +18,7 @@ from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float
 from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import narrowed_root
+from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.repair import Repair
 
 __all__ = ["Intake", "Terms"]
@@ -236,6 +237,7 @@ class Intake:
         refusal = self._parts.runner.moved_keys_refusal
         if refusal is not None:
             raise RequestError(f"mode='chunk_kv_reuse' is refused: {refusal}")
+        prepare_search()
         return Repair.checked(*(given.get(name, getattr(self._config, name)) for name in _REPAIRS))
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +52,8 @@ class Sequence:
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
     has_loaded      tiers were asked since it last lost its blocks
-    num_span_tokens, num_found_tokens   tokens shared at other positions, and all that were found there
+    found           [start, stop) of the runs found at other positions, when it was let in
+    num_span_tokens, num_found_tokens   prompt tokens shared there, and in all those runs
     probe           looks at its spans first: until it is done nothing else is computed
 
     Where its table shares spans at other positions the counter passes over each of them when it gets there.
@@ -73,6 +74,7 @@ class Sequence:
         self.awaited_hash: bytes | None = None
         self.has_loaded = False
         self.num_span_tokens = self.num_found_tokens = 0
+        self.found: list[tuple[int, int]] = []
         self.probe: Probe | None = None
         self._probe_seconds = 0.0
         self._repaired_at: float | None = None
@@ -202,10 +204,15 @@ class Sequence:
     def _take_spans(self, table: BlockTable) -> None:
         self._spans = [(span.start, span.stop) for span in reversed(table.spans)]
         self._num_shared = sum(stop - start for start, stop in self._spans)
-        if self.probe is None:
-            # One token that leans on a span makes the answer approximate: what was shared before a preemption counts.
-            self.num_span_tokens = max(self.num_span_tokens, self._num_shared)
+        shared = self._num_in_prompt(self._spans)
+        # One token that leans on a span makes the answer approximate: what was shared before a preemption counts.
+        if self.probe is None and shared > self.num_span_tokens:
+            self.num_span_tokens, self.num_found_tokens = shared, self._num_in_prompt(self.found)
         self._move_to(table.num_cached_tokens)
+
+    def _num_in_prompt(self, ranges: Iterable[tuple[int, int]]) -> int:
+        last = self.request.num_prompt_tokens
+        return sum(max(0, min(stop, last) - start) for start, stop in ranges)
 
     def _move_to(self, position: int) -> None:
         """All before `position` is in the pool; the spans that begin there are too."""
@@ -333,7 +340,7 @@ class Sequence:
             preemptions=self.preemptions,
             prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(self._prompt_logprobs),
             reused_span_tokens=self.num_span_tokens,
-            recomputed_tokens=self.num_found_tokens - self.num_span_tokens if self.num_span_tokens else 0,
+            recomputed_tokens=self.num_found_tokens - self.num_span_tokens,
         )
 
     def _mode(self) -> GenerationMode:

@@ -41,7 +41,7 @@ class SpanSharing:
         spans = self._manager.spans
         if not spans.place(table, found.spans, sequence.num_tokens, spare, num_reserved=num_probed):
             return False
-        sequence.num_found_tokens = found.num_tokens
+        sequence.found = found.runs
         sequence.probe = Probe(table, size) if num_probed else None
         return True
 

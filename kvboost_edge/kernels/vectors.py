@@ -41,6 +41,7 @@ __all__ = [
     "emit_store",
     "exp_f32",
     "fetch_add",
+    "fma_f32",
     "load_acquire",
     "load_f32",
     "load_i32",
@@ -196,6 +197,16 @@ def exp_f32(typing: Any, x: Any) -> Any:
         return emit_exp(b, arguments[0])
 
     return types.float32(types.float32), codegen
+
+
+@intrinsic
+def fma_f32(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z rounded once, float32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        return emit_fma(b, *arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 @intrinsic

@@ -17,10 +17,11 @@ __all__ = ["Found", "Harvest"]
 
 
 class Found(NamedTuple):
-    """What was found of a prompt: spans to share, and the tokens of all runs, those computed anyway among them."""
+    """What was found of a sequence's tokens: spans to share, and [start, stop) of all runs, with what is computed
+    anyway."""
 
     spans: list[Span]
-    num_tokens: int
+    runs: list[tuple[int, int]]
 
 
 class Harvest:
@@ -39,9 +40,10 @@ class Harvest:
             self._manager.spans.watch(self)
         size = self._manager.block_size
         if len(token_ids) <= size:
-            return Found([], 0)
+            return Found([], [])
         runs = find_runs(token_ids, max(start, size), self._index, root, self._least)
-        return Found(plan_spans(runs, start, size, repair.num_seam_tokens), sum(run.length for run in runs))
+        where = [(run.prompt_start, run.prompt_stop) for run in runs]
+        return Found(plan_spans(runs, start, size, repair.num_seam_tokens), where)
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
         """A block was published."""

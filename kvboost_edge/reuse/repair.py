@@ -23,7 +23,7 @@ class Repair:
     ratio      share of the tokens in spans that CACHEBLEND computes besides, in [0, 1]
     """
 
-    strategy: RecomputeStrategy = RecomputeStrategy.SELECTIVE
+    strategy: RecomputeStrategy = RecomputeStrategy.CACHEBLEND
     overlap: int = 16
     ratio: float = 0.10
 

@@ -104,11 +104,7 @@ _ENGINE_FLAGS = (
     _Flag("max_batch_tokens", int, "tokens computed in one step"),
     _Flag("max_pinned_blocks", int, "blocks that may be pinned; default, and at most: half of the pool"),
     _Flag("num_threads", int, "threads that compute"),
-    _Flag(
-        "recompute_strategy",
-        str,
-        "repair of what requests share at other positions, which they ask for: none, selective, cacheblend (selective)",
-    ),
+    _Flag("recompute_strategy", str, "repair of reuse at other positions: none, selective, cacheblend (cacheblend)"),
     _Flag("recompute_overlap", int, "tokens computed behind each seam of it (16)"),
     _Flag("recompute_ratio", _number, "share of the other tokens that cacheblend computes (0.1)"),
     _Flag("revision", str, "revision of a hub model"),

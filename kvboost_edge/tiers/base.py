@@ -91,6 +91,10 @@ class Tier(Protocol):
         """Forget these blocks; what is not there is passed over."""
         ...
 
+    def tend(self) -> None:
+        """See to what nobody asked for. The mover calls it now and then while it has nothing else to do."""
+        ...
+
     def stat(self) -> TierStats:
         """Counters and sizes."""
         ...
@@ -122,6 +126,9 @@ class ClosedTier:
         return 0
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+    def tend(self) -> None:
         pass
 
     def stat(self) -> TierStats:

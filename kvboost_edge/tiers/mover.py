@@ -27,6 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 _PIECE_BYTES = 8 << 20  # of a read: a step of 20 ms copies that in 1-2 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
+_TEND_SECONDS = 10.0  # at rest, between looks after the tiers
 _LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
 
 
@@ -177,11 +178,10 @@ class Mover:
                 self._give_up(tier)
         while True:
             with self._changed:
-                while not (self._loads or self._stores or self._closing):
-                    self._changed.wait()
+                is_at_rest = not self._changed.wait_for(self._is_wanted, _TEND_SECONDS)
                 load = self._loads.popleft() if self._loads else None
                 store = self._stores.popleft() if load is None and self._stores else None
-                if load is None and store is None:
+                if load is None and store is None and not is_at_rest:
                     return
                 if self._closing and time.monotonic() > self._deadline:
                     self._stores.clear()
@@ -190,6 +190,18 @@ class Mover:
                 self._read(load)
             elif store is not None:
                 self._write(store)
+            else:
+                self._tend()
+
+    def _is_wanted(self) -> bool:
+        return bool(self._loads or self._stores or self._closing)
+
+    def _tend(self) -> None:
+        for tier in self._working():
+            try:
+                tier.tend()
+            except Exception:
+                self._give_up(tier)
 
     def _read(self, load: _Load) -> None:
         """Pieces of a load, until nobody has its next block."""

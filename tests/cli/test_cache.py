@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,25 @@ def test_another_directory_and_none_at_all(home, capsys):
     assert run(["cache", "list", "--disk-cache-dir", str(home / "packed" / "0123-int4.kvpack")]) == 0
     capsys.readouterr()
     assert run(["cache", "sweep"]) != 0
+
+
+@pytest.mark.parametrize(("clock", "gone"), [(-86_400, []), (366 * 86_400, ["beta-1b float16"])])
+def test_a_clock_that_jumps_makes_nothing_negative_and_takes_nothing_that_is_open(
+    home, capsys, monkeypatch, clock, gone
+):
+    """A day back, a year forward: what is open stays whatever the clock says, and no age is below zero."""
+    (home / "packed" / "0123-int4.kvpack").unlink()
+    now = time.time()
+    with opened(home / "blocks", SPACE) as tier:
+        monkeypatch.setattr(time, "time", lambda: now + clock)
+        assert all(row["days"] >= 0 for row in answer(capsys, "list")["rows"].values())
+        rows = answer(capsys, "prune", "--older-than", "30")["rows"]
+        assert [name for name, row in rows.items() if row["removed"]] == gone
+        assert read(tier, chain(20)) == 20
+        assert write(tier, chain(25)) == 25
+        for path in space_dir(home / "blocks", SPACE).iterdir():
+            os.utime(path, (1e11, 1e11))  # the year 5138
+        assert answer(capsys, "list")["rows"]["alpha-7b int8"]["days"] == 0
+        assert run(["cache", "list"]) == 0
+    with opened(home / "blocks", SPACE) as tier:
+        assert read(tier, chain(25)) == 25

@@ -15,16 +15,22 @@ from safetensors.numpy import load_file, save_file
 
 from engine.hand_mover import DictTier
 from engine.native_bench import BLOCK, ROOT, Bits, Machine, NativeBench
-from kvboost_edge.config import GenerationMode
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.reuse.repair import Repair
 from tiny_checkpoints import save_tiny_checkpoint
 
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
 BAD = 255  # in no prompt but the one that shall fail
 NEW = 40
+REPAIRS = [
+    Repair(strategy=RecomputeStrategy.NONE),
+    Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=8),
+    Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.5),
+]
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 40, 48)
 
 
@@ -104,11 +110,18 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
     family = rng.sample(range(len(PROMPTS)), 3)  # few prompts, so that some come again
     wanted: list[tuple[RequestHandle, int]] = []
     doomed: list[RequestHandle] = []
+    moved: list[RequestHandle] = []
     pending, idle = rng.randrange(3, 6), 0
     while pending or bench.scheduler.has_work or idle < 1:
         if pending and rng.random() < 0.6:
             pending -= 1
             number = rng.choice(family)
+            if rng.random() < 0.3:  # company whose keys are at other positions
+                head = [rng.randrange(BAD) for _ in range(rng.choice((1, 16, 23)))]
+                params = SamplingParams(max_new_tokens=rng.choice((1, 9)), temperature=0.0)
+                mode, repair = GenerationMode.CHUNK_KV_REUSE, rng.choice(REPAIRS)
+                longest = max((PROMPTS[number] for number in family), key=len)
+                moved.append(bench.submit([*head, *longest, rng.randrange(BAD)], params, mode, repair=repair))
             params = dataclasses.replace(
                 _params(number),
                 max_new_tokens=rng.choice((0, 1, 17, NEW, NEW)),
@@ -119,6 +132,8 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
             wanted.append((handle, number))
             if rng.random() < 0.2:
                 doomed.append(handle)
+        if moved and rng.random() < 0.05:
+            rng.choice(moved).cancel()
         if doomed and rng.random() < 0.15:
             doomed.pop().cancel()
         if rng.random() < 0.03:
@@ -130,6 +145,7 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
         check(handle.result(0), truth(bits, number), f"seed {seed}, request {handle.index}, prompt {number}")
     bench.assert_clean()
     hits = sum((Counter(handle.result(0).hit_tokens) for handle, _ in wanted), Counter())
+    hits["moved"] = sum(handle.result(0).reused_span_tokens for handle in moved)
     return bench.scheduler.num_preemptions, hits
 
 
@@ -145,6 +161,7 @@ def test_random_schedules_equal_uncached_single_runs(
     assert sum(preemptions for preemptions, _ in outcomes) >= 3
     assert hits["pool"] > 500
     assert hits["shelf"] > 60
+    assert hits["moved"] > 30
 
 
 LONG = np.random.default_rng(11).integers(0, 256, 90).tolist()

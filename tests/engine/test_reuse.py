@@ -4,12 +4,14 @@ be, so what is shared wrongly shows as an error or as other tokens."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from engine.fake_runner import Bench, expected_tokens
 from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
+from kvboost_edge.errors import KVBoostError
 from kvboost_edge.reuse.repair import Repair
 
 BARE = Repair(strategy=RecomputeStrategy.NONE)
@@ -20,6 +22,10 @@ REUSE = GenerationMode.CHUNK_KV_REUSE
 
 def document(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(256), k=length)
+
+
+def joined(documents: Sequence[list[int]]) -> list[int]:
+    return [token for tokens in documents for token in tokens]
 
 
 @pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
@@ -71,6 +77,100 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
     result = handle.result(0)
     assert (result.mode, result.approximate, result.recomputed_tokens) == (GenerationMode.PREFIX_CACHE, False, 0)
     assert bench.manager.peek(prompt, bench.parts.root) == 64
+
+
+def test_a_block_of_two_tables_outlives_its_prompt() -> None:
+    """Blocks that are shared at another position are not handed out while they are."""
+    bench = Bench(14, max_num_seqs=4, max_batch_tokens=16)
+    head, one = document(0, 17), document(1, 80)
+    bench.submit(one, 1)
+    bench.run()
+    reusing = bench.submit(head + one + [3], 30, REUSE, repair=BARE)
+    for _ in range(3):
+        bench.step()
+    others = [bench.submit(document(number, 60), 20) for number in (5, 6, 7)]
+    bench.run()
+    assert list(reusing.result(0).output_token_ids) == expected_tokens(head + one + [3], 30)
+    assert reusing.result(0).approximate
+    for number, handle in zip((5, 6, 7), others, strict=True):
+        assert list(handle.result(0).output_token_ids) == expected_tokens(document(number, 60), 20)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_cancel_in_probe_and_repair_gives_everything_back(steps: int) -> None:
+    bench = Bench(max_batch_tokens=16)
+    docs = [document(number, 70) for number in (1, 2, 3)]
+    bench.submit(document(0, 16) + joined(docs), 1)
+    bench.run()
+    handle = bench.submit(document(4, 20) + joined(docs[::-1]) + [1, 2], 3, REUSE, repair=BLEND)
+    for _ in range(steps):
+        bench.step()
+    handle.cancel()
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert bench.manager.used_block_count == 0
+    bench.manager.check_invariants([])
+
+
+@pytest.mark.parametrize("when", ["probe", "repair"])
+def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
+    bench = Bench(max_batch_tokens=32)
+    docs = [document(number, 70) for number in (1, 2)]
+    bench.submit(joined(docs), 1)
+    bench.run()
+    other = bench.submit([9, 8, 7], 30)
+    prompt = document(4, 20) + docs[1] + docs[0] + [1, 2]
+    handle = bench.submit(prompt, 3, REUSE, repair=BLEND if when == "probe" else BARE)
+    if when == "probe":
+        bench.runner.deviations = lambda *arguments: 1 / 0
+    else:
+        bench.runner.nan_for = {prompt[31]}  # the end of the first stretch
+    bench.run()
+    with pytest.raises(ZeroDivisionError if when == "probe" else KVBoostError):
+        handle.result(0)
+    assert list(other.result(0).output_token_ids) == expected_tokens([9, 8, 7], 30)
+    assert bench.manager.used_block_count == 0
+
+
+def test_a_tenant_shares_no_spans_of_another() -> None:
+    bench = Bench()
+    doc = document(1, 80)
+    bench.submit(doc, 1, tenant="a")
+    bench.run()
+    prompt = document(2, 20) + doc + [1]
+    foreign = bench.submit(prompt, 2, REUSE, repair=BARE, tenant="b")
+    own = bench.submit(prompt, 2, REUSE, repair=BARE, tenant="a")
+    bench.run()
+    assert not foreign.result(0).approximate
+    assert own.result(0).reused_span_tokens > 60
+
+
+def test_one_document_twice_in_a_prompt_is_one_set_of_blocks() -> None:
+    bench = Bench()
+    doc = document(1, 96)
+    bench.submit(doc, 1)
+    bench.run()
+    prompt = document(2, 16) + doc + document(3, 5) + doc + [1]
+    handle = bench.submit(prompt, 12, REUSE, repair=BARE)
+    bench.step()
+    (table,) = (sequence.blocks for sequence in bench.scheduler.running)
+    assert len(table.spans) == 2
+    assert set(table.spans[0].block_ids) & set(table.spans[1].block_ids)
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 12)
+
+
+def test_what_does_not_fit_with_spans_runs_exactly() -> None:
+    """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens for."""
+    bench = Bench(9)
+    docs = [document(number, 41) for number in (1, 2, 3)]
+    bench.submit(joined(docs), 1)
+    bench.run()
+    prompt = [7] * 16 + docs[2] + docs[0] + docs[1][:40] + [1]
+    handle = bench.submit(prompt, 5, REUSE, repair=BARE)
+    bench.run()
+    assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 5)
+    assert not handle.result(0).approximate
 
 
 @pytest.mark.parametrize(("repair", "room"), [(SEAMS, 64), (BLEND, 64), (BLEND, 15)], ids=["seams", "blend", "crowded"])

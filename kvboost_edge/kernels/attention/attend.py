@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvboost_edge.kernels.attention.call import AttentionCall, Job, Shape, Unit
+from kvboost_edge.kernels.attention.call import AttentionCall, Job, Shape, Turn, Unit
 from kvboost_edge.kernels.attention.paged import PARTITION
 from kvboost_edge.kernels.attention.tiles import (
     ROWS,
@@ -201,4 +201,4 @@ attend_units = unit_loop("attend_units", _lay_out, _attend_partition, _add_nothi
 def attend(call: AttentionCall) -> None:
     """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
     job = addresses_of(Job, call)
-    attend_units(job, job)
+    attend_units(job, addresses_of(Turn, call), job)

@@ -19,6 +19,7 @@ __all__ = [
     "AttentionCall",
     "Job",
     "Shape",
+    "Turn",
     "Unit",
     "scratch_floats",
     "state_floats",
@@ -56,6 +57,8 @@ class AttentionCall(NamedTuple):
     counters      int64, see NUM_COUNTERS
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
     cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
+    unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as in Turning; half:
+                  rotary pairs. All empty or 0 where no part has a delta
     """
 
     queries: Floats
@@ -74,13 +77,18 @@ class AttentionCall(NamedTuple):
     items: Ints
     num_items: int
     num_threads: int
+    unrotated: Floats
+    unrotated_step: int
+    cos: Floats
+    sin: Floats
+    half: int
     shape: Shape
 
 
 class Job(NamedTuple):
     """An AttentionCall as addresses: handing arrays from function to function would cost atomic reference counts.
 
-    Its fields are those of the call; `sinks` is 0 for none.
+    Its fields are those of the call, without what is in Turn; `sinks` is 0 for none.
     """
 
     queries: int
@@ -100,6 +108,17 @@ class Job(NamedTuple):
     num_items: int
     num_threads: int
     shape: Shape
+
+
+class Turn(NamedTuple):
+    """What an AttentionCall has for parts with a delta, as addresses; apart from a Job, of which every number is handed
+    on with each 16 tokens."""
+
+    unrotated: int
+    unrotated_step: int
+    cos: int
+    sin: int
+    half: int
 
 
 class Unit(NamedTuple):

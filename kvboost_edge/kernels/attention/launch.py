@@ -23,18 +23,21 @@ from kvboost_edge.kernels.attention.paged import (
     Floats,
     KVPool,
     PagedBatch,
+    Turning,
     WorkPlan,
     aligned_empty,
     plan_work,
     storage_kind,
 )
+from kvboost_edge.kernels.attention.parts import Part, has_delta, turned_positions
 from kvboost_edge.kernels.attention.tiles import ROWS
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["AttentionWorkspace", "check_shapes", "is_small", "make_call", "paged_attention"]
+__all__ = ["AttentionWorkspace", "check_shapes", "check_turning", "is_small", "make_call", "paged_attention"]
 
 _NO_SINKS = np.empty(0, dtype=np.float32)
+_NO_TURNING = Turning(np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 # Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us and more each) the call is nearly over before a helper
 # is awake. Measured alone and with one helper: 67 and 67 us at 128 steps, 116 and 89 us at 256, 224 and 146 at 512.
 _STEPS_TO_SHARE = 200
@@ -75,20 +78,23 @@ def paged_attention(
     options: AttentionOptions,
     workspace: AttentionWorkspace | None = None,
     plan: WorkPlan | None = None,
+    turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
     """Causal attention of a flat batch over its sequences' blocks.
 
     queries    float32 [num_tokens, num_q_heads, head_dim]
     workspace  None: one thread and buffers of its own
     plan       the batch's `plan_work` for these head counts and this window, if it is known already
+    turning    for a batch that has parts with a delta; ConfigError where such a batch comes without
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
     """
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, pool, options)
+    check_turning(queries, batch, turning)
     if plan is None:
         plan = plan_work(batch, heads_per_kv, pool.keys.shape[1], options.window, space.num_threads)
-    call = make_call(queries, pool, batch, options, space, plan)
+    call = make_call(queries, pool, batch, options, space, plan, turning=turning)
     if is_small(call, plan):
         attend(call)
     else:
@@ -110,6 +116,25 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
     return int(num_q_heads // num_kv_heads)
 
 
+def check_turning(queries: Floats, batch: PagedBatch, turning: Turning | None) -> None:
+    """ConfigError where parts of the batch have a delta and no queries before rotation, or no rows of rope's tables,
+    are there for it."""
+    if batch.parts is None or not has_delta(batch.parts):
+        return
+    if turning is None:
+        deltas = Part(*batch.parts.T).delta.tolist()
+        raise ConfigError(
+            f"keys computed at other positions, parts with delta {deltas}, are attended by queries before rotation, "
+            "which were not given"
+        )
+    needed, rows = turned_positions(batch.parts, batch.seq_lens), min(len(turning.cos), len(turning.sin))
+    if turning.queries.shape != queries.shape or rows < needed:
+        raise ConfigError(
+            f"queries before rotation {turning.queries.shape} must be like the queries {queries.shape}, and tables of "
+            f"{rows} positions hold the {needed} that they are turned to"
+        )
+
+
 def make_call(
     queries: Floats,
     pool: KVPool,
@@ -118,6 +143,7 @@ def make_call(
     space: AttentionWorkspace,
     plan: WorkPlan,
     more_scratch: Callable[[int, int], int] | None = None,
+    turning: Turning | None = None,
 ) -> AttentionCall:
     """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a thread needs beside
     those of attention on floats."""
@@ -141,6 +167,7 @@ def make_call(
         softmax_scale=float(options.softmax_scale),
     )
     tables, scratch = _plain(batch.block_tables, np.int32), space.scratch(shape.scratch_floats)
+    unrotated, cos, sin = (_plain(array, np.float32) for array in turning or _NO_TURNING)
     return AttentionCall(
         queries=_plain(queries, np.float32),
         out=np.empty((num_tokens, num_q_heads, head_dim), dtype=np.float32),
@@ -158,6 +185,11 @@ def make_call(
         items=plan.items,
         num_items=len(plan.items),
         num_threads=len(scratch),
+        unrotated=unrotated,
+        unrotated_step=num_q_heads * head_dim,
+        cos=cos,
+        sin=sin,
+        half=cos.shape[1],
         shape=shape,
     )
 

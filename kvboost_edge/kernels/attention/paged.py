@@ -21,6 +21,7 @@ __all__ = [
     "KVPool",
     "OwnBlocks",
     "PagedBatch",
+    "Turning",
     "WorkPlan",
     "aligned_empty",
     "plan_work",
@@ -91,6 +92,18 @@ class AttentionOptions(NamedTuple):
     sinks: Floats | None = None
 
 
+class Turning(NamedTuple):
+    """What queries over parts with a delta are made of: one at position p is rotated by row p - delta of the tables.
+
+    queries   float32 [num_tokens, num_q_heads, head_dim], before rotation
+    cos, sin  float32 [num_positions, rotary_dim / 2], see rope.py
+    """
+
+    queries: Floats
+    cos: Floats
+    sin: Floats
+
+
 class Item(NamedTuple):
     """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where the tile is split.
 
@@ -102,6 +115,7 @@ class Item(NamedTuple):
     first_index                      the part's first entry in the block table
     shift                            position of that entry's slot 0; the item's other positions are counted from there
     valid_from, valid_to             what the part serves; NO_END: the queries themselves are in it
+    delta                            of the part: 0, or how far back the queries are turned
     """
 
     sequence: Any
@@ -117,6 +131,7 @@ class Item(NamedTuple):
     shift: Any
     valid_from: Any
     valid_to: Any
+    delta: Any
 
 
 NO_END = np.iinfo(np.int32).max
@@ -150,11 +165,12 @@ def plan_work(batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: i
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     lengths = np.diff(batch.cu_seqlens_q)
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows)
-    if window > 0 or batch.parts is not None or lengths.max(initial=0) > tile_rows:
+    if window > 0 or lengths.max(initial=0) > tile_rows:
         return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), batch.parts, cut)
     # Steps of decoding: the same plan until a sequence begins another tile.
     seq_lens = (batch.seq_lens + (_TILE - 1)) // _TILE * _TILE
-    return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), cut)
+    parts = None if batch.parts is None else batch.parts.tobytes()
+    return _plan_again(lengths.astype(np.int32).tobytes(), seq_lens.astype(np.int32).tobytes(), parts, cut)
 
 
 class _Cut(NamedTuple):
@@ -168,10 +184,11 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan_again(lengths: bytes, seq_lens: bytes, cut: _Cut) -> WorkPlan:
-    """`_plan_items`, for lengths whose bytes it has met before the same again; int32."""
+def _plan_again(lengths: bytes, seq_lens: bytes, parts: bytes | None, cut: _Cut) -> WorkPlan:
+    """`_plan_items`, for lengths and parts whose bytes it has met before the same again; int32."""
     one, other = (np.frombuffer(data, dtype=np.int32).astype(np.int64) for data in (lengths, seq_lens))
-    return _plan_items(one, other, None, cut)
+    rows = None if parts is None else np.frombuffer(parts, dtype=np.int32).reshape(-1, len(Part._fields))
+    return _plan_items(one, other, rows, cut)
 
 
 class _Walks(NamedTuple):
@@ -189,10 +206,11 @@ class _Walks(NamedTuple):
     shift: Longs | int
     valid_from: Longs | int
     valid_to: Longs | int
+    delta: Longs | int
 
     def places(self, source: Longs) -> dict[str, Longs | int]:
-        """The last four, for walks of these numbers."""
-        names = ("first_index", "shift", "valid_from", "valid_to")
+        """The last five, for walks of these numbers."""
+        names = ("first_index", "shift", "valid_from", "valid_to", "delta")
         return {name: one if isinstance(one := getattr(self, name), int) else one[source] for name in names}
 
 
@@ -245,7 +263,7 @@ def _walks(sequence: Longs, position: Longs, rows: Longs, parts: Parts, window: 
     """The walks of tiles of `rows` query rows, the first of them at `position` of `sequence`."""
     if parts is None:
         first = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
-        return _Walks(np.arange(sequence.size), position, first, -(-(position + rows) // PARTITION), 0, 0, 0, NO_END)
+        return _Walks(np.arange(sequence.size), position, first, -(-(position + rows) // PARTITION), 0, 0, 0, NO_END, 0)
     tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
     part, end = Part(*parts[number].astype(np.int64).T), valid_to(parts)[number]
     position = position[tile] - part.first_position
@@ -253,7 +271,7 @@ def _walks(sequence: Longs, position: Longs, rows: Longs, parts: Parts, window: 
     low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
     first = low // PARTITION
     last = np.maximum(-(-np.minimum(end, position + rows[tile]) // PARTITION), first)
-    return _Walks(tile, position, first, last, part.first_index, part.first_position, valid_from, end)
+    return _Walks(tile, position, first, last, part.first_index, part.first_position, valid_from, end, part.delta)
 
 
 def _repeated(counts: Longs) -> tuple[Longs, Longs]:

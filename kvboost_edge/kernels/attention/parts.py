@@ -7,7 +7,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Longs", "Part", "Parts", "entry_of", "entry_positions", "is_last", "own_parts", "valid_to"]
+__all__ = [
+    "Longs",
+    "Part",
+    "Parts",
+    "deltas_of",
+    "entry_of",
+    "entry_positions",
+    "has_delta",
+    "is_last",
+    "own_parts",
+    "turned_positions",
+    "valid_to",
+]
 
 Longs = npt.NDArray[np.int64]
 Parts = npt.NDArray[np.int32] | None
@@ -21,9 +33,10 @@ class Part(NamedTuple):
     """Consecutive entries of one sequence's block table that hold consecutive positions.
 
     first_index      the first of them
-    first_position   position of its slot 0, at most `valid_from`
+    first_position   position of its slot 0, at most `valid_from`; negative where position 0 is inside a block
     valid_from       the first position served; all up to the next part's, the last part serves all that follow
-    delta            how far keys are from the positions they were computed at; only 0 is attended yet
+    delta            how far keys are from the positions they were computed at, new - old: a query at position p attends
+                     them as one at p - delta; 0 in the last part, which is written
     """
 
     sequence: Any
@@ -46,6 +59,17 @@ def is_last(parts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     """Which parts are the last of their sequences, bool [num_parts]."""
     last: npt.NDArray[np.bool_] = valid_to(parts) == _END
     return last
+
+
+def has_delta(parts: Parts) -> bool:
+    """Whether keys of some part were computed at other positions; what has another shape is no parts and has none."""
+    return parts is not None and bool(parts[..., Part._fields.index("delta") :].any())
+
+
+def turned_positions(parts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
+    """One more than the largest position that a query of these sequences is turned to."""
+    part = Part(*parts.astype(np.int64).T)
+    return int((seq_lens[part.sequence] - part.delta).max())
 
 
 def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tuple[Longs, Longs, Longs]:
@@ -73,10 +97,23 @@ def entry_of(parts: Parts, sequence: int, positions: Longs, block_size: int) -> 
     if parts is None:
         indices, offsets = np.divmod(positions, block_size)
         return indices, offsets
-    mine = parts[Part(*parts.T).sequence == sequence].astype(np.int64)
-    part = Part(*mine[np.searchsorted(Part(*mine.T).valid_from, positions, side="right") - 1].T)
+    part = _parts_at(parts, sequence, positions)
     indices, offsets = np.divmod(positions - part.first_position, block_size)
     return part.first_index + indices, offsets
+
+
+def deltas_of(parts: Parts, sequence: int, positions: Longs) -> Longs:
+    """Of positions of one sequence: the delta of the part that serves each."""
+    if parts is None:
+        return np.zeros(len(positions), dtype=np.int64)
+    found: Longs = _parts_at(parts, sequence, positions).delta
+    return found
+
+
+def _parts_at(parts: npt.NDArray[np.int32], sequence: int, positions: Longs) -> Part:
+    """The part that serves each of some positions of a sequence, int64 [num_positions] each."""
+    mine = parts[Part(*parts.T).sequence == sequence].astype(np.int64)
+    return Part(*mine[np.searchsorted(Part(*mine.T).valid_from, positions, side="right") - 1].T)
 
 
 def own_parts(num_seqs: int, parts: Parts) -> tuple[Longs, Longs]:

@@ -2,7 +2,8 @@
 
 Work unit: the query rows of one item (a tile of a sequence's query tokens, times the heads of a kv head) on one kv
 head. Its tokens are walked in partitions of 512 at absolute positions; each partition is a softmax of its own and the
-partitions are merged in order. So a row's bits depend on its own sequence and position only.
+partitions are merged in order. So a row's bits depend on its own sequence and position only. Keys that were computed
+at other positions stay as they are: the query rows of a unit over them are rotated to where they would have been there.
 
 Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the compiler to look at.
 """
@@ -21,9 +22,11 @@ from kvboost_edge.kernels.attention.call import (
     UNITS_DONE,
     Job,
     Shape,
+    Turn,
     Unit,
 )
 from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, NO_END, Item
+from kvboost_edge.kernels.attention.rope import rotate_head
 from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.tuples import load_i32_row
@@ -72,6 +75,36 @@ def _first_row(job: Job, item: Item) -> Any:
 
 
 @kernel
+def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
+    """Copy an item's query rows, scaled; what fills up the last 4 rows is 0."""
+    shape = job.shape
+    heads, dim = shape.heads_per_kv, shape.head_dim
+    num_rows = item.num_rows * heads
+    first = _first_row(job, item) * shape.num_kv_heads * heads
+    for row in range(num_rows):
+        source = first + (row // heads * shape.num_kv_heads + head) * heads + row % heads
+        scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
+    fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
+
+
+@kernel
+def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
+    """Take a unit's query rows, scaled, as they are at positions so far back as its keys were computed.
+
+    They are rotated once, from before rotation: turning the others back would apply a rope's factor twice.
+    """
+    shape = job.shape
+    heads, dim = shape.heads_per_kv, shape.head_dim
+    first, position = _first_row(job, item), unit.first_position + item.shift - item.delta
+    for row in range(unit.num_rows):
+        token, at = row // heads, unit.query + 4 * row * dim
+        source = turn.unrotated + 4 * ((first + token) * turn.unrotated_step + (unit.head * heads + row % heads) * dim)
+        place = 4 * (position + token) * turn.half
+        rotate_head(source, turn.cos + place, turn.sin + place, turn.half, dim, at)
+        scale_row(at, at, dim, np.float32(shape.softmax_scale))
+
+
+@kernel
 def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     """Lay out a thread's scratch for a unit and copy the unit's query rows, scaled."""
     shape = job.shape
@@ -86,11 +119,7 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     rescale = after(scores, shape.padded_rows * TILE)
     stage = after(rescale, shape.padded_rows)
     table = after(stage, STRIPS * LANES * (dim + shape.padded_dim) + shape.padded_dim)
-    first = _first_row(job, item) * shape.num_kv_heads * heads
-    for row in range(num_rows):
-        source = first + (row // heads * shape.num_kv_heads + head) * heads + row % heads
-        scale_row(query + 4 * row * dim, job.queries + 4 * source * dim, dim, np.float32(shape.softmax_scale))
-    fill(query + 4 * num_rows * dim, -num_rows % ROWS * dim, np.float32(0.0))
+    _take_queries(job, item, head, query)
     return Unit(
         sequence=item.sequence,
         first_index=item.first_index,
@@ -132,7 +161,7 @@ def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
 
 
 def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> Any:
-    """The kernel `loop(job, whole)` of this name: take units of the `Job` until none is left.
+    """The kernel `loop(job, turn, whole)` of this name: take units of the `Job` until none is left.
 
     What differs from call to call is in three kernels, which get `whole`, the job with all that belongs to it:
 
@@ -145,7 +174,7 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
     """
 
     @named_kernel(name)
-    def loop(job: Job, whole: Any) -> None:
+    def loop(job: Job, turn: Turn, whole: Any) -> None:
         shape = job.shape
         counters = job.counters
         num_units = job.num_items * shape.num_kv_heads
@@ -163,6 +192,8 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
             item = load_i32_row(Item, job.items + 4 * ITEM_COLUMNS * (unit_index // shape.num_kv_heads))
             head = unit_index % shape.num_kv_heads
             unit = _open_unit(job, item, head, scratch)
+            if item.delta != 0:
+                _turn_queries(job, turn, item, unit)
             more = lay_out(whole, unit)
             first_state = item.first_partial * shape.num_kv_heads + head * item.num_partitions
             partials = job.partials + state_bytes * first_state
@@ -182,6 +213,9 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
                     for partition in range(item.num_partitions):
                         merge_partition(shape, unit.num_rows, merged, partials + state_bytes * partition)
             if last:
+                if item.delta != 0:
+                    # What is merged last are keys of this pass: the rows as they were before they were turned.
+                    _take_queries(job, item, head, unit.query)
                 add_last(whole, unit, more, merged, own_state)
                 _store_rows(job, unit, item, merged)
             fetch_add(counters + 8 * UNITS_DONE, 1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvboost_edge.kernels.attention.attend import place_strip
-from kvboost_edge.kernels.attention.call import AttentionCall, Job, Unit
+from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn, Unit
 from kvboost_edge.kernels.attention.paged import PARTITION, Ints
 from kvboost_edge.kernels.attention.tiles import (
     ROWS,
@@ -371,4 +371,4 @@ attend_coded_units = unit_loop("attend_coded_units", _lay_out, _attend_partition
 def attend_coded(call: CodedCall) -> None:
     """Take units until none is left. Every thread of a team runs this on the same call; a late one returns at once."""
     job = addresses_of(CodedJob, call)
-    attend_coded_units(job.plain, job)
+    attend_coded_units(job.plain, addresses_of(Turn, call.plain), job)

@@ -6,8 +6,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.call import UNITS_DONE
-from kvboost_edge.kernels.attention.launch import AttentionWorkspace, check_shapes, is_small, make_call
-from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, OwnBlocks, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.attention.launch import (
+    AttentionWorkspace,
+    check_shapes,
+    check_turning,
+    is_small,
+    make_call,
+)
+from kvboost_edge.kernels.attention.paged import (
+    AttentionOptions,
+    Floats,
+    OwnBlocks,
+    PagedBatch,
+    Turning,
+    WorkPlan,
+    plan_work,
+)
 from kvboost_edge.kernels.coded.attend import CodedCall, attend_coded, coded_scratch_floats
 from kvboost_edge.kernels.coded.layout import CodeLayout
 
@@ -23,6 +37,7 @@ def paged_attention_coded(
     options: AttentionOptions,
     workspace: AttentionWorkspace | None = None,
     plan: WorkPlan | None = None,
+    turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
 
@@ -30,15 +45,17 @@ def paged_attention_coded(
     codes      uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous
     workspace  None: one thread and buffers of its own
     plan       the batch's `plan_work` for these head counts and this window, if it is known already
+    turning    for a batch that has parts with a delta; ConfigError where such a batch comes without
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
     """
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, own.pool, options)
+    check_turning(queries, batch, turning)
     if plan is None:
         plan = plan_work(batch, heads_per_kv, codes.shape[1], options.window, space.num_threads)
     own_batch = batch._replace(block_tables=own.tables)
-    plain = make_call(queries, own.pool, own_batch, options, space, plan, coded_scratch_floats)
+    plain = make_call(queries, own.pool, own_batch, options, space, plan, coded_scratch_floats, turning)
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     first = np.ascontiguousarray(own.first, dtype=np.int32)
     call = CodedCall(plain, codes.ctypes.data, layout, tables, tables.shape[1], first)

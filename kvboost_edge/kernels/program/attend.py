@@ -9,12 +9,12 @@ import numpy.typing as npt
 from numba.core import types
 
 from kvboost_edge.kernels.attention.attend import attend_units
-from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job
+from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job, Turn
+from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.coded.attend import CodedJob, attend_coded_units
 from kvboost_edge.kernels.coded.write import quantize_block
 from kvboost_edge.kernels.entry import Entry, caller
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.program.rope import copy_floats
 from kvboost_edge.kernels.program.table import B_ROWS, F_LAYER, ProgramJob
 from kvboost_edge.kernels.tuples import load_row, num_numbers, number_at, numbers_of
 from kvboost_edge.kernels.vectors import KIND_F32, load_acquire, load_f32, load_i64, store_scalar
@@ -26,15 +26,20 @@ __all__ = [
     "R_CODED_TABLES",
     "R_CODES",
     "R_CONTINUED",
+    "R_COS",
     "R_COUNTERS",
     "R_FIRST",
+    "R_HALF",
     "R_KEYS",
     "R_LAYOUT",
     "R_MAX_BLOCKS",
     "R_NUM_CLOSED",
     "R_NUM_CONTINUED",
+    "R_SIN",
     "R_SLOTS",
     "R_STAGE",
+    "R_UNROTATED",
+    "R_UNROTATED_STEP",
     "R_VALUES",
     "AttentionRow",
     "attend_entries",
@@ -55,6 +60,7 @@ class AttentionRow(NamedTuple):
     """What attention of one layer reads and writes in a pass; kept in memory as tuples.py has it.
 
     job               where the pool is not quantized nothing but `plain` and `slots` counts
+    turn              zeros in a pass whose parts have no delta
     slots             address of the tokens' slots, int64
     continued         address of pairs (from, to) of buffers, int64, copied before anything is written
     closed            address of pairs (buffer, block), int64, quantized when all is written
@@ -62,6 +68,7 @@ class AttentionRow(NamedTuple):
     """
 
     job: CodedJob
+    turn: Turn
     slots: int
     continued: int
     num_continued: int
@@ -75,10 +82,12 @@ def _at(path: str) -> int:
 
 
 ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
-_PLAIN = _at("job.plain")
+_PLAIN, _TURN = _at("job.plain"), _at("turn")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
 R_KEYS, R_VALUES = _at("job.plain.keys"), _at("job.plain.values")
 R_COUNTERS, R_BLOCK_TABLES = _at("job.plain.counters"), _at("job.plain.block_tables")
+R_UNROTATED, R_UNROTATED_STEP = _at("turn.unrotated"), _at("turn.unrotated_step")
+R_COS, R_SIN, R_HALF = _at("turn.cos"), _at("turn.sin"), _at("turn.half")
 R_CODES, R_LAYOUT, R_FIRST = _at("job.codes"), _at("job.layout"), _at("job.first")
 R_CODED_TABLES, R_MAX_BLOCKS = _at("job.block_tables"), _at("job.max_blocks")
 R_SLOTS, R_STAGE = _at("slots"), _at("stage")
@@ -89,8 +98,9 @@ R_CLOSED, R_NUM_CLOSED = _at("closed"), _at("num_closed")
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
     """int64 [ROW_NUMBERS], the call alone. It holds addresses of the call's arrays, which must outlive it."""
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
-    numbers = numbers_of(Job, call)
-    row[_PLAIN : _PLAIN + numbers.size] = numbers
+    for first, kind in ((_PLAIN, Job), (_TURN, Turn)):
+        numbers = numbers_of(kind, call)
+        row[first : first + numbers.size] = numbers
     return row
 
 
@@ -106,14 +116,14 @@ attend_row = caller(types.int64)
 
 @kernel
 def _attend_floats(at: int) -> None:
-    job = load_row(AttentionRow, at).job.plain
-    attend_units(job, job)
+    row = load_row(AttentionRow, at)
+    attend_units(row.job.plain, row.turn, row.job.plain)
 
 
 @kernel
 def _attend_codes(at: int) -> None:
-    job = load_row(AttentionRow, at).job
-    attend_coded_units(job.plain, job)
+    row = load_row(AttentionRow, at)
+    attend_coded_units(row.job.plain, row.turn, row.job)
 
 
 @kernel

@@ -29,6 +29,7 @@ from kvboost_edge.kernels.vectors import (
     emit_shuffle,
     emit_splat,
     emit_store,
+    fma_f32,
     load_f32,
     store_f32,
 )
@@ -38,7 +39,6 @@ __all__ = [
     "ACT_SILU",
     "activate_group",
     "activate_vectors",
-    "fma_f32",
     "norm_row",
     "quantize_groups",
     "sqrt_f32",
@@ -75,16 +75,6 @@ def _fold(b: Builder, vector: Value, combine: Any) -> Value:
     for half in (8, 4, 2, 1):
         vector = combine(vector, emit_shuffle(b, vector, vector, [(lane + half) % LANES for lane in range(LANES)]))
     return b.extract_element(vector, _I32(0))
-
-
-@intrinsic
-def fma_f32(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z rounded once, float32."""
-
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        return emit_fma(b, *arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 @intrinsic

@@ -8,6 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
+from kvboost_edge.kernels.attention.rope import copy_floats, rotate_head
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.dot import OFFSET
 from kvboost_edge.kernels.linear.layout import (
@@ -30,10 +31,19 @@ from kvboost_edge.kernels.linear.tiles import (
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
-from kvboost_edge.kernels.program.norms import activate_vectors, fma_f32, norm_row, quantize_groups
-from kvboost_edge.kernels.program.rope import copy_floats, rotate_head
+from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
 from kvboost_edge.kernels.program.table import ProgramJob
-from kvboost_edge.kernels.vectors import KIND_F16, KIND_F32, LANES, exp_f32, load_f32, load_i64, load_scalar, store_f32
+from kvboost_edge.kernels.vectors import (
+    KIND_F16,
+    KIND_F32,
+    LANES,
+    exp_f32,
+    fma_f32,
+    load_f32,
+    load_i64,
+    load_scalar,
+    store_f32,
+)
 
 __all__ = ["run_tokens", "token_units"]
 

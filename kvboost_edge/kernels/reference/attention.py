@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, KVPool, PagedBatch
-from kvboost_edge.kernels.attention.parts import Parts, entry_of
+from kvboost_edge.kernels.attention.paged import AttentionOptions, Floats, KVPool, PagedBatch, Turning
+from kvboost_edge.kernels.attention.parts import Parts, deltas_of, entry_of
 from kvboost_edge.kernels.attention.storage import from_storage, to_storage
+from kvboost_edge.kernels.reference.rope import turn_keys
 
 __all__ = ["copy_blocks", "gather_kv", "merge_state", "paged_attention", "write_kv"]
 
@@ -29,12 +30,12 @@ def gather_kv(
 
 
 def paged_attention(
-    queries: Floats, pool: KVPool, batch: PagedBatch, options: AttentionOptions
+    queries: Floats, pool: KVPool, batch: PagedBatch, options: AttentionOptions, turning: Turning | None = None
 ) -> tuple[Floats, Floats]:
     """Causal attention of a flat batch over its sequences' blocks, one query row at a time.
 
     queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32 [num_tokens,
-    num_q_heads]).
+    num_q_heads]). turning: for a batch that has parts with a delta, whose keys are turned by its tables.
     """
     out = np.empty(queries.shape, dtype=np.float32)
     lse = np.empty(queries.shape[:2], dtype=np.float32)
@@ -44,6 +45,8 @@ def paged_attention(
             position = int(seq_len) - (stop - row)
             low = max(0, position - options.window + 1) if options.window > 0 else 0
             keys, values = gather_kv(pool, batch.block_tables[sequence], low, position + 1, batch.parts, sequence)
+            if turning is not None:
+                keys = turn_keys(keys, deltas_of(batch.parts, sequence, np.arange(low, position + 1)), turning)
             out[row], lse[row] = _attend_row(queries[row].astype(np.float64), keys, values, options)
     return out, lse
 

@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import PARTITION, AttentionOptions, Floats, KVPool, OwnBlocks, PagedBatch
+from kvboost_edge.kernels.attention.paged import (
+    PARTITION,
+    AttentionOptions,
+    Floats,
+    KVPool,
+    OwnBlocks,
+    PagedBatch,
+    Turning,
+)
 from kvboost_edge.kernels.attention.parts import Part, valid_to
 from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
+from kvboost_edge.kernels.reference.rope import rotate_heads
 
 __all__ = ["decode_block", "paged_attention_coded", "quantize_blocks"]
 
@@ -314,29 +323,37 @@ class _PartRange(NamedTuple):
     first_index: int
     low: int
     high: int
+    delta: int
 
 
 def _parts_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_PartRange]:
     """The parts of a sequence as far as they hold positions [low, high)."""
     if batch.parts is None:
-        return [_PartRange(0, low, high)]
+        return [_PartRange(0, low, high, 0)]
     ends = valid_to(batch.parts)
     found = []
     for row, end in zip(batch.parts.tolist(), ends.tolist(), strict=True):
         part = Part(*row)
         start, stop = max(low, part.valid_from), min(high, end)
         if part.sequence == sequence and start < stop:
-            found.append(_PartRange(part.first_index, start - part.first_position, stop - part.first_position))
+            first, last = start - part.first_position, stop - part.first_position
+            found.append(_PartRange(part.first_index, first, last, part.delta))
     return found
 
 
 def paged_attention_coded(
-    queries: Floats, codes: Bytes, layout: CodeLayout, batch: PagedBatch, own: OwnBlocks, options: AttentionOptions
+    queries: Floats,
+    codes: Bytes,
+    layout: CodeLayout,
+    batch: PagedBatch,
+    own: OwnBlocks,
+    options: AttentionOptions,
+    turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
 
     queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads, bytes]; returns (out
-    like queries, lse float32 [num_tokens, num_q_heads]).
+    like queries, lse float32 [num_tokens, num_q_heads]). turning: for a batch that has parts with a delta.
     """
     out, lse = np.empty(queries.shape, F32), np.empty(queries.shape[:2], F32)
     num_kv_heads, size = codes.shape[1], layout.block_size
@@ -356,7 +373,11 @@ def paged_attention_coded(
                     coded = _empty(heads_per_kv, layout.dim)
                     for part in _parts_of(batch, sequence, low, begin):
                         where = _Sequence(codes, layout, batch.block_tables[sequence][part.first_index :], head)
-                        coded = _merge(coded, _attend_partitions(rows, where, part.low, part.high, options.softcap))
+                        mine = rows
+                        if part.delta and turning is not None:
+                            turned = rotate_heads(turning.queries[row, heads], position - part.delta, turning)
+                            mine = _query_rows(turned, options.softmax_scale, layout.dim)
+                        coded = _merge(coded, _attend_partitions(mine, where, part.low, part.high, options.softcap))
                     keys, values = own.pool.keys[buffer, head][:, seen], own.pool.values[buffer, head][seen]
                     state = _merge(coded, _attend_own(rows, keys, values, options.softcap))
                     sinks = None if options.sinks is None else options.sinks[heads]

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import aligned_empty
+from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.program import attend as la
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.rope import RopeTable
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.runners.native.program import Sizes
 
@@ -45,6 +46,18 @@ class Buffers:
             found[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
             found[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
         return found
+
+    def turning(self) -> dict[int, Any]:
+        """Columns of the attention rows, one number for all layers or one for each: where the queries of the pass are
+        before rotation, and the tables of each layer's rope. Valid until the next call of `addresses`."""
+        tables = [None if layer.rope < 0 else self._tables[layer.rope] for layer in self._spec.layers]
+        return {
+            la.R_UNROTATED: self._arrays[lt.B_WIDE].ctypes.data,
+            la.R_UNROTATED_STEP: self.sizes.wide,
+            la.R_COS: [0 if table is None else table.cos.ctypes.data for table in tables],
+            la.R_SIN: [0 if table is None else table.sin.ctypes.data for table in tables],
+            la.R_HALF: [0 if table is None else table.cos.shape[1] for table in tables],
+        }
 
     def rows(self, number: int, num_tokens: int, heads: int) -> npt.NDArray[np.float32]:
         """The first rows of the query, key or value buffer, float32 [num_tokens, heads, head_dim], contiguous."""

@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.attention.parts import has_delta, turned_positions
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
@@ -35,7 +37,7 @@ from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.native.program import build_program
-from kvboost_edge.runners.native.whole_pass import WholePass
+from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
 
@@ -119,7 +121,11 @@ class NativeRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        return "the native runner attends keys only at the positions they were computed at"
+        # Where a pass is one call of a kernel attention finds the queries before rotation.
+        if self._whole is not None:
+            return None
+        name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
+        return f"the native runner, layer by layer on {name}, attends keys only where they were computed; use 'cpu'"
 
     def bind(self, backend: Backend) -> None:
         """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's shapes."""
@@ -146,13 +152,15 @@ class NativeRunner:
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
+        if self._whole is None:
+            refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
         prepared = backend.prepare(batch.layout)
-        addresses = self._buffers.addresses(num_tokens, int(positions.max()) + 1)
-        addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        addresses = self._addresses(batch, tokens, positions)
         query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
         rows = np.ascontiguousarray(batch.logit_rows, dtype=np.int64)
         if self._whole is not None:
-            return self._forward_whole(self._whole, prepared, query, addresses, rows)
+            memory = self._prepare_whole(self._whole, batch, prepared, addresses, self._program.parts[-1][1])
+            return self._forward_whole(memory, num_tokens, addresses, rows)
         attended = query
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
@@ -170,11 +178,8 @@ class NativeRunner:
             return np.zeros(len(rows), dtype=np.float32)
         num_tokens, end = len(batch.token_ids), self._program.parts[1][1]
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
-        addresses = self._buffers.addresses(num_tokens, int(positions.max()) + 1)
-        addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
-        query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
-        memory = whole.prepare(query, backend.prepare(batch.layout), self._num_counters(0, end))
-        addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
+        addresses = self._addresses(batch, tokens, positions)
+        memory = self._prepare_whole(whole, batch, backend.prepare(batch.layout), addresses, end)
         self._run((0, end), addresses, num_tokens, memory.counters)
         first, width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim, spec.num_kv_heads * spec.head_dim
         computed = self._buffers.wide(num_tokens)[rows, first : first + width]
@@ -182,18 +187,32 @@ class NativeRunner:
         distances: Floats = np.square(computed - stored).sum(axis=1)
         return distances
 
+    def _addresses(
+        self, batch: ForwardBatch, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """The buffers of a pass; `tokens` and `positions` must outlive it."""
+        num_positions, parts = int(positions.max()) + 1, batch.layout.parts
+        if parts is not None:
+            num_positions = max(num_positions, turned_positions(parts, batch.layout.seq_lens))
+        addresses = self._buffers.addresses(len(tokens), num_positions)
+        addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        return addresses
+
+    def _prepare_whole(
+        self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: npt.NDArray[np.int64], end: int
+    ) -> PassMemory:
+        """Memory for operations [0, end), entered into the addresses."""
+        query = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads)
+        turning = self._buffers.turning() if has_delta(batch.layout.parts) else {}
+        memory = whole.prepare(query, prepared, self._num_counters(0, end), turning)
+        addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
+        return memory
+
     def _forward_whole(
-        self,
-        whole: WholePass,
-        prepared: Any,
-        query: Floats,
-        addresses: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
+        self, memory: PassMemory, num_tokens: int, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
     ) -> Floats:
         """The layers with their attention in one call of the program, the head too where it has the same rows."""
-        parts, num_tokens = self._program.parts, len(query)
-        memory = whole.prepare(query, prepared, self._num_counters(0, parts[-1][1]))
-        addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
+        parts = self._program.parts
         if len(rows) == num_tokens and np.array_equal(rows, np.arange(num_tokens)):
             logits = self._buffers.logits(num_tokens)
             addresses[lt.B_LOGITS] = logits.ctypes.data

@@ -5,7 +5,7 @@ Python between the layers of a decode step would cost a tenth of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvboost_edge.kernels.coded.attend import coded_scratch_floats
 from kvboost_edge.kernels.program import attend as la
 from kvboost_edge.kernels.reference.coded import decode_block
 
-__all__ = ["WholePass"]
+__all__ = ["PassMemory", "WholePass"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -103,8 +103,13 @@ class WholePass:
             found[blocks == block] = values[offsets[blocks == block]]
         return found
 
-    def prepare(self, queries: Floats, prepared: PreparedBatch, num_counters: int) -> PassMemory:
-        """Memory for a pass whose program needs `num_counters` counters; queries float32 [tokens, heads, head_dim]."""
+    def prepare(
+        self, queries: Floats, prepared: PreparedBatch, num_counters: int, turning: Mapping[int, Any]
+    ) -> PassMemory:
+        """Memory for a pass whose program needs `num_counters` counters; queries float32 [tokens, heads, head_dim].
+
+        turning: see `Buffers.turning`; empty where no part of the batch has a delta
+        """
         num_layers, num_kv_heads = self._num_layers, self._shape.num_kv_heads
         storage = self._plain(prepared) if self._coded is None else self._open(self._coded, prepared)
         more = None if self._coded is None else coded_scratch_floats
@@ -119,7 +124,7 @@ class WholePass:
         rows = memory[num_counters : num_counters + num_layers * la.ROW_NUMBERS].reshape(num_layers, la.ROW_NUMBERS)
         for call, layers in zip(calls, self._kinds.values(), strict=True):
             rows[layers] = la.row_of(call)
-        for index, numbers in (self._fixed | storage.columns).items():
+        for index, numbers in (self._fixed | storage.columns | dict(turning)).items():
             rows[:, index] = numbers
         first = rows.ctypes.data + 8 * num_layers * la.ROW_NUMBERS
         rows[:, la.R_COUNTERS] = first + 8 * each * np.arange(num_layers)

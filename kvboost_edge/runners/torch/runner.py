@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
+from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
@@ -159,6 +160,7 @@ class TorchRunner:
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
+        refuse_deltas(batch.layout, "the torch runner")
         paged = PagedPass(backend, batch.layout, self._layers)
         with torch.inference_mode(), self._hook.active(paged):
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)

@@ -7,6 +7,7 @@ much is copied as is gained, and on the whole at most twice as much is written a
 
 from __future__ import annotations
 
+from kvboost_edge.tiers.disk.files import passes
 from kvboost_edge.tiers.disk.index import Entry, Index
 from kvboost_edge.tiers.disk.room import Room
 from kvboost_edge.tiers.disk.segments import Segment, Segments
@@ -97,13 +98,15 @@ class Cleaner:
 
     def _copy_record(self, entry: Entry) -> None:
         active = self._segments.active
-        data = memoryview(bytearray(entry.header_bytes + entry.payload_bytes))
-        header, payload = data[: entry.header_bytes], data[entry.header_bytes :]
         if active is None or active.nbytes - active.end < entry.nbytes:
             return
+        data = memoryview(bytearray(entry.header_bytes + entry.payload_bytes))
+        header, payload = data[: entry.header_bytes], data[entry.header_bytes :]
         try:
             done = self._segments.read(entry.segment, [data], entry.offset)
-        except OSError:
+        except OSError as error:
+            if passes(error):
+                raise
             done = 0
         if done != data.nbytes or not _is_sound(header, payload):
             self._index.drop(entry.prefix_hash)

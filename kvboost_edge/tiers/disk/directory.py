@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.files import WRITE, Files
+from kvboost_edge.tiers.disk.files import CHANGE, WRITE, Files
 from kvboost_edge.tiers.disk.layout import DESCRIPTION, LOCK, is_space, write_whole
 from kvboost_edge.tiers.disk.sidecar import read_file
 
-__all__ = ["SpaceDirectory", "describe", "lock_directory", "open_directory"]
+__all__ = ["SpaceDirectory", "describe", "is_locked", "lock_directory", "lock_soon", "open_directory"]
 
 _LOG = logging.getLogger(__name__)
 _LOOKS, _LOOK_S = 10, 0.005
+_MOST_USED = 1 << 62
 _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
@@ -39,6 +40,15 @@ class SpaceDirectory:
     @property
     def owned(self) -> bool:
         return self.why_not == ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the directory that is locked no longer has its name: it was deleted, moved away or replaced, or its
+        lock was; whoever comes next owns what is there now. False while the system does not tell."""
+        try:
+            return self._lock is not None and not self._files.is_same(self._lock, self.path / LOCK)
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Give up the lock. A second call does nothing."""
@@ -62,7 +72,7 @@ def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | No
     lock, why_not = None, ""
     try:
         files.make_private(path)
-        lock = _lock_soon(path, files)
+        lock = lock_soon(path, files)
         if lock is None:
             why_not = f"{path} is owned by another process; this one reads only"
         else:
@@ -77,7 +87,7 @@ def open_directory(root: Path, space: bytes, description: Mapping[str, Any] | No
 
 def lock_directory(path: Path, files: Files) -> int | None:
     """Own a space's directory until the handle is closed; None: somebody else does. Raises OSError."""
-    while True:
+    for _ in range(_LOOKS):
         handle = files.open(path / LOCK, WRITE)
         try:
             if not files.lock(handle):
@@ -85,15 +95,28 @@ def lock_directory(path: Path, files: Files) -> int | None:
                 return None
             if files.is_same(handle, path / LOCK):
                 return handle
-        except OSError:
+        except BaseException:
             files.close(handle)
             raise
         files.close(handle)  # the directory was removed by its last owner meanwhile
+    raise OSError(f"{path / LOCK} is replaced all the time")
 
 
-def _lock_soon(path: Path, files: Files) -> int | None:
+def is_locked(path: Path, files: Files) -> bool:
+    """Whether a process owns a space's directory; leaves nothing in it. Raises OSError."""
+    try:
+        handle = files.open(path / LOCK, CHANGE)
+    except FileNotFoundError:
+        return False
+    try:
+        return not files.lock(handle)
+    finally:
+        files.close(handle)
+
+
+def lock_soon(path: Path, files: Files, seconds: float = _LOOKS * _LOOK_S) -> int | None:
     """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is waited for."""
-    for _ in range(_LOOKS):
+    for _ in range(round(seconds / _LOOK_S)):
         handle = lock_directory(path, files)
         if handle is not None:
             return handle
@@ -109,7 +132,8 @@ def describe(path: Path, files: Files) -> dict[str, Any]:
         found = None
     described = dict(found) if isinstance(found, dict) else {}
     used = described.get("used")
-    return {**described, "used": used if isinstance(used, int) and not isinstance(used, bool) else 0}
+    is_number = isinstance(used, int) and not isinstance(used, bool) and 0 <= used < _MOST_USED
+    return {**described, "used": used if is_number else 0}
 
 
 def _describe(path: Path, description: Mapping[str, Any] | None, files: Files) -> None:
@@ -117,7 +141,7 @@ def _describe(path: Path, description: Mapping[str, Any] | None, files: Files) -
         used = max(describe(other, files)["used"] for other in path.parent.iterdir() if is_space(other.name))
         before = describe(path, files) if description is None else description
         text = json.dumps({**before, "used": used + 1}, indent=1, ensure_ascii=False)
-        write_whole(files, path / DESCRIPTION, text.encode(), durable=False)
+        write_whole(files, path / DESCRIPTION, text.encode(errors="replace"), durable=False)
     except OSError as error:
         _LOG.warning("%s cannot be written: %s", path / DESCRIPTION, error)
 

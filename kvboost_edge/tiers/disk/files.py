@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import operator
 import os
 import shutil
 import sys
@@ -17,13 +19,18 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["READ", "WRITE", "Files", "transferred"]
+__all__ = ["CHANGE", "NEW", "READ", "WRITE", "Files", "passes", "transferred"]
 
 READ = os.O_RDONLY
-WRITE = os.O_RDWR | os.O_CREAT
-# No link is followed to a file that somebody else chose; nothing is inherited by programs that are started.
-_ALWAYS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+CHANGE = os.O_RDWR
+WRITE = CHANGE | os.O_CREAT
+NEW = WRITE | os.O_EXCL
+# No link is followed to a file that somebody else chose, a pipe in a file's place is not waited for, and nothing is
+# inherited by programs that are started.
+_NAMES = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
+_ALWAYS = functools.reduce(operator.or_, (getattr(os, name, 0) for name in _NAMES))
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
 
 
 class Files:
@@ -31,7 +38,8 @@ class Files:
     Windows, where nobody else uses the handle meanwhile."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open (READ) or create (WRITE) a file for this user alone."""
+        """Open a file to READ or to CHANGE it; or make it, for this user alone: WRITE where it is not there, NEW only
+        where nothing of that name is (else FileExistsError)."""
         return os.open(path, flags | _ALWAYS, 0o600)
 
     def close(self, handle: int) -> None:
@@ -104,7 +112,7 @@ class Files:
         """Whether the open file is the one that `path` names by now."""
         try:
             return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def replace(self, source: Path, target: Path) -> None:
@@ -140,6 +148,12 @@ class Files:
         except (BlockingIOError, PermissionError):
             return False
         return True
+
+
+def passes(error: OSError) -> bool:
+    """Whether the error says nothing of the file, and may be gone at the next attempt: a limit of the process or of the
+    system, an interrupted call."""
+    return error.errno in _PASSING
 
 
 def transferred(

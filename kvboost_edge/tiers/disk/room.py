@@ -6,20 +6,22 @@ Segments of spaces that nobody owns, those used longest ago first, go before any
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.directory import describe, lock_directory
+from kvboost_edge.tiers.disk.directory import describe, lock_directory, lock_soon
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.layout import is_space, segment_ids, segment_path, sidecar_path
 
-__all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "space_directories"]
+__all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "segment_sizes", "space_directories"]
 
 LEAST_BYTES = 1 << 20
 """The smallest cap."""
 _DEFAULT_CAP = 16 << 30
 _DEFAULT_SHARE = 5  # a fifth of what is free
+_TURN_S = 0.5
 _FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 20  # a twentieth of the file system, where that is less
 
@@ -46,13 +48,18 @@ def free_floor(total: int) -> int:
 def default_cap(root: Path, files: Files) -> int:
     """The smaller of 16 GiB and a fifth of what is free, counting as free what the tier takes. Raises OSError."""
     free, _ = files.space(root)
-    taken = sum(_taken(path, files) for path in space_directories(root)) if root.is_dir() else 0
+    taken = sum(sum(segment_sizes(path, files).values()) for path in space_directories(root)) if root.is_dir() else 0
     return max(LEAST_BYTES, min(_DEFAULT_CAP, (free + taken) // _DEFAULT_SHARE))
 
 
-def _taken(directory: Path, files: Files) -> int:
-    sizes = files.sizes(directory)
-    return sum(sizes[segment_path(directory, number).name] for number in segment_ids(sizes))
+def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
+    """Bytes of a space's segments by their numbers; none where this user may not look, or it is gone by now. Raises
+    OSError."""
+    try:
+        sizes = files.sizes(directory)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    return {number: sizes[segment_path(directory, number).name] for number in segment_ids(sizes)}
 
 
 class Room:
@@ -76,6 +83,22 @@ class Room:
         free, total = self._files.space(self._root)
         theirs = sum(other.nbytes for other in self._others)
         return min(self.max_bytes - theirs, own_bytes + free - free_floor(total))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """One process at a time makes room and takes it, or two would take the same: whether it is our turn, which is
+        waited for shortly. Where there can be no lock, everybody goes on without."""
+        try:
+            handle = lock_soon(self._root, self._files, _TURN_S)
+        except OSError:
+            yield True
+            return
+        try:
+            yield handle is not None
+        finally:
+            if handle is not None:
+                with contextlib.suppress(OSError):
+                    self._files.close(handle)
 
     def take_from_others(self) -> bool:
         """Delete the least recently used segment of a space that nobody owns; whether there was one."""
@@ -103,10 +126,9 @@ class Room:
         return f"other models that are open take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
 
     def _segments(self, path: Path) -> list[_Other]:
-        used = describe(path, self._files)["used"]
-        sizes = self._files.sizes(path)
-        numbers = segment_ids(sizes)
-        return [_Other(used, path, number, sizes[segment_path(path, number).name]) for number in numbers]
+        sizes = segment_sizes(path, self._files)
+        used = describe(path, self._files)["used"] if sizes else 0
+        return [_Other(used, path, number, nbytes) for number, nbytes in sizes.items()]
 
 
 def _checked(max_bytes: int) -> int:

@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvboost_edge.tiers.disk.files import READ, WRITE, Files, transferred
-from kvboost_edge.tiers.disk.layout import segment_ids, segment_path, sidecar_path, write_whole
+from kvboost_edge.tiers.disk.files import CHANGE, NEW, READ, Files, passes, transferred
+from kvboost_edge.tiers.disk.layout import (
+    LAST_SEGMENT,
+    leftovers,
+    segment_ids,
+    segment_path,
+    sidecar_path,
+    write_whole,
+)
 from kvboost_edge.tiers.disk.sidecar import Record, Scan, decode_sidecar, encode_sidecar, read_file
 
 __all__ = ["Segment", "Segments"]
 
 _LOG = logging.getLogger(__name__)
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_LONGEST = 4 << 30  # of a segment that is looked through: none is written that long
 _OPEN = 32
 """Segments held open for reading. Few, because a file that its owner removed takes room until the last reader's end."""
 
@@ -65,6 +75,9 @@ class Segments:
         sidecar is scanned; the owner then cuts off what is behind its last record and seals it. Raises OSError."""
         sizes = self._files.sizes(self._directory)
         self._last = last
+        for name in leftovers(sizes) if self._owned else ():
+            with contextlib.suppress(OSError):
+                self._files.unlink(self._directory / name)
         for number in segment_ids(sizes):
             self._last = max(self._last, number)
             size = sizes[segment_path(self._directory, number).name]
@@ -78,7 +91,7 @@ class Segments:
             yield number, records
 
     def records(self, number: int) -> list[Record]:
-        """The records of a settled segment, from its sidecar, else from their headers."""
+        """The records of a settled segment, from its sidecar, else from their headers. Raises OSError."""
         size = self._all[number].nbytes
         known = self._sidecar(number, size)
         if known is not None:
@@ -88,8 +101,7 @@ class Segments:
 
     def begin(self, nbytes: int) -> Segment:
         """A new active segment with room for so many bytes. Raises OSError."""
-        number = self._last + 1
-        handle = self._files.open(segment_path(self._directory, number), WRITE)
+        number, handle = self._new_file()
         try:
             self._files.allocate(handle, nbytes)
         except OSError:
@@ -97,7 +109,6 @@ class Segments:
             with contextlib.suppress(OSError):
                 self._files.unlink(segment_path(self._directory, number))
             raise
-        self._last = number
         self._keep(number, handle)
         self.active = self._all[number] = Segment(number, nbytes)
         return self.active
@@ -108,7 +119,7 @@ class Segments:
         segment = self.active
         assert segment is not None
         record = Record(segment.end, header.nbytes, payload.nbytes, prefix_hash, parent_hash)
-        done = transferred(self._files.write, self._handle(segment.number, WRITE), [header, payload], segment.end)
+        done = transferred(self._files.write, self._handle(segment.number, CHANGE), [header, payload], segment.end)
         if done != header.nbytes + payload.nbytes:
             raise OSError("short write")
         segment.records.append(record)
@@ -126,7 +137,7 @@ class Segments:
         """Nothing more is written to the active segment: the one to be sealed; None where it is empty and removed."""
         segment, self.active = self.active, None
         if segment is not None and not segment.records:
-            self.remove(segment.number)
+            self._remove_empty(segment)
             return None
         return segment
 
@@ -135,7 +146,7 @@ class Segments:
         then the segment is scanned at the next opening."""
         try:
             path = segment_path(self._directory, segment.number)
-            handle = self._files.open(path, WRITE)
+            handle = self._files.open(path, CHANGE)
             try:
                 self._files.truncate(handle, segment.end)
                 self._files.sync(handle)
@@ -150,14 +161,15 @@ class Segments:
         segment.settled = True
 
     def remove(self, number: int) -> None:
-        """Delete a segment, of which nothing counts any more. One that the system keeps is there again when opened."""
-        self._all.pop(number, None)
+        """Delete a segment, of which nothing counts any more. Raises OSError where the system keeps it: it still takes
+        its room then."""
         self.forget(number)
-        for path in (segment_path(self._directory, number), sidecar_path(self._directory, number)):
-            try:
-                self._files.unlink(path)
-            except OSError as error:
-                _LOG.warning("%s cannot be removed: %s", path, error)
+        self._files.unlink(segment_path(self._directory, number))
+        self._all.pop(number, None)
+        try:
+            self._files.unlink(sidecar_path(self._directory, number))
+        except OSError as error:
+            _LOG.warning("the sidecar of segment %s of the disk tier cannot be removed: %s", number, error)
 
     def forget(self, number: int) -> None:
         """Close a segment's file; the next use opens it again."""
@@ -174,25 +186,50 @@ class Segments:
     def _handle(self, number: int, flags: int) -> int:
         handle = self._handles.get(number)
         if handle is None:
-            handle = self._files.open(segment_path(self._directory, number), flags)
+            path = segment_path(self._directory, number)
+            try:
+                handle = self._files.open(path, flags)
+            except OSError as error:
+                if error.errno not in _TOO_MANY or not self._forget_one(number):
+                    raise
+                handle = self._files.open(path, flags)
             self._keep(number, handle)
         self._handles.move_to_end(number)
         return handle
 
     def _keep(self, number: int, handle: int) -> None:
         self._handles[number] = handle
-        active = 0 if self.active is None else self.active.number
         while len(self._handles) > _OPEN:
-            self.forget(next(other for other in self._handles if other not in (number, active)))
+            self._forget_one(number)
+
+    def _forget_one(self, number: int) -> bool:
+        """Close the file used longest ago that is neither this one nor the active one; whether there was one."""
+        active = 0 if self.active is None else self.active.number
+        other = next((other for other in self._handles if other not in (number, active)), None)
+        if other is not None:
+            self.forget(other)
+        return other is not None
+
+    def _new_file(self) -> tuple[int, int]:
+        """The next number whose name is not taken, and its empty file. Raises OSError."""
+        while self._last < LAST_SEGMENT:
+            self._last += 1
+            with contextlib.suppress(FileExistsError):
+                return self._last, self._files.open(segment_path(self._directory, self._last), NEW)
+        raise OSError("its segments' numbers are used up; empty it: kvboost-edge cache clear")
 
     def _sidecar(self, number: int, size: int) -> list[Record] | None:
         data = read_file(self._files, sidecar_path(self._directory, number))
         return None if data is None else decode_sidecar(data, self._space, number, size)
 
     def _scanned(self, number: int, size: int) -> Scan | None:
+        if size > _LONGEST:
+            return None
         try:
             handle = self._files.open(segment_path(self._directory, number), READ)
-        except OSError:
+        except OSError as error:
+            if passes(error):
+                raise
             return None
         try:
             return Scan(self._files, handle, size, self._space)
@@ -205,7 +242,14 @@ class Segments:
             segment.records, segment.end = records, records[-1].end
             self.seal(segment)
         else:
+            self._remove_empty(segment)
+
+    def _remove_empty(self, segment: Segment) -> None:
+        try:
             self.remove(segment.number)
+        except OSError as error:
+            segment.settled = True  # its turn comes again when room is made
+            _LOG.warning("segment %s of the disk tier cannot be removed: %s", segment.number, error)
 
     def _write_sidecar(self, segment: Segment) -> None:
         data = encode_sidecar(self._space, segment.number, segment.records)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvboost_edge.tiers.disk.files import READ, Files, transferred
+from kvboost_edge.tiers.disk.files import READ, Files, passes, transferred
 from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 
 __all__ = ["Record", "Scan", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
@@ -22,6 +22,7 @@ _ROW = struct.Struct("<IIQ32s32s")  # offset / 64, bytes of the header, of the p
 _SUM_BYTES = 16
 _HEADER_BYTES = 4096  # read at once where a header is expected; longer ones are read again in full
 _SEARCH_BYTES = 1 << 20
+_LONGEST = 256 << 20  # of a file that is read whole: the order of 30 million blocks
 
 
 class Record(NamedTuple):
@@ -135,15 +136,20 @@ class Scan:
 
 
 def read_file(files: Files, path: Path) -> bytes | None:
-    """A small file whole; None where there is none or it cannot be read."""
+    """A small file whole; None where there is none, it cannot be read, or it is far longer than any of the tier's.
+    Raises OSError for what may be read a moment later."""
+    handle = None
     try:
         handle = files.open(path, READ)
-    except OSError:
-        return None
-    try:
-        data = bytearray(files.size(handle))
+        size = files.size(handle)
+        if size > _LONGEST:
+            return None
+        data = bytearray(size)
         return bytes(data[: transferred(files.read, handle, [memoryview(data)], 0)]) if data else b""
-    except OSError:
+    except OSError as error:
+        if passes(error):
+            raise
         return None
     finally:
-        files.close(handle)
+        if handle is not None:
+            files.close(handle)

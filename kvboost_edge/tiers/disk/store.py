@@ -12,10 +12,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk.cleaning import Cleaner
 from kvboost_edge.tiers.disk.directory import SpaceDirectory
-from kvboost_edge.tiers.disk.files import Files
+from kvboost_edge.tiers.disk.files import Files, passes
 from kvboost_edge.tiers.disk.index import Entry, Index
 from kvboost_edge.tiers.disk.layout import ORDER, write_whole
 from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
@@ -31,43 +32,61 @@ _LOG = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _RETRY_S = 30.0
 """After a failed write nothing is written for so long."""
+_GONE = "was deleted or replaced while it was open"
 _SEGMENTS_AT_LEAST = 32
 """A small cap means small segments: a few of them are always on their way out, see cleaning.py."""
 
 
 class Store:
-    """Blocks of one space. `counts` in `read` and `write`: the fields of TierStats, of the tier that asks."""
+    """Blocks of one space. `counts` in `read` and `write`: the fields of TierStats, of the tier that asks.
+
+    Where the directory is deleted, moved away or replaced under its owner, the next read, write or `tend` lets go of
+    it, and `open_space` opens what has its name when the next block is to be written.
+    """
 
     def __init__(
         self,
-        directory: SpaceDirectory,
+        open_space: Callable[[], SpaceDirectory],
         space: bytes,
         files: Files,
-        room: Room,
+        max_bytes: int | None,
         clock: Callable[[], float],
         sealer: Sealer,
     ) -> None:
-        self.directory = directory
-        self.room = room
+        """Raises ConfigError and OSError for a directory that cannot serve."""
+        self._open_space = open_space
         self._space = space
         self._files = files
         self._clock = clock
         self._sealer = sealer
         self._turn = threading.Lock()
-        self._segments = Segments(directory.path, space, files, owned=directory.owned)
-        self.index = Index()
-        self.cleaner = Cleaner(self.index, self._segments, room)
-        self._problem = ""
+        self._problem = self._unread = ""
         self._retry_at = 0.0
         self._unsaved_bytes = 0
-        self.closed = False
-        uses, frontier = decode_manifest(read_file(files, directory.path / ORDER) or b"", space)
-        self.index.load(self._segments.load(frontier[0]), uses, frontier)
+        self._gone = self.closed = False
+        self.directory = open_space()
+        try:
+            self.room = Room(self.directory.path, files, max_bytes)
+            self._load()
+        except BaseException:
+            self.directory.close()
+            raise
+
+    def _load(self) -> None:
+        """Find what the directory holds. Raises OSError."""
+        path = self.directory.path
+        segments, index = Segments(path, self._space, self._files, owned=self.directory.owned), Index()
+        uses, frontier = decode_manifest(read_file(self._files, path / ORDER) or b"", self._space)
+        index.load(segments.load(frontier[0]), uses, frontier)
+        self._segments, self.index = segments, index
+        self.cleaner = Cleaner(index, segments, self.room)
 
     @property
     def state(self) -> str:
-        """One line on why nothing is stored at the moment, or was when that was last tried; "" while all is well."""
-        return self.directory.why_not or self._problem
+        """One line on why nothing is stored at the moment, or was when that was last tried, or why nothing could be
+        read; "" while all is well."""
+        gone = f"{self.directory.path} {_GONE}; it is made again for the next block" if self._gone else ""
+        return self.directory.why_not or self._problem or gone or self._unread
 
     @property
     def writable(self) -> bool:
@@ -82,6 +101,7 @@ class Store:
         """See Tier.read."""
         done = 0
         with self._turn:
+            self._look()
             for address, payload in zip(blocks, into, strict=True):
                 entry = None if self.closed else self.index.get(address.prefix_hash)
                 if entry is None:
@@ -97,20 +117,32 @@ class Store:
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]) -> int:
         """See Tier.write."""
-        there: list[bytes] = []
+        wanted = list(zip(blocks, payloads, strict=True))
         with self._turn:
-            for address, payload in zip(blocks, payloads, strict=True):
-                if address.prefix_hash not in self.index and not self._write(address, payload, counts):
-                    counts["not_written"] += 1
-                else:
-                    there.append(address.prefix_hash)
+            self._look()
+            if self._gone and not self.closed and not self._pauses:
+                self._begin_anew()
+            # Twice: the room for some may have been made by giving up others, which were here as the oldest of all.
+            for _ in range(2):
+                self.index.renew([one.prefix_hash for one in blocks if one.prefix_hash in self.index], proven=False)
+                lacking = [(one, payload) for one, payload in wanted if one.prefix_hash not in self.index]
+                written = [self._write(one, payload, counts) for one, payload in lacking]
+                if not all(written):
+                    break
+            there = [one.prefix_hash for one in blocks if one.prefix_hash in self.index]
+            counts["not_written"] += len(blocks) - len(there)
         self.index.renew(there, proven=False)
-        return sum(prefix_hash in self.index for prefix_hash in there)
+        return len(there)
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
         """See Tier.drop."""
         for prefix_hash in prefix_hashes:
             self.index.drop(prefix_hash)
+
+    def tend(self) -> None:
+        """See Tier.tend."""
+        with self._turn:
+            self._look()
 
     def close(self) -> None:
         """Seal what is there, save the order of use, give up the directory. A second call does nothing."""
@@ -118,13 +150,11 @@ class Store:
             if self.closed:
                 return
             self.closed = True
-            if self.directory.owned:
+            if self.directory.owned and not self._gone and not self.directory.is_lost:
                 self._retire()
                 self._sealer.join()
                 self._save_order()
-            self._segments.close()
-            self.directory.close()
-            self.index.clear()
+            self._let_go()
 
     def after_fork(self) -> None:
         """In a child: its parent goes on, it does not."""
@@ -134,9 +164,34 @@ class Store:
         self._segments.close()
         self.directory.close()
 
+    def _look(self) -> None:
+        """Let go of everything where the directory is no longer the one that was opened."""
+        if self.closed or self._gone or not self.directory.is_lost:
+            return
+        _LOG.warning("the disk tier begins anew: %s %s", self.directory.path, _GONE)
+        self._sealer.join()  # it knows nothing of what comes
+        self._let_go()
+        self._gone, self._problem = True, ""
+
+    def _begin_anew(self) -> None:
+        """Open what has the directory's name by now, when there is something to store: not sooner, since whoever
+        deletes a directory may still be at it."""
+        try:
+            self.directory = self._open_space()
+            self._load()
+            self._gone, self._problem = False, ""
+        except (ConfigError, OSError) as error:
+            self.directory.close()
+            self._pause(f"{self.directory.path} {_GONE}, and cannot be opened again: {error}")
+
+    def _let_go(self) -> None:
+        self._segments.close()
+        self.directory.close()
+        self.index.clear()
+
     def _read(self, entry: Entry, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
         """One block into `payload`; a block that does not stand every test is dropped."""
-        if payload.nbytes == entry.payload_bytes:
+        if (header_bytes(len(address.tokens) // 4), payload.nbytes) == (entry.header_bytes, entry.payload_bytes):
             header = memoryview(bytearray(entry.header_bytes))
             try:
                 done = self._segments.read(entry.segment, [header, payload], entry.offset)
@@ -147,9 +202,13 @@ class Store:
                 return False
             except OSError as error:
                 counts["errors"] += 1
-                self.index.drop(entry.prefix_hash)
-                _LOG.warning("a block of the disk tier cannot be read: %s", error)
+                if not passes(error):
+                    self.index.drop(entry.prefix_hash)
+                if not self._unread:
+                    _LOG.warning("blocks of the disk tier cannot be read: %s", error)
+                self._unread = f"{self.directory.path} cannot be read: {error}"
                 return False
+            self._unread = ""
             found = decode_header(header) if done == header.nbytes + payload.nbytes else None
             if (
                 found is not None
@@ -163,15 +222,16 @@ class Store:
 
     def _write(self, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
         """Append one block; whether it is there now."""
-        if not self.writable:
+        if not self.writable or self._gone:
             return False
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
         if nbytes > self.room.max_bytes // 4:
             self._pause(f"a block of {nbytes} bytes is too large for max_disk_bytes={self.room.max_bytes}")
             return False
         try:
-            if not self._has_room(nbytes):
-                self._pause(self.room.why_none())
+            why_none = self._why_no_room(nbytes)
+            if why_none:
+                self._pause(why_none)
                 return False
             header = memoryview(encode_header(self._space, address, payload))
             record = self._segments.append(header, payload, address.prefix_hash, address.parent_hash)
@@ -189,18 +249,22 @@ class Store:
             self._problem = ""
         return True
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether the active segment, perhaps a new one, takes a record of so many bytes. Raises OSError."""
+    def _why_no_room(self, nbytes: int) -> str:
+        """One line on why the active segment, perhaps a new one, takes no record of so many bytes; "" where it does.
+        Raises OSError."""
         active = self._segments.active
         if active is not None and active.nbytes - active.end >= nbytes:
-            return True
+            return ""
         self._retire()
         size = max(nbytes, min(SEGMENT_BYTES, padded(self.room.max_bytes // _SEGMENTS_AT_LEAST)))
-        if not self.cleaner.make_room(size):
-            return False
-        self._segments.begin(size)
+        with self.room.turn() as is_ours:
+            if not is_ours:
+                return f"another process is making room beside {self.directory.path}"
+            if not self.cleaner.make_room(size):
+                return self.room.why_none()
+            self._segments.begin(size)
         self.cleaner.keep_room(size, copies=min(size // 2, size - nbytes))
-        return True
+        return ""
 
     def _retire(self) -> None:
         segment = self._segments.retire()
@@ -209,6 +273,8 @@ class Store:
 
     def _seal(self, segment: Segment) -> None:
         """On the sealing thread. The order of use is saved as often as that is little beside what was written."""
+        if self.directory.is_lost:
+            return  # what has its name now may be another process's
         self._segments.seal(segment)
         self._unsaved_bytes += segment.nbytes
         if self._unsaved_bytes > 256 * len(self.index):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.host.file_memo import cache_directory
-from kvboost_edge.tiers.disk.directory import describe, lock_directory
+from kvboost_edge.tiers.disk.directory import describe, is_locked, lock_directory
 from kvboost_edge.tiers.disk.files import READ, Files
-from kvboost_edge.tiers.disk.layout import segment_ids, segment_path, sidecar_path
+from kvboost_edge.tiers.disk.layout import LOCK, is_own, segment_ids, segment_path, sidecar_path
 from kvboost_edge.tiers.disk.room import space_directories
 from kvboost_edge.tiers.disk.sidecar import Scan, decode_sidecar, read_file
 
@@ -55,9 +55,10 @@ class Verdict:
 
 
 def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
-    """The spaces below a cache directory, the one used longest ago first. Raises OSError."""
+    """The spaces below a cache directory, the one used longest ago first; what holds no file of the tier's, or may not
+    be looked into, is none. Raises OSError."""
     found = [_look(path, files) for path in space_directories(root)] if root.is_dir() else []
-    return sorted(found, key=lambda space: (space.used, space.path))
+    return sorted((space for space in found if space is not None), key=lambda space: (space.used, space.path))
 
 
 def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> Verdict:
@@ -83,26 +84,34 @@ def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None
 
 
 def delete_space(space: FoundSpace, files: Files) -> bool:
-    """Delete a space's directory with all in it; False: a process has it open. Raises OSError."""
+    """Delete a space's files, and its directory unless something else is in it; False: a process has it open. Raises
+    OSError."""
     handle = lock_directory(space.path, files)
     if handle is None:
         return False
     try:
-        for name in files.sizes(space.path):
+        # The lock last: who makes a new one owns what is there from then on.
+        for name in sorted(filter(is_own, files.sizes(space.path)), key=LOCK.__eq__):
             files.unlink(space.path / name)
-        space.path.rmdir()
+        with contextlib.suppress(OSError):
+            space.path.rmdir()
     finally:
         files.close(handle)
     return True
 
 
-def _look(path: Path, files: Files) -> FoundSpace:
+def _look(path: Path, files: Files) -> FoundSpace | None:
+    try:
+        sizes = {name: size for name, size in files.sizes(path).items() if is_own(name)}
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    if not sizes:
+        return None
     description = describe(path, files)
     used = description.pop("used")
-    sizes = files.sizes(path)
     numbers = segment_ids(sizes)
     nbytes = sum(sizes[segment_path(path, number).name] for number in numbers)
-    changed = max((_changed(path / name) for name in sizes), default=path.stat().st_mtime)
+    changed = max(_changed(path / name) for name in sizes)
     return FoundSpace(path, description, used, nbytes, len(numbers), changed, _in_use(path, files))
 
 
@@ -115,9 +124,6 @@ def _changed(path: Path) -> float:
 
 def _in_use(path: Path, files: Files) -> bool:
     try:
-        handle = lock_directory(path, files)
+        return is_locked(path, files)
     except OSError:
         return False
-    if handle is not None:
-        files.close(handle)
-    return handle is None

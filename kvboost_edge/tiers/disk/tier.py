@@ -6,6 +6,7 @@ it and writes, the others read what was there when they opened it, for as long a
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -18,7 +19,6 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.base import BlockAddress, TierStats
 from kvboost_edge.tiers.disk.directory import open_directory
 from kvboost_edge.tiers.disk.files import Files
-from kvboost_edge.tiers.disk.room import Room
 from kvboost_edge.tiers.disk.sealing import Sealer
 from kvboost_edge.tiers.disk.store import Store
 
@@ -72,7 +72,7 @@ class DiskTier:
         """
         if len(space) != _SPACE_BYTES:
             raise ConfigError(f"a space is named by {_SPACE_BYTES} bytes, not {len(space)}")
-        root = Path(directory).expanduser().absolute()
+        root = _root_of(directory)
         files = files or Files()
         key = os.path.realpath(root / space.hex())
         with _stores_lock:
@@ -115,6 +115,11 @@ class DiskTier:
         if self._store is not None:
             self._store.drop(prefix_hashes)
 
+    def tend(self) -> None:
+        """Let go of a directory that was deleted meanwhile. See Tier."""
+        if self._store is not None:
+            self._store.tend()
+
     def stat(self) -> TierStats:
         """This tier's counters; sizes, `evicted` and `state` are the store's, which engines of a process share."""
         store, counts = self._store, self._counts
@@ -143,6 +148,17 @@ class DiskTier:
                         shared.store.close()
 
 
+def _root_of(directory: str | os.PathLike[str]) -> Path:
+    try:
+        root = Path(directory).expanduser().absolute()
+        if b"\0" not in os.fsencode(root):
+            return root
+        why = "embedded null byte"
+    except (RuntimeError, ValueError) as error:  # a user that is not known; characters that no file name has
+        why = str(error)
+    raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} can be no directory: {why}")
+
+
 def _opened(
     root: Path,
     space: bytes,
@@ -152,15 +168,11 @@ def _opened(
     clock: Callable[[], float],
     sealer: Sealer,
 ) -> Store:
-    directory = open_directory(root, space, description, files)
+    open_space = functools.partial(open_directory, root, space, description, files)
     try:
-        return Store(directory, space, files, Room(directory.path, files, max_bytes), clock, sealer)
+        return Store(open_space, space, files, max_bytes, clock, sealer)
     except OSError as error:
-        directory.close()
         raise ConfigError(f"disk_cache_dir {str(root)!r} cannot be read: {error}") from error
-    except BaseException:
-        directory.close()
-        raise
 
 
 def _after_fork() -> None:

@@ -150,6 +150,8 @@ class RedisTier:
             pieces = iter(answers)
             for index, names in zip(batch, keys, strict=True):
                 if not self._accept(blocks[index], [next(pieces) for _ in names], names, into[index]):
+                    # Where one is gone the others are hardly there: they are looked for before they are written.
+                    self._lost(*(block.prefix_hash for block in blocks[index:]))
                     self._refresh()
                     return index
         self._refresh()
@@ -167,10 +169,12 @@ class RedisTier:
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
         """Delete all pieces of these blocks on the server, for everybody."""
-        for prefix_hash in prefix_hashes:
-            self._lost(prefix_hash)
+        self._lost(*prefix_hashes)
         names = self._names_of(prefix_hashes)
         self._ask([("UNLINK", *keys) for keys in names], _SMALL_COMMANDS)
+
+    def tend(self) -> None:
+        """Nothing: a server says by itself what became of it."""
 
     def stat(self) -> TierStats:
         """Counters; sizes are the server's, and not known here."""
@@ -197,7 +201,6 @@ class RedisTier:
     def _accept(self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview) -> bool:
         if any(isinstance(piece, ServerError) and piece.code != "WRONGTYPE" for piece in pieces) or not any(pieces):
             self._count(missing=1)
-            self._lost(block.prefix_hash)
             return False
         if all(isinstance(piece, bytes) for piece in pieces):
             value = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -206,7 +209,6 @@ class RedisTier:
                 self._saw(block.prefix_hash)
                 return True
         self._count(refused=1)
-        self._lost(block.prefix_hash)
         self._ask([("UNLINK", *keys)], 1)
         return False
 
@@ -291,9 +293,10 @@ class RedisTier:
             if len(self._seen) > _MOST_SEEN:
                 del self._seen[next(iter(self._seen))]
 
-    def _lost(self, prefix_hash: bytes) -> None:
+    def _lost(self, *prefix_hashes: bytes) -> None:
         with self._lock:
-            self._seen.pop(prefix_hash, None)
+            for prefix_hash in prefix_hashes:
+                self._seen.pop(prefix_hash, None)
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import FINE_BYTES
 from kvboost_edge.kernels.linear.weights import KINDS, QUANTIZED, PackedRows, pack_rows, packed_sizes
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.rope import RopeTable
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from linear_driver import PLAIN, Extra, Program, matrix_fields, panel_sizes, run_linear

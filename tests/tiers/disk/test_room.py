@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from disk_cases import CAP, OTHER_SPACE, RECORD_BYTES, SPACE, chain, opened, present, read, segments, write
 from disk_faults import FaultyFiles
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk import room
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.room import default_cap, free_floor
 from kvboost_edge.tiers.disk.tier import DiskTier
@@ -188,3 +192,60 @@ def test_a_second_tier_of_a_space_sets_the_cap_of_both(tmp_path):
         with pytest.raises(ConfigError, match="max_disk_bytes"):
             DiskTier.open(tmp_path, SPACE, max_bytes=1)
         assert tier.stat().max_bytes == 2 * CAP
+
+
+class AtOnce(Files):
+    """Whoever has found room for a segment waits shortly for the other one to have found some, too. `peak`: the most
+    that all segments took then."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.peak = directory, 0
+        self.together = threading.Barrier(2)
+
+    def allocate(self, handle: int, nbytes: int) -> None:
+        self.wait()
+        super().allocate(handle, nbytes)
+        self.wait()
+        self.peak = max(self.peak, on_disk(self.directory))
+
+    def wait(self) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.together.wait(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere room is not given before it is written to")
+def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "_TURN_S", 0.02)
+    now = [0.0]
+    with opened(tmp_path) as one, opened(tmp_path, OTHER_SPACE, clock=lambda: now[0]) as other:
+        for seed in range(30):
+            write(one, chain(10, seed))
+            write(other, chain(10, seed))
+        files = AtOnce(tmp_path)
+        monkeypatch.setattr(one._store._segments, "_files", files)
+        monkeypatch.setattr(other._store._segments, "_files", files)
+        begun = [threading.Thread(target=write, args=(tier, chain(16, 99))) for tier in (one, other)]
+        for thread in begun:
+            thread.start()
+        for thread in begun:
+            thread.join()
+        assert 0 < files.peak <= CAP
+        assert sum("is making room" in tier.stat().state for tier in (one, other)) <= 1
+        now[0] += 31
+        one._store._retry_at = 0.0
+        files.together.abort()
+        assert write(one, chain(5, 100)) == write(other, chain(5, 100)) == 5
+        assert [tier.stat().state for tier in (one, other)] == ["", ""]
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_without_a_lock_of_the_cache_directory_it_goes_on(tmp_path, kind):
+    """In a directory that several users write to it is somebody else's."""
+    if kind == "link":
+        (tmp_path / "lock").symlink_to(tmp_path / "nowhere")
+    else:
+        (tmp_path / "lock").mkdir()
+    with opened(tmp_path) as tier:
+        assert write(tier, chain(40)) == 40
+        assert tier.stat().state == ""
+    assert not (tmp_path / "nowhere").exists()

@@ -125,6 +125,18 @@ class DiskMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
+def test_the_oldest_block_of_a_chain_is_not_given_up_for_its_others():
+    machine = DiskMachine()
+    machine.write(which=0, start=0, length=1)
+    machine.fill(seed=3)
+    machine.write(which=1, start=0, length=1)
+    for seed in (1, 2, 0):
+        machine.fill(seed=seed)
+    machine.write(which=0, start=0, length=5)
+    machine.write(which=1, start=0, length=7)
+    machine.teardown()
+
+
 @pytest.mark.slow
 def test_a_tier_may_lose_and_never_lies():
     run_state_machine_as_test(

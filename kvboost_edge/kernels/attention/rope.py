@@ -10,8 +10,7 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.program.norms import fma_f32
-from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_store, load_f32, store_f32
+from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_store, fma_f32, load_f32, store_f32
 
 __all__ = ["RopeTable", "copy_floats", "rotate_head"]
 

@@ -1,0 +1,33 @@
+"""Rotary positions in plain NumPy: a query at a position, and keys moved to other positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.kernels.attention.paged import Floats, Turning
+from kvboost_edge.kernels.attention.parts import Longs
+
+__all__ = ["rotate_heads", "turn_keys"]
+
+Doubles = npt.NDArray[np.float64]
+
+
+def rotate_heads(heads: Floats, position: int, turning: Turning) -> Floats:
+    """Heads [n, head_dim] from before rotation as they are at a position, float32, with the kernel's rounding steps."""
+    cos, sin, half = turning.cos[position], turning.sin[position], turning.cos.shape[1]
+    first, second = heads[:, :half], heads[:, half : 2 * half]
+    wide_first, wide_second, wide_cos = (array.astype(np.float64) for array in (first, second, cos))
+    pairs = wide_first * wide_cos - second * sin, wide_second * wide_cos + first * sin
+    return np.hstack([*pairs, heads[:, 2 * half :]]).astype(np.float32)
+
+
+def turn_keys(keys: Doubles, deltas: Longs, turning: Turning) -> Doubles:
+    """Keys [num_kv_heads, tokens, head_dim] as they would be `deltas` [tokens] positions on: their angles there are
+    added. The tables hold as many positions; their row 0 is the factor, which keys have already."""
+    half = turning.cos.shape[1]
+    factor = turning.cos[:1].astype(np.float64)
+    cos = turning.cos[np.abs(deltas)] / factor
+    sin = np.sign(deltas)[:, None] * turning.sin[np.abs(deltas)] / factor
+    first, second = keys[:, :, :half], keys[:, :, half : 2 * half]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, keys[:, :, 2 * half :]], axis=2)

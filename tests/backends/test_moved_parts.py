@@ -1,0 +1,138 @@
+"""Layouts whose parts have a delta: who takes them, which are refused, what a pass may read that it writes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.backends.reference import ReferenceBackend
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.parts import Part, deltas_of, entry_of, entry_positions, has_delta, turned_positions
+from moved_cases import Pieces, Row, blocks_from, layout_of, plain
+
+SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
+KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
+
+
+def pool(kind: type, bits: tuple[int, int] = (16, 16)) -> Backend:
+    dtype = "float32" if bits == (16, 16) else "float16"
+    backend = kind(KVSpec((LayerKVSpec(HEADS, DIM),), SIZE, dtype, bits), BLOCKS)
+    backend.poison_blocks(range(BLOCKS))
+    return backend
+
+
+def random_kv(count: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(count)
+    return tuple(rng.standard_normal((count, HEADS, DIM), dtype=np.float32) for _ in range(2))  # type: ignore[return-value]
+
+
+def write(backend: Backend, rows: list[Row]) -> Any:
+    batch = backend.prepare(layout_of(rows, SIZE))
+    backend.write_kv(0, *random_kv(sum(row.stop - row.start for row in rows)), batch)
+    return batch
+
+
+def from_inside_a_block() -> Row:
+    """Tokens 5..26 of blocks 8 and 9 at position 0, then 4 tokens of its own in block 0."""
+    new = Pieces(SIZE, blocks_from(0))
+    new.run([8, 9], 5, 22)
+    return new.own(4)
+
+
+def test_positions_of_a_part_that_begins_before_position_0() -> None:
+    row = from_inside_a_block()
+    parts = np.array(row.parts, np.int32)
+    assert row.parts == [Part(0, 0, -5, 0, -5), Part(0, 2, 22, 22, 0)]
+    assert [x.tolist() for x in entry_positions((1, 3), parts, SIZE)] == [[[-5, 11, 22]], [[0, 11, 22]], [[11, 22, 38]]]
+    positions = np.array([0, 10, 11, 21, 22, 25])
+    assert [x.tolist() for x in entry_of(parts, 0, positions, SIZE)] == [[0, 0, 1, 1, 2, 2], [5, 15, 0, 10, 0, 3]]
+    assert deltas_of(parts, 0, positions).tolist() == [-5, -5, -5, -5, 0, 0]
+    assert turned_positions(parts, np.array([26], np.int32)) == 31
+    assert [has_delta(some) for some in (None, parts, parts[1:], parts[:, :3])] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind: type) -> None:
+    backend, layout = pool(kind), layout_of([from_inside_a_block()], SIZE)
+    if kind is CPUBackend:
+        batch = backend.prepare(layout)
+        with pytest.raises(ConfigError, match=r"parts with delta \[-5, 0\], are attended by queries before rotation"):
+            backend.attention(0, np.zeros((4, HEADS, DIM), np.float32), batch, AttentionParams(1.0))
+    else:
+        with pytest.raises(ConfigError, match=rf"backend '{backend.name}' does not attend keys computed at other"):
+            backend.prepare(layout)
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([(0, 0, 0, 0, 0), (0, 1, 16, 16, 3)], r"last parts with delta \[3\]"),
+        ([(0, 0, 0, 0, 1), (0, 1, 16, 16, 0)], "position 0 on with delta 1 would have been computed from position -1"),
+        ([(0, 0, 0, 0, 0), (0, 1, 12, 14, 15), (0, 2, 20, 20, 0)], "from position -1 on"),
+        ([(0, 0, -16, 0, 0), (0, 1, 0, 0, 0)], "leave positions out"),
+        ([(0, 0, -3, 0, -3), (0, 1, 16, 16, 0)], "leave positions out"),
+    ],
+)
+def test_what_a_delta_cannot_be(kind: type, parts: list[tuple[int, ...]], message: str) -> None:
+    backend = pool(kind)
+    starts, ends, table = np.array([0, 3], np.int32), np.array([28], np.int32), np.arange(4, dtype=np.int32)[None]
+    with pytest.raises(ConfigError, match=message):
+        backend.prepare(BatchLayout(starts, ends, table, np.arange(3), np.array(parts, np.int32)))
+    backend.close()
+
+
+def rows_over(first: Row, count: int) -> Row:
+    """Four tokens behind the first `count` of a row that has one part, in block 20."""
+    new = Pieces(SIZE, blocks_from(20))
+    new.run(first.table, 0, count)
+    return new.own(4)
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4)], ids=str)
+def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind: type, bits: tuple[int, int]) -> None:
+    """Begun in the pass, or in one before; as if they had been filled in a pass of their own."""
+    queries = np.random.default_rng(0).standard_normal((4, HEADS, DIM), dtype=np.float32)
+    keys, values = random_kv(36)
+    results = []
+    for passes in ([(0, 32), (32, 36)], [(0, 36)], [(0, 6), (6, 36)]):
+        backend = pool(kind, bits)
+        whole = plain(32, SIZE, blocks_from(4))
+        after = rows_over(whole, 32)
+        for start, stop in passes:
+            rows = [whole._replace(start=start, stop=min(stop, 32))] if start < 32 else []
+            rows += [after] if stop > 32 else []
+            batch = backend.prepare(layout_of(rows, SIZE))
+            backend.write_kv(0, keys[start:stop], values[start:stop], batch)
+        padded = np.concatenate([np.zeros((stop - start - 4, HEADS, DIM), np.float32), queries])
+        results.append(np.array(backend.attention(0, padded, batch, AttentionParams(0.25))[0][-4:]))
+        backend.close()
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+@pytest.mark.parametrize("kind", [ReferenceBackend, CPUBackend], ids=lambda kind: kind.name)
+def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind: type) -> None:
+    """Neither one that it begins nor one that was begun before; nothing changes where it is refused."""
+    backend = pool(kind, (8, 8))
+    whole = plain(26, SIZE, blocks_from(4))
+    with pytest.raises(ConfigError, match="block 5 is open and not in the last part"):
+        backend.prepare(layout_of([whole, rows_over(whole, 26)], SIZE))
+    begun = whole._replace(stop=10)
+    write(backend, [begun])
+    with pytest.raises(ConfigError, match="block 4 is open and not in the last part"):
+        backend.prepare(layout_of([rows_over(begun, 10)], SIZE))
+    with pytest.raises(ConfigError, match="block 4 is open and not in the last part"):
+        backend.prepare(layout_of([begun._replace(start=10, stop=13), rows_over(begun, 10)], SIZE))
+    with pytest.raises(ConfigError, match="block 5 is open and not in the last part"):
+        backend.prepare(layout_of([whole._replace(start=10), rows_over(whole, 26)], SIZE))
+    write(backend, [whole._replace(start=10), rows_over(whole, 16)])
+    backend.close()

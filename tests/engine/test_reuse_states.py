@@ -1,0 +1,96 @@
+"""Requests that share spans, exact ones among them, in a small pool, under random operations: a machine that finds the
+shortest way to a leak, a use after free or a wrong token."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from engine.fake_runner import Bench, expected_tokens
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.reuse.repair import Repair
+
+LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
+NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "150"))
+
+TEXTS = [[(7 * number + 3 * index * index) % 251 for index in range(66)] for number in range(3)]
+REPAIRS = [
+    Repair(strategy=RecomputeStrategy.NONE),
+    Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=5),
+    Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.4),
+    Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=1.0),
+]
+heads = st.lists(st.integers(0, 250), max_size=20)
+texts = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=2)
+cuts = st.integers(30, 66)
+counts = st.integers(1, 20)
+
+
+class ReuseMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(12, 24),
+        budget=st.sampled_from([1, 5, 16, 40]),
+        max_num_seqs=st.integers(1, 4),
+    )
+    def start(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
+        self.bench = Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=budget)
+        self.wanted: list[tuple[RequestHandle, list[int]]] = []
+
+    def prompt(self, head: list[int], parts: list[list[int]], cut: int) -> list[int]:
+        body = [token for part in parts for token in part[:cut]]
+        return ([*head, *body] or [1])[: self.bench.manager.num_blocks * 16 - 24]
+
+    @rule(head=heads, parts=texts, cut=cuts, count=counts)
+    def ask_exactly(self, head: list[int], parts: list[list[int]], cut: int, count: int) -> None:
+        prompt = self.prompt(head, parts, cut)
+        self.wanted.append((self.bench.submit(prompt, count), expected_tokens(prompt, count)))
+
+    @rule(head=heads, parts=texts, cut=cuts, count=counts, repair=st.sampled_from(REPAIRS))
+    def ask_with_reuse(self, head: list[int], parts: list[list[int]], cut: int, count: int, repair: Repair) -> None:
+        prompt = self.prompt(head, parts, cut)
+        handle = self.bench.submit(prompt, count, GenerationMode.CHUNK_KV_REUSE, repair=repair)
+        self.wanted.append((handle, expected_tokens(prompt, count)))
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.bench.step()
+
+    @rule(pick=st.integers(0, 100))
+    def cancel(self, pick: int) -> None:
+        if self.wanted:
+            handle, _ = self.wanted.pop(pick % len(self.wanted))
+            handle.cancel()
+
+    @rule()
+    def forget_the_cache(self) -> None:
+        self.bench.manager.reset()
+
+    @invariant()
+    def is_sound(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.bench.run()
+        for handle, tokens in self.wanted:
+            assert list(handle.result(0).output_token_ids) == tokens
+        assert self.bench.manager.used_block_count == 0
+        self.bench.manager.check_invariants([])
+        SHARED.append(sum(handle.result(0).reused_span_tokens for handle, _ in self.wanted))
+
+
+SHARED: list[int] = []
+
+
+def test_no_way_leads_to_a_leak_or_a_wrong_token() -> None:
+    SHARED.clear()
+    options = settings(max_examples=NUM_EXAMPLES, stateful_step_count=14, deadline=None, derandomize=True)
+    run_state_machine_as_test(ReuseMachine, settings=options)
+    assert sum(count > 0 for count in SHARED) > NUM_EXAMPLES // 10

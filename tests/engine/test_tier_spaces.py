@@ -1,0 +1,59 @@
+"""One directory for engines that differ in what shapes a block: none finds another's, and the cap holds over all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge import CPUPagedEngine
+from tiny_checkpoints import save_tiny_checkpoint
+
+PROMPT = np.random.default_rng(3).integers(10, 250, 410).tolist()
+CAP = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same shape and tokenizer; other weights, and another rope."""
+    folder = tmp_path_factory.mktemp("models")
+    kinds: dict[str, dict[str, Any]] = {"one": {}, "another seed": {"seed": 1}, "rope": {"rope_theta": 5000.0}}
+    for name in kinds:
+        (folder / name).mkdir()
+    return {name: save_tiny_checkpoint("llama", folder / name, **options) for name, options in kinds.items()}
+
+
+ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("one", {}),
+    ("one", {"block_size": 32}),
+    ("one", {"kv_cache_bits": 8}),
+    ("one", {"kv_cache_bits": 4}),
+    ("one", {"kv_cache_bits": (8, 4)}),
+    ("one", {"weights": "int4"}),
+    ("one", {"weights": "f32"}),
+    ("one", {"backend": "reference"}),
+    ("another seed", {}),
+    ("rope", {}),
+)
+
+
+def test_engines_of_all_kinds_share_a_directory_and_no_block(models, tmp_path):
+    root = tmp_path / "disk"
+    for name, options in ENGINES:
+        fixed: dict[str, Any] = {"num_blocks": 32, "pack_cache": False, "weights": "int8", **options}
+        with CPUPagedEngine.from_pretrained(models[name], **fixed) as engine:
+            cold = engine.logits(PROMPT, start=350)
+        fixed |= {"disk_cache_dir": root, "max_disk_bytes": CAP, "debug_checks": True}
+        for is_known in (False, True):
+            with CPUPagedEngine.from_pretrained(models[name], **fixed) as engine:
+                result = engine.generate(PROMPT, max_new_tokens=1, temperature=0.0)
+                full = len(PROMPT) // engine.config.block_size * engine.config.block_size
+                assert result.hit_tokens.get("disk", 0) == (full if is_known else 0), (name, options)
+                np.testing.assert_array_equal(engine.logits(PROMPT, start=350), cold)
+                tier = engine.paged_stats()["tiers"]["disk"]
+                assert (tier["refused"], tier["errors"], tier["state"]) == (0, 0, "")
+            assert sum(path.stat().st_size for path in root.glob("*/*.kvs")) <= CAP
+    assert sum(path.is_dir() for path in root.iterdir()) == len(ENGINES)
+    assert len({path.parent for path in root.glob("*/*.kvs")}) < len(ENGINES), "the cap was never met"

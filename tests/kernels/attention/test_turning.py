@@ -1,0 +1,250 @@
+"""Queries turned to where keys were computed, against keys turned to where they are attended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.paged import (
+    AttentionOptions,
+    Floats,
+    Item,
+    KVPool,
+    PagedBatch,
+    Turning,
+    aligned_empty,
+    plan_work,
+)
+from kvboost_edge.kernels.attention.rope import RopeTable
+from kvboost_edge.kernels.attention.storage import to_storage
+from kvboost_edge.kernels.coded.launch import paged_attention_coded
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS
+from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.kernels.reference.coded import decode_block
+from kvboost_edge.kernels.reference.coded import paged_attention_coded as reference_coded
+from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from paged_cases import DTYPES, NUMPY_DTYPES, attend_densely, random_rows
+
+SIZE, BLOCKS, STORED = 16, 192, 1280
+KV_HEADS, PER_GROUP = 2, 3
+POSITIONS = 4096
+OPTIONS = {
+    "plain": AttentionOptions(0.2),
+    "window 50": AttentionOptions(0.2, window=50),
+    "window 300": AttentionOptions(0.2, window=300, sinks=np.arange(6, dtype=np.float32)),
+    "softcap": AttentionOptions(0.2, softcap=3.0),
+}
+# (channels of a head, rotated pairs, factor of rope's tables as yarn has one)
+ROPES = {
+    "whole": (24, 12, 1.0),
+    "wide": (64, 32, 1.0),
+    "part": (40, 10, 1.0),
+    "yarn": (32, 16, 1.25),
+    "none": (16, 0, 1.0),
+}
+
+
+class Moved(NamedTuple):
+    """A stored sequence, and one put together of runs of it and of `rows` that it computes.
+
+    queries, keys, values       of the whole new sequence, before rotation
+    stored_keys, stored_values  of the stored one, before rotation
+    """
+
+    stored: Row
+    rows: list[Row]
+    cos: Floats
+    sin: Floats
+    queries: Floats
+    keys: Floats
+    values: Floats
+    stored_keys: Floats
+    stored_values: Floats
+
+    @property
+    def row(self) -> Row:
+        return self.rows[-1]
+
+    def rotated(self, heads: Floats, positions: np.ndarray) -> Floats:
+        half = self.cos.shape[1]
+        cos, sin = (table[positions][:, None].astype(np.float64) for table in (self.cos, self.sin))
+        first, second = heads[:, :, :half], heads[:, :, half : 2 * half]
+        pairs = first * cos - second * sin, second * cos + first * sin
+        return np.concatenate([*pairs, heads[:, :, 2 * half :]], axis=2).astype(np.float32)
+
+    def new(self, row: Row) -> tuple[Floats, Turning]:
+        """Queries of a row's tokens, and what turns them."""
+        queries = self.queries[row.start : row.stop]
+        return self.rotated(queries, np.arange(row.start, row.stop)), Turning(queries, self.cos, self.sin)
+
+    def write(self, backend: CPUBackend) -> None:
+        everything = np.arange(STORED)
+        batch = backend.prepare(layout_of([self.stored], SIZE))
+        backend.write_kv(0, self.rotated(self.stored_keys, everything), self.stored_values, batch)
+        for row in self.rows:
+            span = slice(row.start, row.stop)
+            batch = backend.prepare(layout_of([row], SIZE))
+            backend.write_kv(0, self.rotated(self.keys[span], np.arange(row.start, row.stop)), self.values[span], batch)
+
+    def batch(self, row: Row) -> PagedBatch:
+        layout = layout_of([row], SIZE)
+        return PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
+
+
+def make(rope: str, last: int, seed: int = 0) -> Moved:
+    """Runs that begin and end inside blocks, or are whole blocks; the same blocks at two places; from positions before
+    and behind their own; the first one begins inside a block."""
+    dim, half, factor = ROPES[rope]
+    rng = np.random.default_rng(seed)
+    take = blocks_from(0)
+    stored, new = plain(STORED, SIZE, take), Pieces(SIZE, take)
+    # Few bits of a frequency: angles are exact, so that turning differs by rounding alone wherever it is done.
+    exact = (np.round(1024 * 10000.0 ** (-np.arange(half) / max(half, 1))) / 1024).astype(np.float32)
+    tables = RopeTable(exact, factor)
+    tables.cover(POSITIONS)
+    keys, values = (random_rows(rng, STORED, KV_HEADS, dim) for _ in range(2))
+    pieces: list[tuple[Floats, Floats]] = []
+    rows = []
+    for start, count in ((5, 42), (-1, 48), (5, 42), (100, 3), (96, 64), (560, 700), (-1, last)):
+        if start < 0:
+            rows.append(new.own(count))
+            pieces.append((random_rows(rng, count, KV_HEADS, dim), random_rows(rng, count, KV_HEADS, dim)))
+        else:
+            new.run(stored.table, start, count)
+            pieces.append((keys[start : start + count], values[start : start + count]))
+    all_keys, all_values = (np.concatenate(one) for one in zip(*pieces, strict=True))
+    queries = 2 * random_rows(rng, new.length, KV_HEADS * PER_GROUP, dim)
+    return Moved(stored, rows, tables.cos, tables.sin, queries, all_keys, all_values, keys, values)
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[AttentionWorkspace]:
+    space = AttentionWorkspace(2)
+    yield space
+    space.close()
+
+
+def shapes_of(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a pool's keys and values."""
+    return (BLOCKS, KV_HEADS, dim, SIZE), (BLOCKS, KV_HEADS, SIZE, dim)
+
+
+def float_pool(moved: Moved, dtype: str) -> KVPool:
+    """What is not written is NaN."""
+    dim, kind = moved.keys.shape[2], NUMPY_DTYPES[dtype]
+    pool = KVPool(*(aligned_empty(shape, kind) for shape in shapes_of(dim)))
+    for array in pool:
+        array[...] = to_storage(np.full(1, np.nan, np.float32), array.dtype)[0]
+    stored = moved.rotated(moved.stored_keys, np.arange(STORED))
+    reference.write_kv(stored, moved.stored_values, pool, moved.stored.slots(SIZE))
+    for row in moved.rows:
+        span = slice(row.start, row.stop)
+        keys = moved.rotated(moved.keys[span], np.arange(row.start, row.stop))
+        reference.write_kv(keys, moved.values[span], pool, row.slots(SIZE))
+    return pool
+
+
+def assert_near(got: tuple[Floats, Floats], wanted: tuple[Floats, Floats], tolerance: float) -> None:
+    for mine, other in zip(got, wanted, strict=True):
+        assert np.isfinite(mine).all()
+        assert np.linalg.norm(mine - other) <= tolerance * np.linalg.norm(other)
+
+
+def assert_far(got: tuple[Floats, Floats], wanted: tuple[Floats, Floats]) -> None:
+    assert np.linalg.norm(got[0] - wanted[0]) >= 0.1 * np.linalg.norm(wanted[0])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("rope", ROPES)
+def test_the_specification_is_attention_over_keys_computed_where_they_are_attended(
+    rope: str, options: AttentionOptions
+) -> None:
+    moved = make(rope, 9)
+    assert sorted({part.delta for part in moved.row.parts}) == [-361, -5, 0, 32, 39, 85]
+    assert moved.row.parts[0].first_position == -5
+    queries, turning = moved.new(moved.row)
+    got = reference.paged_attention(queries, float_pool(moved, "float32"), moved.batch(moved.row), options, turning)
+    keys = moved.rotated(moved.keys, np.arange(moved.row.stop))
+    assert_near(got, attend_densely(queries, keys, moved.values, options), 2e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("last", [1, 30])
+def test_turned_queries_attend_what_turned_keys_give(
+    rope: str, dtype: str, options: AttentionOptions, last: int, two_threads: AttentionWorkspace
+) -> None:
+    moved = make(rope, 30)
+    pool, row = float_pool(moved, dtype), moved.row.last(last)
+    queries, turning = moved.new(row)
+    wanted = reference.paged_attention(queries, pool, moved.batch(row), options, turning)
+    for space in (None, two_threads):
+        got = paged_attention(queries, pool, moved.batch(row), options, space, turning=turning)
+        assert_near(got, wanted, 2e-5)
+    if rope != "none" and options.window != 50:
+        wrong = moved.batch(with_deltas(row, lambda delta: delta - 1))
+        assert_far(paged_attention(queries, pool, wrong, options, turning=turning), wanted)
+
+
+@pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("rope", "name"), [("whole", "plain"), ("wide", "softcap"), ("part", "window 300"), ("yarn", "plain")]
+)
+@pytest.mark.parametrize("last", [1, 13])
+def test_turned_queries_over_codes(bits: tuple[int, int], rope: str, name: str, last: int) -> None:
+    """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers reach. The rows' own
+    block is merged last, by whichever unit ends last: it must not see turned rows."""
+    options, moved = OPTIONS[name], make(rope, 13)
+    dim = moved.keys.shape[2]
+    backend = CPUBackend(KVSpec((LayerKVSpec(KV_HEADS, dim),), SIZE, "float16", bits), BLOCKS, num_threads=2)
+    backend.poison_blocks(range(BLOCKS))
+    moved.write(backend)
+    row = moved.row.last(last)
+    backend.release_blocks(moved.row.table[-1:])
+    prepared = backend.prepare(layout_of([moved.row], SIZE))
+    span = slice(moved.row.start, moved.row.stop)
+    backend.write_kv(0, moved.rotated(moved.keys[span], np.arange(span.start, span.stop)), moved.values[span], prepared)
+    assert prepared.coded is not None
+    codes, layout, own = backend._coded.layer(0, prepared.coded)
+    queries, turning = moved.new(row)
+    batch = moved.batch(row)
+    wanted = reference_coded(queries, codes, layout, batch, own, options, turning)
+    forwards = plan_work(batch, PER_GROUP, KV_HEADS, options.window, 1)
+    backwards = forwards._replace(items=np.ascontiguousarray(forwards.items[::-1]))
+    assert Item(*backwards.items[-1]).delta != 0
+    for plan in (forwards, backwards):
+        got = paged_attention_coded(queries, codes, layout, batch, own, options, None, plan, turning)
+        assert_near(got, wanted, 1e-5)
+    pool = KVPool(*(np.zeros(shape, np.float32) for shape in shapes_of(dim)))
+    for block in set(row.table[:-1]):
+        for head in range(KV_HEADS):
+            keys, values = decode_block(codes[block, head], layout)
+            pool.keys[block, head], pool.values[block, head] = keys.T, values
+    buffer = own.tables[0, 0]
+    pool.keys[row.table[-1]], pool.values[row.table[-1]] = own.pool.keys[buffer], own.pool.values[buffer]
+    exact = reference.paged_attention(queries, pool, batch, options, turning)
+    assert_near(got, exact, 1e-2)
+    wrong = moved.batch(with_deltas(row, lambda delta: delta - 1))
+    assert_far(paged_attention_coded(queries, codes, layout, wrong, own, options, turning=turning), exact)
+    backend.close()
+
+
+def test_a_delta_without_what_turns_queries_is_refused() -> None:
+    moved = make("whole", 2)
+    pool, batch = float_pool(moved, "float32"), moved.batch(moved.row)
+    queries, turning = moved.new(moved.row)
+    with pytest.raises(ConfigError, match="queries before rotation, which were not given"):
+        paged_attention(queries, pool, batch, OPTIONS["plain"])
+    with pytest.raises(ConfigError, match=r"like the queries \(2, 6, 24\)"):
+        paged_attention(queries, pool, batch, OPTIONS["plain"], turning=turning._replace(queries=turning.queries[:1]))
+    short = turning._replace(cos=turning.cos[:500])
+    with pytest.raises(ConfigError, match="tables of 500 positions hold the"):
+        paged_attention(queries, pool, batch, OPTIONS["plain"], turning=short)

@@ -1,0 +1,85 @@
+"""Sequences put together of runs of stored blocks, at positions other than those they were computed at, and of
+stretches that they compute themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.kernels.attention.parts import Part, entry_of
+
+
+class Row(NamedTuple):
+    """Tokens [start, stop) that a sequence computes, as a row of a batch; parts are those of sequence 0."""
+
+    start: int
+    stop: int
+    table: list[int]
+    parts: list[Part]
+
+    def last(self, count: int) -> Row:
+        """The last tokens of it."""
+        return self._replace(start=self.stop - count)
+
+    def slots(self, size: int) -> np.ndarray:
+        indices, offsets = entry_of(np.array(self.parts, np.int32), 0, np.arange(self.start, self.stop), size)
+        return np.array(self.table, np.int64)[indices] * size + offsets
+
+
+class Pieces:
+    """`take(count)` gives so many free blocks."""
+
+    def __init__(self, size: int, take: Callable[[int], list[int]]) -> None:
+        self.size, self._take = size, take
+        self.table: list[int] = []
+        self.parts: list[Part] = []
+        self.length = 0
+
+    def run(self, stored: Sequence[int], start: int, count: int) -> None:
+        """Go on with tokens [start, start + count) of a sequence that lies in the blocks `stored`."""
+        self._begin(start % self.size, self.length - start)
+        self.table += stored[start // self.size : -(-(start + count) // self.size)]
+        self.length += count
+
+    def own(self, count: int) -> Row:
+        """Go on with tokens of its own, from the beginning of a block."""
+        self._begin(0, 0)
+        self.table += self._take(-(-count // self.size))
+        self.length += count
+        return Row(self.length - count, self.length, list(self.table), list(self.parts))
+
+    def _begin(self, offset: int, delta: int) -> None:
+        self.parts.append(Part(0, len(self.table), self.length - offset, self.length, delta))
+
+
+def plain(count: int, size: int, take: Callable[[int], list[int]]) -> Row:
+    """A sequence without a seam, all computed."""
+    return Pieces(size, take).own(count)
+
+
+def blocks_from(first: int) -> Callable[[int], list[int]]:
+    """Blocks of a pool one after another."""
+    free = iter(range(first, 1 << 20))
+    return lambda count: [next(free) for _ in range(count)]
+
+
+def layout_of(rows: Sequence[Row], size: int) -> BatchLayout:
+    """The batch of these rows."""
+    tables = np.full((len(rows), max(len(row.table) for row in rows)), -1, np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row.table)] = row.table
+    return BatchLayout(
+        np.cumsum([0] + [row.stop - row.start for row in rows]).astype(np.int32),
+        np.array([row.stop for row in rows], np.int32),
+        tables,
+        np.concatenate([row.slots(size) for row in rows]),
+        np.array([part._replace(sequence=index) for index, row in enumerate(rows) for part in row.parts], np.int32),
+    )
+
+
+def with_deltas(row: Row, change: Callable[[int], int]) -> Row:
+    """The row with other deltas, where it has any."""
+    return row._replace(parts=[part._replace(delta=part.delta and change(part.delta)) for part in row.parts])

@@ -1,0 +1,60 @@
+"""From runs to spans: seams, whole blocks between, and what is too short."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_edge.reuse.plan import plan_spans
+from kvboost_edge.reuse.runs import Piece, Run
+
+SIZE = 16
+
+
+def run_at(start: int, length: int, offset: int = 0, delta: int = 3) -> Run:
+    """A run that begins `offset` slots into its first block; block ids count up from its position."""
+    count = -(-(offset + length) // SIZE)
+    pieces = [Piece(1000 + start + index, 0, SIZE) for index in range(count)]
+    pieces[0] = pieces[0]._replace(valid_from=offset)
+    pieces[-1] = pieces[-1]._replace(valid_to=offset + length - (count - 1) * SIZE)
+    return Run(start, length, tuple(pieces), delta, start - delta)
+
+
+def test_a_seam_is_behind_the_left_end_of_a_run() -> None:
+    (span,) = plan_spans([run_at(40, 100, offset=5)], 32, SIZE, 16)
+    assert (span.start, span.stop) == (64, 140)  # 40 + 16, and whole blocks behind position 32
+    assert span.first_position == 40 - 5 + 16
+    assert span.block_ids[0] == 1041
+    (bare,) = plan_spans([run_at(40, 100, offset=5)], 32, SIZE, 0)
+    assert (bare.start, bare.stop) == (48, 140)
+
+
+def test_the_first_block_of_a_prompt_is_in_no_span() -> None:
+    (span,) = plan_spans([run_at(0, 90)], 0, SIZE, 0)
+    assert span.start == SIZE
+
+
+def test_what_leaves_less_than_a_block_is_computed() -> None:
+    assert plan_spans([run_at(32, 47)], 32, SIZE, 32) == []
+    spans = plan_spans([run_at(32, 31), run_at(64, 40)], 32, SIZE, 16)
+    assert [(span.start, span.stop) for span in spans] == [(80, 104)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(0, 15)), max_size=6), st.integers(0, 40))
+def test_spans_lie_in_their_runs_whole_blocks_apart(shapes: list[tuple[int, int, int]], num_seam_tokens: int) -> None:
+    runs, position = [], SIZE
+    for gap, length, offset in shapes:
+        runs.append(run_at(position + gap, length, offset))
+        position = runs[-1].prompt_stop
+    behind = SIZE
+    for span in plan_spans(runs, SIZE, SIZE, num_seam_tokens):
+        (run,) = (run for run in runs if run.prompt_stop == span.stop)
+        assert run.prompt_start + num_seam_tokens <= span.start < run.prompt_start + num_seam_tokens + 2 * SIZE
+        assert (span.start - behind) % SIZE == 0
+        assert 0 <= span.start - span.first_position < SIZE
+        assert SIZE <= span.stop - span.start <= len(span.block_ids) * SIZE
+        where = {
+            run.prompt_start - run.pieces[0].valid_from + SIZE * i: one.block_id for i, one in enumerate(run.pieces)
+        }
+        assert [where[span.first_position + SIZE * i] for i in range(len(span.block_ids))] == list(span.block_ids)
+        behind = span.stop

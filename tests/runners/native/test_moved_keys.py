@@ -1,0 +1,345 @@
+"""Keys attended at positions other than those they were computed at, through the native runner.
+
+The keys and values of the first layer depend on a token alone: a model of one layer gives what it gives without reuse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.backends.reference import ReferenceBackend
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.paged import AttentionOptions, Turning
+from kvboost_edge.kernels.attention.rope import RopeTable
+from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.runners.native.runner import NativeRunner
+from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from tiny_models import save_tiny_model
+
+Bits = tuple[int, int]
+SIZE, BLOCKS = 16, 160
+FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0 + 0.2 * i for i in range(6)],
+    "long_factor": [4.0] * 6,
+    "partial_rotary_factor": 0.75,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+# Every kind of rope and of norm that the families have, with one layer.
+ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-llama3rope": ("llama-llama3rope", {}),
+    "llama-yarn": ("llama-yarn", {}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "mistral-window": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
+    "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
+    "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
+    "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
+}  # fmt: skip
+WITHOUT_ROPE = ("smollm3-nope",)
+# Which rope layers have (-1: none), and whether they have a window.
+LAYERS = {
+    "llama-yarn": {(0, False)},
+    "gemma3": {(0, False), (1, True)},
+    "smollm3": {(0, False), (-1, False)},
+}
+SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 256, count)]
+
+
+class Hand:
+    """A runner whose passes are made by hand; memory that is not written is NaN."""
+
+    def __init__(
+        self,
+        directory: Path,
+        bits: Bits = (16, 16),
+        *,
+        weights: str = "f32",
+        threads: int = 1,
+        backend_type: type[CPUBackend] = CPUBackend,
+    ) -> None:
+        self._options: dict[str, Any] = {"weights": weights, "num_threads": threads, "kv_bits": bits}
+        self._directory = directory
+        self.runner: Runner = NativeRunner.from_dir(directory, **self._options)
+        self.backend: Backend = backend_type(self.runner.info.kv_spec, BLOCKS, num_threads=threads)
+        self.backend.poison_blocks(range(BLOCKS))
+        self.runner.bind(self.backend)
+        self.take = blocks_from(0)
+
+    def another_runner(self) -> None:
+        """One that has met no position yet, over the same blocks."""
+        self.runner.close()
+        self.runner = NativeRunner.from_dir(self._directory, **self._options)
+        self.runner.bind(self.backend)
+
+    def forward(
+        self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], wanted: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
+        """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of each row's whole
+        sequence."""
+        new = [token for row, one in zip(rows, tokens, strict=True) for token in one[row.start : row.stop]]
+        positions = np.concatenate([np.arange(row.start, row.stop, dtype=np.int64) for row in rows])
+        asked = np.array(range(len(new)) if wanted is None else wanted, np.int64)
+        layout = layout_of(rows, SIZE)
+        logits = self.runner.forward(ForwardBatch(np.array(new, np.int64), positions, layout, asked))
+        if wanted is not None:
+            return [np.array(logits)]
+        return [np.array(one) for one in np.split(logits, layout.cu_seqlens_q[1:-1])]
+
+    def stored(self, tokens: Sequence[int]) -> Row:
+        row = plain(len(tokens), SIZE, self.take)
+        self.forward([row], [tokens])
+        return row
+
+    def close(self) -> None:
+        self.runner.close()
+        self.backend.close()
+
+
+class Mixed:
+    """A prompt of runs of a stored one, and of its own stretches between them, each a row."""
+
+    def __init__(self, hand: Hand, stored: Row, of_stored: Sequence[int], seed: int, own: Sequence[int]) -> None:
+        pieces = Pieces(SIZE, hand.take)
+        self.tokens: list[int] = []
+        self.rows: list[Row] = []
+        # Behind and before where they were; from inside blocks to inside blocks; the same blocks twice; whole blocks.
+        runs = [(21, 46), (33, 50), (32, 48)]
+        for number, count in enumerate(own):
+            self.rows.append(pieces.own(count))
+            self.tokens += tokens_of(seed + number, count)
+            if number + 1 < len(own):
+                start, length = runs[number]
+                pieces.run(stored.table, start, length)
+                self.tokens += of_stored[start : start + length]
+
+    @property
+    def deltas(self) -> list[int]:
+        return [part.delta for part in self.rows[-1].parts]
+
+
+def error(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
+    assert all(np.isfinite(one).all() for one in got)
+    return float(np.linalg.norm(np.concatenate(got) - np.concatenate(wanted)) / np.linalg.norm(np.concatenate(wanted)))
+
+
+def model(name: str, directory: Path) -> Path:
+    family, overrides = ONE_LAYER[name]
+    return save_tiny_model(family, directory, num_hidden_layers=1, **overrides)
+
+
+STORED = tokens_of(1, 96)
+
+
+def mixed_and_exact(hand: Hand) -> tuple[Mixed, list[np.ndarray]]:
+    """A prompt of runs, and the logits of its own rows where all is computed."""
+    mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
+    assert mixed.deltas == [0, -5, 0, 61, 0, 128, 0]
+    (whole,) = hand.forward([plain(len(mixed.tokens), SIZE, hand.take)], [mixed.tokens])
+    return mixed, [whole[row.start : row.stop] for row in mixed.rows]
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_one_layer_gives_what_it_gives_without_reuse(name: str, tmp_path: Path) -> None:
+    hand = Hand(model(name, tmp_path))
+    assert hand.runner.moved_keys_refusal is None
+    mixed, exact = mixed_and_exact(hand)
+    several = [mixed.tokens] * len(mixed.rows)
+    assert error(hand.forward(mixed.rows, several), exact) <= 2e-4
+    if name not in WITHOUT_ROPE:
+        for change in (lambda delta: delta - 1, lambda delta: 0):
+            wrong = [with_deltas(row, change) for row in mixed.rows]
+            assert error(hand.forward(wrong, several), exact) >= 0.005
+    hand.close()
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("name", SOME)
+def test_one_layer_over_quantized_keys_too(name: str, bits: Bits, tmp_path: Path) -> None:
+    """As near as codes come; a delta that is off by one shows."""
+    hand = Hand(model(name, tmp_path))
+    mixed, exact = mixed_and_exact(hand)
+    hand.close()
+    hand = Hand(tmp_path, bits)
+    mixed, _ = mixed_and_exact(hand)
+    several = [mixed.tokens] * len(mixed.rows)
+    right = error(hand.forward(mixed.rows, several), exact)
+    hand.backend.release_blocks(range(BLOCKS))
+    wrong = error(hand.forward([with_deltas(row, lambda delta: delta - 1) for row in mixed.rows], several), exact)
+    hand.close()
+    assert right <= (0.02 if bits == (8, 8) else 0.2)
+    assert right <= 0.5 * wrong
+
+
+class LayerByLayer(CPUBackend):
+    kernel_access = None
+
+
+class TurnsKeys(LayerByLayer):
+    """Turns keys instead of queries, by the tables of each layer's rope: float32 [2, positions, pairs]."""
+
+    tables: list[np.ndarray]
+
+    def attention(self, layer: int, queries: Any, batch: Any, params: Any) -> tuple[Any, Any]:
+        turning = Turning(queries, *self.tables[layer])
+        return reference.paged_attention(queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning)
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "smollm3"])
+def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a context of their own too; gemma3 has two ropes, smollm3 layers without one."""
+    hand = Hand(save_tiny_model(name, tmp_path))
+    mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
+    several = [mixed.tokens] * len(mixed.rows)
+    got = hand.forward(mixed.rows, several)
+    hand.close()
+
+    monkeypatch.setattr("kvboost_edge.runners.native.runner.refuse_deltas", lambda layout, who: None)
+    slow = Hand(tmp_path, backend_type=TurnsKeys)
+    spec = describe_model(json.loads((tmp_path / "config.json").read_text(encoding="utf-8")))
+    ropes = [RopeTable(np.array(rope.frequencies, np.float32), rope.factor) for rope in spec.ropes]
+    for rope in ropes:
+        rope.cover(1024)
+    assert {(layer.rope, layer.window > 0) for layer in spec.layers} == LAYERS[name]
+    assert isinstance(slow.backend, TurnsKeys)
+    slow.backend.tables = [
+        np.stack([ropes[layer.rope].cos, ropes[layer.rope].sin])[:, :, : None if layer.rope >= 0 else 0]
+        for layer in spec.layers
+    ]
+    mixed = Mixed(slow, slow.stored(STORED), STORED, 10, (16, 32, 16, 9))
+    assert error(got, slow.forward(mixed.rows, several)) <= 2e-4
+    slow.close()
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def deep_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several layers; gemma3's have windows and two kinds of rope."""
+    return save_tiny_model(request.param, tmp_path_factory.mktemp("deep"))
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
+    deep_model: Path, bits: Bits, threads: int
+) -> None:
+    hand = Hand(deep_model, bits, weights="int8", threads=threads)
+    stored = hand.stored(STORED)
+    apart, together, quiet = (Mixed(hand, stored, STORED, 10, (16, 32, 16, 9)) for _ in range(3))
+    wanted = [hand.forward([row], [apart.tokens])[0] for row in apart.rows]
+    got = hand.forward(together.rows, [together.tokens] * len(together.rows))
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # Where few logits are wanted the head runs apart, and where none are the last layer's attention is left out.
+    assert hand.forward(quiet.rows[:2], [quiet.tokens] * 2, [])[0].shape[0] == 0
+    (some,) = hand.forward(quiet.rows[2:], [quiet.tokens] * 2, [3, 24])
+    np.testing.assert_array_equal(some, [wanted[2][3], wanted[3][8]])
+    hand.close()
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model: Path, bits: Bits, seed: int) -> None:
+    """Those of exact sequences, in prefill and decode, and those over keys from elsewhere."""
+    rng = np.random.default_rng(seed)
+    hand = Hand(deep_model, bits, weights="int8", threads=int(rng.integers(1, 3)))
+    stored = hand.stored(STORED)
+    alone: list[np.ndarray] = []
+    batch: list[tuple[Row, list[int]]] = []
+    for number in range(6):
+        twins = exact_twins(hand, rng) if number % 2 else mixed_twins(hand, rng, stored)
+        (first, tokens), second = twins
+        alone += hand.forward([first], [tokens])
+        batch.append(second)
+    assert any(row.stop - row.start == 1 for row, _ in batch)
+    order = rng.permutation(len(batch)).tolist()
+    together = hand.forward([batch[index][0] for index in order], [batch[index][1] for index in order])
+    for index, got in zip(order, together, strict=True):
+        np.testing.assert_array_equal(got, alone[index])
+    hand.close()
+
+
+Twins = list[tuple[Row, list[int]]]
+
+
+def exact_twins(hand: Hand, rng: np.random.Generator) -> Twins:
+    """The same tokens of the same plain sequence, twice in blocks of their own: its last one, or more."""
+    tokens = tokens_of(int(rng.integers(1000)), int(rng.integers(20, 120)))
+    done = len(tokens) - int(rng.choice([1, 1, int(rng.integers(1, len(tokens)))]))
+    rows = [plain(len(tokens), SIZE, hand.take) for _ in range(2)]
+    for row in rows:
+        hand.forward([row._replace(stop=done)], [tokens])
+    return [(row._replace(start=done), tokens) for row in rows]
+
+
+def mixed_twins(hand: Hand, rng: np.random.Generator, stored: Row) -> Twins:
+    """The same last stretch of the same prompt of runs, twice in blocks of its own."""
+    seed, last = int(rng.integers(1000)), int(rng.integers(1, 30))
+    twins = [Mixed(hand, stored, STORED, seed, (16, 16, last)) for _ in range(2)]
+    for mixed in twins:
+        hand.forward(mixed.rows[:2], [mixed.tokens] * 2)
+    return [(mixed.rows[2], mixed.tokens) for mixed in twins]
+
+
+def test_tables_of_rope_reach_as_far_as_queries_are_turned(tmp_path: Path) -> None:
+    """Further than any position of the batch."""
+    hand = Hand(save_tiny_model("llama", tmp_path, max_position_embeddings=4096), threads=2)
+    tokens = tokens_of(2, 1500)
+    pieces = Pieces(SIZE, hand.take)
+    pieces.run(hand.stored(tokens).table, 1400, 40)
+    row = pieces.own(8)
+    own = [*tokens[1400:1440], *tokens_of(3, 8)]
+    wanted = hand.forward([row], [own])[0]
+    hand.another_runner()
+    np.testing.assert_array_equal(hand.forward([row], [own])[0], wanted)
+    hand.close()
+
+
+@pytest.mark.parametrize("backend_type", [ReferenceBackend, LayerByLayer], ids=["reference", "cpu, layer by layer"])
+def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type: type, tmp_path: Path) -> None:
+    runner = NativeRunner.from_dir(save_tiny_model("llama", tmp_path), weights="f32")
+    assert runner.moved_keys_refusal is not None
+    backend = backend_type(runner.info.kv_spec, BLOCKS)
+    runner.bind(backend)
+    assert runner.moved_keys_refusal is not None
+    pieces = Pieces(SIZE, blocks_from(10))
+    pieces.run([0, 1], 3, 20)
+    row, before = pieces.own(2), backend.checksum_blocks(range(BLOCKS))
+    batch = ForwardBatch(np.array([1, 2]), np.array([20, 21]), layout_of([row], SIZE), np.array([1]))
+    with pytest.raises(ConfigError, match=f"layer by layer on backend '{backend.name}', does not attend keys computed"):
+        runner.forward(batch)
+    assert backend.checksum_blocks(range(BLOCKS)) == before
+    runner.close()
+    backend.close()
+
+
+def test_a_model_whose_heads_are_padded_says_so(tmp_path: Path) -> None:
+    """Its passes go layer by layer, on every backend."""
+    hand = Hand(save_tiny_model("llama", tmp_path, hidden_size=80, intermediate_size=104))
+    assert hand.runner.moved_keys_refusal is not None
+    hand.close()

@@ -1,0 +1,270 @@
+"""A directory that is deleted, moved or replaced under a running tier, and owners that stop or die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_cases import CAP, OTHER_SPACE, SPACE, chain, opened, present, read, segments, space_dir, write
+from disk_faults import FaultyFiles
+from kvboost_edge.tiers import mover as movers
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+from live_servers import wait_until
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be deleted or moved")
+
+BLOCKS = chain(40)
+LATER = chain(20, 5)
+TESTS = Path(__file__).parents[2]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> int:
+    """How often the log tells that a directory was lost."""
+    return sum("begins anew" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("what", ["root", "space", "files"])
+def test_a_deleted_directory_is_noticed_with_the_next_write_and_begun_anew(tmp_path, what, caplog):
+    root = tmp_path / "root"
+    with opened(root, description={"model": "m"}) as tier:
+        write(tier, BLOCKS)
+        if what == "files":
+            for path in space_dir(root).iterdir():
+                path.unlink()
+        else:
+            shutil.rmtree(root if what == "root" else space_dir(root))
+        assert write(tier, LATER) == len(LATER)
+        assert tier.stat().state == ""
+        assert present(tier, BLOCKS) == set()
+        assert read(tier, LATER) == len(LATER)
+        assert write(tier, BLOCKS) == len(BLOCKS)
+    assert said(caplog) == len(caplog.records) == 1
+    assert '"model": "m"' in (space_dir(root) / "space.json").read_text()
+    with opened(root) as tier:
+        assert present(tier, [*BLOCKS, *LATER]) == {block.prefix_hash for block in (*BLOCKS, *LATER)}
+
+
+def test_a_read_notices_too(tmp_path, caplog):
+    with opened(tmp_path / "root") as tier:
+        write(tier, BLOCKS)
+        shutil.rmtree(tmp_path / "root")
+        assert read(tier, BLOCKS) == 0
+        assert not tier.holds(BLOCKS[0].prefix_hash)
+    assert said(caplog) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")
+def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
+    """Nobody asks for anything: an open file takes its room until it is closed."""
+
+    def held() -> list[str]:
+        found = []
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(str(path.readlink()))
+        return [name for name in found if str(tmp_path) in name and "(deleted)" in name]
+
+    monkeypatch.setattr(movers, "_TEND_SECONDS", 0.02)
+    tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP, sealer=InlineSealer())
+    mover = movers.Mover([tier], 4000)
+    mover.start(lambda piece: None)
+    try:
+        mover.store(BLOCKS, np.zeros((len(BLOCKS), 4000), np.uint8))
+        wait_until(lambda: tier.stat().blocks == len(BLOCKS), "the blocks to be stored")
+        shutil.rmtree(tmp_path / "root")
+        wait_until(lambda: tier.stat().blocks == 0, "the loss to be noticed")
+        wait_until(lambda: not held(), "the files to be closed")
+        mover.store(LATER, np.zeros((len(LATER), 4000), np.uint8))
+        wait_until(lambda: tier.stat().blocks == len(LATER), "the blocks to be stored anew")
+    finally:
+        mover.close()
+
+
+def test_what_was_moved_away_stays_as_it_was(tmp_path):
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    with opened(root, max_bytes=16 << 20) as tier:  # all in one segment, not sealed
+        write(tier, BLOCKS)
+        root.rename(moved)
+        before = {path: path.read_bytes() for path in space_dir(moved).iterdir()}
+        assert write(tier, LATER) == len(LATER)
+        assert present(tier, BLOCKS) == set()
+    assert {path: path.read_bytes() for path in space_dir(moved).iterdir()} == before
+    with opened(moved) as tier:
+        assert present(tier, BLOCKS) == {block.prefix_hash for block in BLOCKS}
+        assert present(tier, LATER) == set()
+
+
+def test_a_cache_that_moved_and_left_a_link_goes_on_as_it_was(tmp_path, caplog):
+    """To a larger disk, say, while somebody reads and writes."""
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    with opened(root) as tier:
+        write(tier, BLOCKS)
+        root.rename(moved)
+        root.symlink_to(moved)
+        assert read(tier, BLOCKS) == len(BLOCKS)
+        assert write(tier, LATER) == len(LATER)
+    with opened(moved) as tier:
+        assert present(tier, [*BLOCKS, *LATER]) == {block.prefix_hash for block in (*BLOCKS, *LATER)}
+    assert not caplog.records
+
+
+def test_a_link_in_the_spaces_place_is_not_followed_though_the_owner_runs(tmp_path):
+    now = [0.0]
+    with opened(tmp_path / "root", OTHER_SPACE) as other:
+        write(other, BLOCKS)
+    elsewhere = space_dir(tmp_path / "root", OTHER_SPACE)
+    before = {path: path.read_bytes() for path in elsewhere.iterdir()}
+    with opened(tmp_path / "root", clock=lambda: now[0]) as tier:
+        write(tier, BLOCKS)
+        shutil.rmtree(space_dir(tmp_path / "root"))
+        space_dir(tmp_path / "root").symlink_to(elsewhere)
+        assert write(tier, LATER) == 0
+        assert "symbolic link" in tier.stat().state
+        assert read(tier, BLOCKS) == 0
+        space_dir(tmp_path / "root").unlink()
+        now[0] += 29
+        assert write(tier, LATER) == 0
+        now[0] += 2
+        assert write(tier, LATER) == len(LATER)
+        assert tier.stat().state == ""
+    assert {path: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
+def test_a_directory_that_cannot_be_made_again_is_tried_every_half_minute(tmp_path, caplog):
+    now = [0.0]
+    sealer = InlineSealer()
+    tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP, clock=lambda: now[0], sealer=sealer)
+    write(tier, BLOCKS)
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").write_text("in the way")
+    for _ in range(3):
+        assert write(tier, LATER) == 0
+        assert read(tier, LATER) == 0
+        stat = tier.stat()
+        assert (stat.writable, stat.blocks) == (False, 0)
+        assert "root" in stat.state
+        assert "is a file" in stat.state
+        assert "\n" not in stat.state
+        now[0] += 31
+    assert said(caplog) == 1
+    assert len(caplog.records) == 2, [record.getMessage() for record in caplog.records]
+    tier.close()
+    assert (tmp_path / "root").read_text() == "in the way"
+
+
+def test_an_owner_without_its_lock_keeps_its_blocks_unless_somebody_took_it(tmp_path):
+    with opened(tmp_path) as tier:
+        write(tier, BLOCKS)
+        (space_dir(tmp_path) / "lock").unlink()
+        assert write(tier, LATER) == len(LATER)
+        assert present(tier, [*BLOCKS, *LATER]) == {block.prefix_hash for block in (*BLOCKS, *LATER)}
+        with process(tmp_path, "open") as other:
+            assert other.ask() == "reads"
+        (space_dir(tmp_path) / "lock").unlink()
+        with process(tmp_path, "open") as other:
+            assert other.ask() == "writes"
+            assert write(tier, chain(30, 9)) == 0
+            assert "owned by another process" in tier.stat().state
+            assert present(tier, BLOCKS) == {block.prefix_hash for block in BLOCKS}
+
+
+def test_closing_touches_nothing_that_took_the_directorys_name(tmp_path):
+    """Another owner has the name by now, and segments of the same numbers."""
+    root = tmp_path / "root"
+    with opened(root) as tier:
+        write(tier, BLOCKS[:5])
+        root.rename(tmp_path / "moved")
+        with process(root, "write") as other:
+            assert other.ask() == "writes"
+            before = {path: path.read_bytes() for path in space_dir(root).iterdir()}
+            assert segments(root)
+            tier.close()
+            assert {path: path.read_bytes() for path in space_dir(root).iterdir()} == before
+    with opened(root) as tier:
+        assert present(tier, BLOCKS) == {block.prefix_hash for block in BLOCKS}
+
+
+def test_a_failing_look_is_no_loss(tmp_path, caplog):
+    def stale(name: str, *args: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    files = FaultyFiles(names=("is_same",))
+    with opened(tmp_path, files=files) as tier:
+        write(tier, BLOCKS)
+        files.at, files.fault, files.lasting = files.calls, stale, True
+        assert read(tier, BLOCKS) == len(BLOCKS)
+        assert write(tier, LATER) == len(LATER)
+    assert said(caplog) == 0
+
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from disk_cases import chain, opened, write
+with opened(Path(sys.argv[1])) as tier:
+    if sys.argv[2] != "open":
+        write(tier, chain(40))
+    print("writes" if tier.stat().writable else "reads", flush=True)
+    for line in sys.stdin:
+        print(write(tier, chain(int(line), 5)), flush=True)
+"""
+
+
+class Process:
+    """Another process with a tier of the same space, of 40 blocks."""
+
+    def __init__(self, running: subprocess.Popen[str]) -> None:
+        self.running = running
+
+    def ask(self, line: str = "") -> str:
+        assert self.running.stdin is not None
+        assert self.running.stdout is not None
+        if line:
+            self.running.stdin.write(line + "\n")
+            self.running.stdin.flush()
+        return self.running.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def process(root: Path, how: str) -> Iterator[Process]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [sys.executable, "-c", CHILD, str(root), how]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            yield Process(running)
+        finally:
+            running.kill()
+
+
+def test_while_the_owner_is_stopped_others_read_and_when_it_dies_the_next_one_writes(tmp_path):
+    with process(tmp_path, "write") as owner:
+        assert owner.ask() == "writes"
+        os.kill(owner.running.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with opened(tmp_path) as tier:
+            assert time.monotonic() - began < 5
+            assert read(tier, BLOCKS) == len(BLOCKS)
+            assert write(tier, LATER) == 0
+            assert "owned by another process" in tier.stat().state
+            os.kill(owner.running.pid, signal.SIGCONT)
+            assert owner.ask("20") == "20"
+            assert read(tier, BLOCKS) == len(BLOCKS)
+        os.kill(owner.running.pid, signal.SIGSTOP)
+        os.kill(owner.running.pid, signal.SIGKILL)
+        owner.running.wait()
+    with opened(tmp_path) as tier:
+        assert present(tier, [*BLOCKS, *LATER]) == {block.prefix_hash for block in (*BLOCKS, *LATER)}
+        assert write(tier, chain(10, 7)) == 10
