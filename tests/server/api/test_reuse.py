@@ -239,14 +239,20 @@ async def test_a_runner_that_cannot_says_why(app: Any) -> None:
     assert (await post(app, "a", {"mode": "prefix_cache"}))["kvboost"]["mode"] == "prefix_cache"
 
 
-async def test_a_chat_may_ask_for_it(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
-    """The engine with a chat template has a runner that may not move keys; it says so then."""
-    body = {"messages": MESSAGES, "max_tokens": 1, "kvboost": {"mode": "baseline"}}
-    assert (await tiny_app.post(CHAT, json=body)).json()["kvboost"]["mode"] == "baseline"
-    answer = await tiny_app.post(CHAT, json={**body, "kvboost": REUSE})
-    refusal = tiny_engine.reuse_refusal
-    assert answer.status_code == (200 if refusal is None else 400)
-    assert refusal is None or refusal in answer.json()["error"]["message"]
+async def test_a_chat_may_ask_for_it_of_a_real_model(tiny_app: httpx.AsyncClient, tiny_engine: Any) -> None:
+    one, two = "The first of the notes tells of boats. " * 3, "Another note knows of lakes and hills. " * 3
+    told = []
+    for text, use in ((one + two, {"mode": "baseline"}), (two + one, REUSE), (two + one, {})):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "kvboost": use}
+        answer = await tiny_app.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        told.append(answer.json()["kvboost"])
+    assert [(each["mode"], each["approximate"]) for each in told] == [
+        ("baseline", False),
+        ("chunk_kv_reuse", True),
+        ("prefix_cache", False),
+    ]
+    assert tiny_engine.paged_stats()["span_tokens"] == told[1]["reused_span_tokens"] > 16
 
 
 def test_the_bounds_and_names_are_the_engine_s() -> None:
