@@ -220,7 +220,8 @@ class CPUPagedEngine:
         pin, ttl: as `pin` below."""
         if as_int("position_offset", position_offset) != 0:
             raise RequestError(
-                f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
+                f"position_offset={position_offset} is refused: a text is computed from position 0; requests with "
+                "mode='chunk_kv_reuse' find it at others"
             )
         terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
