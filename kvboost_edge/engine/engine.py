@@ -99,6 +99,11 @@ class CPUPagedEngine:
         """Constants of the loaded model: architecture, dtype, vocabulary, context."""
         return self._parts.runner.info
 
+    @property
+    def reuse_refusal(self) -> str | None:
+        """Why requests with mode="chunk_kv_reuse" are refused here; None: they are not."""
+        return self._parts.runner.moved_keys_refusal
+
     # Generation.
 
     def submit(
@@ -215,7 +220,8 @@ class CPUPagedEngine:
         pin, ttl: as `pin` below."""
         if as_int("position_offset", position_offset) != 0:
             raise RequestError(
-                f"position_offset={position_offset} is refused: reuse at other positions is not built yet"
+                f"position_offset={position_offset} is refused: a text is computed from position 0; requests with "
+                "mode='chunk_kv_reuse' find it at others"
             )
         terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
         request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
@@ -281,9 +287,9 @@ class CPUPagedEngine:
             return stats.paged_stats(self._parts, self._scheduler, self._config, self._core.tiering)
 
     def block_map(self) -> list[int]:
-        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared."""
+        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared, 4 in use at another position."""
         with self._core.reading():
-            return self._parts.manager.block_states()
+            return stats.block_map(self._parts, self._scheduler)
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
         """State, tokens and references of the first `limit` blocks, by block id; no prompt text."""
