@@ -23,6 +23,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ class Bench:
 
 def options_from() -> argparse.Namespace:
     parser = parser_for_models(__doc__)
-    parser.set_defaults(rounds=3)
+    parser.set_defaults(rounds=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--document", type=int, default=512, help="tokens of each of the 8 documents")
     parser.add_argument("--line", type=int, default=4000, help="tokens of the prompt whose first line changes")
@@ -169,6 +170,7 @@ def main() -> None:
         engine.generate(bench.tokens(64), 4, mode=_REUSE)
         for number in range(options.rounds):
             bench.round(number)
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
     bench.peers(model)
     rows = [
         {"measure": name, "median": statistics.median(values), "least": min(values), "most": max(values)}

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_tiers.py                                   # 0.5B shape, Q4_0
     python benchmarks/bench_tiers.py --shape 1.5b --quant Q4_K_M --rounds 3
+    python benchmarks/bench_tiers.py --redis-url redis://127.0.0.1:6379/0
 
 A random model (see bench_peers.py). In each round, one after the other, each engine in a process of its own:
 
@@ -9,6 +10,7 @@ A random model (see bench_peers.py). In each round, one after the other, each en
               directory: time to first token, and tokens per second right behind it, while the last of it is written
     pool      the same prompt again, by the engine that has it
     restart   that engine is closed and started again; once with its files dropped from the page cache, once not
+    redis     another engine, which has only the Redis server that a first one wrote to, where one is given
     llama.cpp the same prompt cold; its state saved to a file; restored from there, dropped and not
 
 Then: from starting a process to its being ready, with 10 GB of records (holes for payloads: nobody reads them at the
@@ -84,9 +86,12 @@ class Bench:
         return statistics.median(self.figures[name])
 
     @contextlib.contextmanager
-    def engine(self, disk: Path | None = None, *, capacity: int | None = None) -> Iterator[Worker]:
-        """A process of ours, ready and warmed up; when it ends all is on the disk."""
+    def engine(
+        self, disk: Path | None = None, *, capacity: int | None = None, redis: str | None = None
+    ) -> Iterator[Worker]:
+        """A process of ours, ready and warmed up; when it ends all is on its tier."""
         tier = [] if disk is None else ["--disk", str(disk), "--disk-bytes", str(16e9)]
+        tier += [] if redis is None else ["--redis", redis]
         worker = self._start(Path(sys.executable), "kvboost_edge", capacity or self.options.capacity, tier)
         worker.ask("decode", tokens=self.tokens(64), count=8)
         yield worker
@@ -121,7 +126,20 @@ class Bench:
                 assert found["hits"]["disk"] >= self.options.length - 32, found
                 self.note(f"restart, page cache {state}, s", found["ttft_s"])
                 self.note(f"restart, page cache {state}, of it loading, s", found["load_s"])
+        if self.options.redis_url:
+            self._redis(prompt, expected)
         self._llama(prompt)
+
+    def _redis(self, prompt: list[int], expected: list[int]) -> None:
+        """One engine computes and writes, another one reads."""
+        with self.engine(redis=self.options.redis_url) as worker:
+            worker.ask("ask", tokens=prompt, count=2)
+        with self.engine(redis=self.options.redis_url) as worker:
+            found = worker.ask("ask", tokens=prompt, count=2)
+        assert found["tokens"] == expected[:2]
+        assert found["hits"]["redis"] >= self.options.length - 32, found
+        self.note("from redis, s", found["ttft_s"])
+        self.note("from redis, of it loading, s", found["load_s"])
 
     def _disk_bytes(self, disk: Path, bytes_per_block: int) -> None:
         space = next(path for path in disk.iterdir() if path.is_dir())
@@ -237,6 +255,7 @@ def options_from() -> argparse.Namespace:
     parser.add_argument("--capacity", type=int, default=16384, help="tokens of KV every engine holds")
     parser.add_argument("--fill", type=float, default=10e9, help="bytes of records for the time to ready")
     parser.add_argument("--peers-python", type=Path, default=_HERE.parent / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--redis-url", help="a Redis server to share blocks through; by default it is left out")
     parser.add_argument("--scratch", type=Path, help="a directory on the disk to be measured; default: the system's")
     options = parser.parse_args()
     if options.quick:

@@ -15,12 +15,14 @@ class Engine:
 
     def __init__(self, options: Any) -> None:
         disk = {"disk_cache_dir": options.disk, "max_disk_bytes": options.disk_bytes} if options.disk else {}
+        shared = {"redis_url": options.redis, "redis_trust": True} if options.redis else {}
         self.engine = CPUPagedEngine.from_pretrained(
             options.model,
             num_blocks=options.capacity // 16,
             num_threads=options.threads,
             kv_cache_bits=options.kv,
             **disk,
+            **shared,
         )
         stats = self.engine.paged_stats()
         keys = (

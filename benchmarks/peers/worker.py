@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
     parser.add_argument("--disk", help="ours only: directory of the disk tier")
     parser.add_argument("--disk-bytes", type=float, help="ours only: its cap")
+    parser.add_argument("--redis", help="ours only: URL of a Redis server, whoever writes to it is believed")
     options = parser.parse_args()
     # Engines print to standard output: the answers get a file of their own.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
 
 __all__ = ["app", "run"]
@@ -65,6 +66,29 @@ PackCacheOption = Annotated[
         help="Keep packed weights in the cache directory, or convert them into memory at every start.",
     ),
 ]
+ModeOption = Annotated[
+    GenerationMode | None,
+    typer.Option(
+        "--mode",
+        metavar="MODE",
+        help="baseline, prefix_cache (exact, the default), or chunk_kv_reuse: what was computed at other positions is "
+        "shared too, sooner and approximate.",
+    ),
+]
+StrategyOption = Annotated[
+    RecomputeStrategy | None,
+    typer.Option("--recompute-strategy", help="What of that is computed all the same: cacheblend unless given."),
+]
+OverlapOption = Annotated[
+    int | None,
+    typer.Option("--recompute-overlap", metavar="TOKENS", help="Tokens behind each seam of it, 16 unless given."),
+]
+RatioOption = Annotated[
+    float | None,
+    typer.Option(
+        "--recompute-ratio", metavar="SHARE", help="Of the other tokens, with cacheblend: 0 to 1, 0.1 unless given."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -80,6 +104,10 @@ def generate(
     max_new_tokens: MaxNewTokens = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     sampling: SamplingOptions = None,
+    mode: ModeOption = None,
+    recompute_strategy: StrategyOption = None,
+    recompute_overlap: OverlapOption = None,
+    recompute_ratio: RatioOption = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
@@ -87,9 +115,10 @@ def generate(
 ) -> None:
     """Generate text from one prompt, streaming it as it comes."""
     from kvboost_edge.cli.generate import run_generate
-    from kvboost_edge.cli.options import engine_options, sampling_options
+    from kvboost_edge.cli.options import cache_use, engine_options, sampling_options
 
-    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}
+    use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
+    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling), **use}
     run_generate(
         prompt,
         model,
@@ -104,7 +133,7 @@ def generate(
     epilog="[b]Examples[/b]\n\n"
     "kvboost-edge chat\n\n"
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." -s temperature=0.7\n\n'
-    "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine\n\n"
+    "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
     "In the chat: /reset starts over, /stats shows the pool, /quit or Ctrl-D leaves."
 )
 def chat(
@@ -118,15 +147,20 @@ def chat(
     api_key: Annotated[str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")] = "",
     max_new_tokens: MaxNewTokens = 512,
     sampling: SamplingOptions = None,
+    mode: ModeOption = None,
+    recompute_strategy: StrategyOption = None,
+    recompute_overlap: OverlapOption = None,
+    recompute_ratio: RatioOption = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
 ) -> None:
     """Talk with a model, here or on a server; under each answer stands what the cache saved."""
     from kvboost_edge.cli.chat import run_chat, run_remote_chat
-    from kvboost_edge.cli.options import engine_options, remote_options, sampling_options
+    from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
 
-    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling)}
+    use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
+    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling), **use}
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     remote_options(url, options, api_key)
     if url is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
+from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.errors import RequestError
@@ -62,6 +63,9 @@ def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -
 
 def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _Partner:
     named = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in settings.items()}
+    use = {name: named.pop(name) for name in CACHE_USE if name in named}
+    if use:
+        named["kvboost"] = use
 
     def reply(messages: Messages, write: Write) -> tuple[str, str]:
         for piece in remote.stream(messages, named):

@@ -24,7 +24,8 @@ def run_generate(
     with loaded_engine(model, options, notes) as engine:
         result = answer(engine, request, settings, _ignore if as_json else _write)
     if as_json:
-        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False, default=str))
+        shown = {**dataclasses.asdict(result), "approximate": result.approximate}
+        print(json.dumps(shown, ensure_ascii=False, default=str))
     else:
         _write("\n")
         notes.print(f"[dim]{timing_line(result)}[/dim]")

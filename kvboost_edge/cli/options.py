@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvboost_edge.config import kv_bits_from_text
+from kvboost_edge.config import GenerationMode, RecomputeStrategy, kv_bits_from_text
 from kvboost_edge.errors import ConfigError, RequestError
 
-__all__ = ["engine_options", "parse_value", "remote_options", "sampling_options"]
+__all__ = ["CACHE_USE", "cache_use", "engine_options", "parse_value", "remote_options", "sampling_options"]
+
+CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
+"""Settings of a request that a server takes in its `kvboost` object."""
 
 _WORDS = {"true": True, "false": False, "none": None}
 # These stay text whatever they look like.
@@ -67,6 +70,14 @@ def sampling_options(pairs: Iterable[str] | None) -> dict[str, Any]:
     if stops:
         options["stop"] = stops
     return options
+
+
+def cache_use(
+    mode: GenerationMode | None, strategy: RecomputeStrategy | None, overlap: int | None, ratio: float | None
+) -> dict[str, Any]:
+    """Keywords of `submit` that say how a request may use the cache: those of CACHE_USE that were given."""
+    given = zip(CACHE_USE, (mode, strategy, overlap, ratio), strict=True)
+    return {name: value for name, value in given if value is not None}
 
 
 def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) -> None:

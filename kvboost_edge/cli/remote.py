@@ -24,7 +24,7 @@ _KEY_VARIABLE = "KVBOOST_API_KEY"
 
 class RemoteAnswer(NamedTuple):
     """One finished answer and its figures; tokens are None where the server does not tell them, `hit_tokens` (by tier)
-    empty."""
+    empty, those reused at other positions, or found there and recomputed, 0."""
 
     text: str
     finish_reason: str
@@ -34,13 +34,16 @@ class RemoteAnswer(NamedTuple):
     ttft_ms: float
     total_ms: float
     hit_tokens: Mapping[str, int]
+    reused_span_tokens: int
+    recomputed_tokens: int
 
     @property
     def timing_line(self) -> str:
         """What was reused and how long it took, in one line."""
         parts = []
         if self.prompt_tokens is not None:
-            parts.append(reuse_words(self.prompt_tokens, self.cached_tokens or 0, self.hit_tokens))
+            found = (self.cached_tokens or 0, self.hit_tokens, self.reused_span_tokens, self.recomputed_tokens)
+            parts.append(reuse_words(self.prompt_tokens, *found))
         parts.append(f"first token {self.ttft_ms:.0f} ms")
         if self.generated_tokens is not None:
             rate = self.generated_tokens / self.total_ms * 1e3
@@ -88,7 +91,7 @@ class RemoteChat:
         pieces: list[str] = []
         reason = ""
         usage: dict[str, Any] = {}
-        hits: dict[str, int] = {}
+        told: dict[str, Any] = {}
         try:
             with self._client.stream("POST", "/v1/chat/completions", json={**body, **settings}) as response:
                 if response.status_code != 200:
@@ -98,7 +101,7 @@ class RemoteChat:
                     if "error" in chunk:
                         raise RequestError(f"the server ended the answer: {_message(chunk)}")
                     usage = chunk.get("usage") or usage
-                    hits = (chunk.get("kvboost") or {}).get("hit_tokens") or hits
+                    told = chunk.get("kvboost") or told
                     for choice in chunk.get("choices", ()):
                         reason = choice.get("finish_reason") or reason
                         if piece := (choice.get("delta") or {}).get("content"):
@@ -117,7 +120,9 @@ class RemoteChat:
             generated_tokens=usage.get("completion_tokens"),
             ttft_ms=((first or now) - started) * 1e3,
             total_ms=(now - started) * 1e3,
-            hit_tokens=hits,
+            hit_tokens=told.get("hit_tokens") or {},
+            reused_span_tokens=told.get("reused_span_tokens") or 0,
+            recomputed_tokens=told.get("recomputed_tokens") or 0,
         )
 
     def stats(self) -> Any:

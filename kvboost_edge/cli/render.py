@@ -18,6 +18,7 @@ STATES = (
     ("░", "blue", "idle, cached"),
     ("▒", "green", "one request"),
     ("█", "magenta", "shared"),
+    ("◆", "yellow", "at another position"),
 )
 MAX_CELLS = 512
 
@@ -49,11 +50,17 @@ def pool_panel(states: Sequence[int], stats: dict[str, Any], *, width: int, titl
     return Panel(Group(picture, Text(), _stats_table(stats, columns)), title=title, expand=False)
 
 
-def reuse_words(prompt_tokens: int, cached_tokens: int, hit_tokens: Mapping[str, int]) -> str:
-    """ "90 prompt tokens, 64 from the cache (48 from disk)"; in brackets what came from tiers outside the pool."""
+def reuse_words(
+    prompt_tokens: int, cached_tokens: int, hit_tokens: Mapping[str, int], reused_span_tokens: int, recomputed: int
+) -> str:
+    """ "90 prompt tokens, 64 from the cache (48 from disk)"; in brackets what came from tiers outside the pool. Behind
+    it, where there is any, what was reused at other positions, and what was found there and recomputed."""
     outside = [f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens]
     more = f" ({', '.join(outside)})" if outside else ""
-    return f"{prompt_tokens} prompt tokens, {cached_tokens} from the cache{more}"
+    words = f"{prompt_tokens} prompt tokens, {cached_tokens} from the cache{more}"
+    if not reused_span_tokens:
+        return words
+    return f"{words} · approximate: {reused_span_tokens} tokens reused at other positions, {recomputed} recomputed"
 
 
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:

@@ -94,8 +94,9 @@ def answer(
 
 def timing_line(result: GenerationResult) -> str:
     """One line under an answer: what was reused and how long it took."""
+    spans = (result.reused_span_tokens, result.recomputed_tokens)
     return (
-        f"{reuse_words(result.prompt_tokens, result.cached_tokens, result.hit_tokens)} · "
+        f"{reuse_words(result.prompt_tokens, result.cached_tokens, result.hit_tokens, *spans)} · "
         f"first token {result.ttft_ms:.0f} ms · {result.generated_tokens} tokens, "
         f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
     )

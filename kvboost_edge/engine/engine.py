@@ -104,6 +104,11 @@ class CPUPagedEngine:
         """Constants of the loaded model: architecture, dtype, vocabulary, context."""
         return self._parts.runner.info
 
+    @property
+    def reuse_refusal(self) -> str | None:
+        """Why requests with mode="chunk_kv_reuse" are refused here; None: they are not."""
+        return self._parts.runner.moved_keys_refusal
+
     # Generation.
 
     def submit(
@@ -222,14 +227,9 @@ class CPUPagedEngine:
     ) -> WarmResult:
         """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache.
         pin, ttl: as `pin` below.
-
-        For mode="chunk_kv_reuse", which finds them at any position: `documents`, each a text or token ids, instead of a
-        text; or a text that will stand behind about `position_offset` other tokens, without the tokenizer's special
-        tokens. What they are computed behind is not kept. Documents take chunk_strategy, chunk_size,
-        chunk_boundary_window, overlap_k, sink_tokens and primer_tokens in place of the engine's.
-
-        Raises RequestError for what is wrong with any of these, and where that mode is refused.
-        """
+        For mode="chunk_kv_reuse", which finds them anywhere: `documents`, each a text or token ids, cut by the options
+        of `EngineConfig` or those given here; or a text that will stand behind `position_offset` other tokens, without
+        special tokens. What they are computed behind is not kept. RequestError where that mode is refused."""
         terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
         alone = self._documents.read(text, position_offset, documents, terms, chunks)
         if alone is not None:
@@ -305,9 +305,9 @@ class CPUPagedEngine:
             return stats.paged_stats(self._parts, self._scheduler, self._config, self._core.tiering)
 
     def block_map(self) -> list[int]:
-        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared."""
+        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared, 4 in use at another position."""
         with self._core.reading():
-            return self._parts.manager.block_states()
+            return stats.block_map(self._parts, self._scheduler)
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
         """State, tokens and references of the first `limit` blocks, by block id; no prompt text."""

@@ -88,6 +88,16 @@ class GenerationResult:
         return self.reused_span_tokens > 0
 
     @property
+    def computed_prompt_tokens(self) -> int:
+        """Prompt tokens that were computed: neither cached nor shared at another position."""
+        return self.prompt_tokens - self.cached_tokens - self.reused_span_tokens
+
+    @property
+    def prompt_ms(self) -> float:
+        """Time spent on the prompt: probe, repair and prefill."""
+        return self.phases["probe"] + self.phases["repair"] + self.phases["prefill"]
+
+    @property
     def tokenize_ms(self) -> float:
         return self.phases["tokenize"]
 

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.build import EngineParts
     from kvboost_edge.engine.scheduler import Scheduler
     from kvboost_edge.engine.tiering import Untiered
+    from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = ["BlockDetail", "block_details", "cache_stats", "paged_stats"]
+__all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]
+
+BLOCK_SPAN = 4
+"""The state of a block that a request uses at another position than it was computed at; the manager has 0 to 3."""
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
@@ -24,7 +28,7 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
 
     hot_chunks          published chunks in the pool, idle or in use; hot_memory_mb their size
     budget_mb           size of the pool; budget_utilization the published share of it
-    cache_hits, approximate_hits, cache_misses, evictions    chunks
+    cache_hits, approximate_hits, cache_misses, evictions    chunks; approximate are those shared at other positions
     hit_rate            (exact and approximate) hits / lookups; exact_hit_rate the exact ones alone
     disk_*              the disk tier: chunks and memory_mb it holds, budget_mb its cap; chunks since the start: hits it
                         gave back, misses it was asked for in vain, writes, evictions, refused ones (damaged or not what
@@ -34,24 +38,27 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
     manager = parts.manager
     block_bytes = parts.backend.spec.bytes_per_block
     hot = manager.published_block_count
-    hits = manager.hit_tokens // manager.block_size
-    misses = manager.miss_tokens // manager.block_size
-    looked_up = manager.hit_tokens + manager.miss_tokens
-    rate = manager.hit_tokens / looked_up if looked_up else 0.0
+    hits, moved, misses = manager.hit_tokens, manager.spans.num_tokens, _miss_tokens(manager)
+    looked_up = hits + moved + misses
     return {
         "hot_chunks": hot,
         "hot_memory_mb": hot * block_bytes / 1e6,
         "budget_mb": manager.num_blocks * block_bytes / 1e6,
         "budget_utilization": hot / manager.num_blocks,
-        "cache_hits": hits,
-        "approximate_hits": 0,
-        "cache_misses": misses,
+        "cache_hits": hits // manager.block_size,
+        "approximate_hits": moved // manager.block_size,
+        "cache_misses": misses // manager.block_size,
         "evictions": manager.evictions,
-        "hit_rate": rate,
-        "exact_hit_rate": rate,
+        "hit_rate": (hits + moved) / looked_up if looked_up else 0.0,
+        "exact_hit_rate": hits / looked_up if looked_up else 0.0,
         **_tier_stats("disk", TierStats()),
         **{key: value for name, stat in tiering.stats().items() for key, value in _tier_stats(name, stat).items()},
     }
+
+
+def _miss_tokens(manager: KVCacheManager) -> int:
+    """Prompt tokens that were neither found nor left in spans."""
+    return manager.miss_tokens + manager.spans.num_cut_tokens
 
 
 def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
@@ -73,8 +80,10 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable, free_blocks all that are
     not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes;
     retained_blocks, used or cached, are given up after all others of their tenant; tokens_held
-    counts the tokens whose KV is in the pool, shared ones once; max_num_seqs sequences run together. isa is what the
-    processor has, kernel_path and attention_path which forms of the project's own kernels run ("none": torch's do).
+    counts the tokens whose KV is in the pool, shared ones once; hit_tokens, span_tokens and miss_tokens are the prompt
+    tokens looked up: found as a prefix, shared at other positions, computed; max_num_seqs sequences run together. isa
+    is what the processor has, kernel_path and attention_path which forms of the project's own kernels run ("none":
+    torch's do).
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
     and the pool, lost_blocks were evicted before any tier could take them."""
     manager, backend = parts.manager, parts.backend.describe()
@@ -101,7 +110,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
         "tokens_held": hot * manager.block_size + open_tails,
         "hit_tokens": manager.hit_tokens,
-        "miss_tokens": manager.miss_tokens,
+        "span_tokens": manager.spans.num_tokens,
+        "miss_tokens": _miss_tokens(manager),
         "preemptions": scheduler.num_preemptions,
         "generated_tokens": scheduler.num_generated_tokens,
         "max_num_seqs": parts.max_num_seqs,
@@ -122,11 +132,21 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
 
 
 class BlockDetail(NamedTuple):
-    """One block: state 0 free, 1 cached and idle, 2 in use, 3 shared; tokens whose KV it holds; references."""
+    """One block: its state as in `block_map`; tokens whose KV it holds; references."""
 
     state: int
     tokens: int
     refs: int
+
+
+def block_map(parts: EngineParts, scheduler: Scheduler) -> list[int]:
+    """The state of every block, by id: the manager's, or BLOCK_SPAN."""
+    states = parts.manager.block_states()
+    for sequence in scheduler.running:
+        for span in sequence.blocks.spans:
+            for block_id in span.block_ids:
+                states[block_id] = BLOCK_SPAN
+    return states
 
 
 def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[BlockDetail]:
@@ -140,7 +160,7 @@ def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[
             filled[entry.block_id] = max(0, min(entry.valid_to, computed) - entry.first_position)
     return [
         BlockDetail(state, filled.get(block_id, size if state == BLOCK_CACHED else 0), manager.ref_count(block_id))
-        for block_id, state in enumerate(manager.block_states()[: max(0, limit)])
+        for block_id, state in enumerate(block_map(parts, scheduler)[: max(0, limit)])
     ]
 
 

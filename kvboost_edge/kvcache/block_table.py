@@ -124,6 +124,7 @@ class BlockTable:
         "_chain_hash",
         "_chain_serial",
         "_claims",
+        "_counts_spans",
         "_goes_on",
         "_num_chained",
         "_publishes",
@@ -162,6 +163,8 @@ class BlockTable:
         self._goes_on = again
         # tokens the lookup left to compute, until the first extend counts the lookup (at least one is always left)
         self._uncounted_misses = 0
+        # whether what it shares at other positions counts: its sequence was not preempted before
+        self._counts_spans = False
         # block index -> prefix hash this table promised to compute (single flight)
         self._claims: dict[int, bytes] = {}
         # block index -> (block id, entry serial) of the published equal of a block this table holds privately

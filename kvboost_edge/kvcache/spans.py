@@ -18,7 +18,8 @@ class Spans:
     """Places spans in tables of one manager.
 
     take(count, owner)   takes free blocks for a table;  released: where ids of those freed with nothing in them go
-    num_tokens           tokens shared so, all tables together
+    num_tokens           tokens shared so since the start, by all tables whose hits and misses count
+    num_cut_tokens       tokens of them that `cut` took out again: they are misses
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Spans:
     ) -> None:
         self._pool, self._index, self._claims, self._size = pool, index, claims, block_size
         self._take, self._released = take, released
-        self.num_tokens = 0
+        self.num_tokens = self.num_cut_tokens = 0
 
     def watch(self, watcher: Watcher) -> None:
         """Tell it which blocks can be shared: those that are published, whose content their tokens and all before them
@@ -61,14 +62,19 @@ class Spans:
         self._lay_out(table, spans, num_tokens, lambda position: next(blocks))
         for index in [index for index in table._claims if index >= spans[0].start // self._size]:
             self._claims.drop(table, index)
-        table._uncounted_misses = max(0, table._uncounted_misses - _num_tokens(spans))
-        self.num_tokens += _num_tokens(spans)
+        table._counts_spans = table._uncounted_misses > 0
+        if table._counts_spans:
+            table._uncounted_misses -= _num_tokens(spans)
+            self.num_tokens += _num_tokens(spans)
         return True
 
     def cut(self, table: BlockTable, spans: Sequence[Span]) -> None:
         """Let a table share these spans only: what is left of its own when whole blocks of tokens are taken out. Those
         go to reserved blocks, and what is reserved beyond them is given back."""
-        self.num_tokens -= _num_tokens(table.spans) - _num_tokens(spans)
+        if table._counts_spans:
+            taken_out = _num_tokens(table.spans) - _num_tokens(spans)
+            self.num_tokens -= taken_out
+            self.num_cut_tokens += taken_out
         before, after = (Counter(b for span in several for b in span.block_ids) for several in (table.spans, spans))
         own, end = own_blocks(table, self._size), table.num_slots(self._size)
         table.block_ids, table.parts, table.spans = [], [WHOLE], ()

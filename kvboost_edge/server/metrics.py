@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.speeds import Speeds
 
@@ -75,6 +76,7 @@ class Metrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
+        self._reuse = _ReuseMetrics(self.registry, model_name)
         self._model_name = model_name
         self.registry.register(_EngineCollector(engine, model_name, admission, self._speeds))
 
@@ -82,6 +84,7 @@ class Metrics:
         """Count one finished sequence."""
         self._vllm.observe(result)
         self._speeds.observe(result)
+        self._reuse.observe(result)
         for tier, tokens in result.hit_tokens.items():
             self._hits.labels(self._model_name, tier).inc(tokens)
         if result.miss_reason:
@@ -107,8 +110,8 @@ class Metrics:
             "generated_tokens_per_second": round(generated, 3),
         }
 
-    def recent_prompts(self) -> tuple[Mapping[str, int], int]:
-        """Prompt tokens of the last minute: found in each tier, and computed."""
+    def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
+        """Prompt tokens of the last minute: found in each tier, shared at other positions, computed."""
         return self._speeds.recent_prompts()
 
     def render(self) -> bytes:
@@ -158,10 +161,30 @@ class _RequestMetrics:
             self._between.observe((later - earlier) / 1e3)
         self._total.observe(result.total_ms / 1e3)
         self._queue.observe(result.queue_ms / 1e3)
-        self._prefill.observe(result.prefill_ms / 1e3)
+        self._prefill.observe(result.prompt_ms / 1e3)
         self._decode.observe(result.decode_ms / 1e3)
         self._prompt_size.observe(result.prompt_tokens)
         self._output_size.observe(result.generated_tokens)
+
+
+class _ReuseMetrics:
+    """What ran, and what was shared at other positions."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"kvboost:{name}", text, ["model_name"], registry=registry).labels(model_name)
+
+        requests = Counter("kvboost:requests", "Requests by what ran.", ["model_name", "mode"], registry=registry)
+        self._requests = {mode: requests.labels(model_name, mode.value) for mode in GenerationMode}
+        self._span_tokens = counter("reused_span_tokens", "Prompt tokens shared at other positions: approximate.")
+        self._recomputed = counter("recomputed_tokens", "Prompt tokens found at other positions and computed anew.")
+        self._probe_seconds = counter("probe_seconds", "Time spent on choosing those, one layer of the model.")
+
+    def observe(self, result: GenerationResult) -> None:
+        self._requests[result.mode].inc()
+        self._span_tokens.inc(result.reused_span_tokens)
+        self._recomputed.inc(result.recomputed_tokens)
+        self._probe_seconds.inc(result.probe_ms / 1e3)
 
 
 class _EngineCollector(Collector):
@@ -201,8 +224,9 @@ class _EngineCollector(Collector):
             "num_requests_waiting": ("Requests that wait.", stats["num_waiting"]),
             "kv_cache_usage_perc": ("Share of the blocks in use; 1 is all of them.", stats["block_utilization"]),
         }
+        queries = stats["hit_tokens"] + stats["span_tokens"] + stats["miss_tokens"]
         counters = {
-            "prefix_cache_queries": ("Prompt tokens looked up.", stats["hit_tokens"] + stats["miss_tokens"]),
+            "prefix_cache_queries": ("Prompt tokens looked up.", queries),
             "prefix_cache_hits": ("Prompt tokens found.", stats["hit_tokens"]),
             "num_preemptions": ("Requests that lost their blocks and were computed anew.", stats["preemptions"]),
         }

@@ -20,10 +20,12 @@ _WINDOW_SECONDS = 60
 
 @dataclasses.dataclass(slots=True)
 class _Sums:
-    """Of the requests that ended within one second of the clock. hit_tokens: by tier."""
+    """Of the requests that ended within one second of the clock. hit_tokens: by tier; span_tokens: shared at other
+    positions."""
 
     second: int
     hit_tokens: Counter[str] = dataclasses.field(default_factory=Counter)
+    span_tokens: int = 0
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     output_tokens: int = 0
@@ -49,11 +51,12 @@ class Speeds:
             if not self._recent or self._recent[-1].second != second:
                 self._recent.append(_Sums(second))
             for sums in (self, self._recent[-1]):
-                sums.prompt_tokens += result.prompt_tokens - result.cached_tokens
-                sums.prompt_seconds += result.prefill_ms / 1e3
+                sums.prompt_tokens += result.computed_prompt_tokens
+                sums.prompt_seconds += result.prompt_ms / 1e3
                 sums.output_tokens += result.generated_tokens
                 sums.output_seconds += result.decode_ms / 1e3
             self._recent[-1].hit_tokens.update(result.hit_tokens)
+            self._recent[-1].span_tokens += result.reused_span_tokens
 
     def recent(self) -> tuple[float, float]:
         """Prompt and output tokens a second of the requests that ended in the last minute; 0 when there was none."""
@@ -68,12 +71,14 @@ class Speeds:
             output_tokens / output_seconds if output_seconds else 0.0,
         )
 
-    def recent_prompts(self) -> tuple[Mapping[str, int], int]:
-        """Prompt tokens of the requests that ended in the last minute: those of the cache by tier, those computed."""
+    def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
+        """Prompt tokens of the requests that ended in the last minute: those of the cache by tier, those shared at
+        other positions, those computed."""
         with self._lock:
             self._forget_old()
             hits = sum((sums.hit_tokens for sums in self._recent), Counter[str]())
-            return hits, sum(sums.prompt_tokens for sums in self._recent)
+            spans = sum(sums.span_tokens for sums in self._recent)
+            return hits, spans, sum(sums.prompt_tokens for sums in self._recent)
 
     def _forget_old(self) -> int:
         """Drop the seconds before the last minute; returns the second it is now."""

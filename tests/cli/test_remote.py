@@ -236,3 +236,25 @@ def test_a_real_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_options_of_the_other_side_are_refused(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["chat", *argv]) == 1
     assert named in capsys.readouterr().err
+
+
+def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(
+    server: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"hit_tokens": {"pool": 16}, "reused_span_tokens": 9, "recomputed_tokens": 3}
+    server.events = [*GOOD[:-2], {**GOOD[-2], "kvboost": told}, GOOD[-1]]
+    argv = ["chat", "--url", server.url, "--mode", "chunk_kv_reuse", "--recompute-strategy", "cacheblend"]
+    for more, asked in (
+        ([], {}),
+        (["--recompute-overlap", "0", "--recompute-ratio", "0.5"], {"recompute_overlap": 0, "recompute_ratio": 0.5}),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+        assert run([*argv, *more]) == 0
+        expected = {"mode": "chunk_kv_reuse", "recompute_strategy": "cacheblend", **asked}
+        assert server.bodies[-1]["kvboost"] == expected
+        assert not expected.keys() & server.bodies[-1].keys()
+        said = " ".join(capsys.readouterr().out.split())
+        assert "approximate: 9 tokens reused at other positions, 3 recomputed" in said
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    assert run(["chat", "--url", server.url]) == 0
+    assert "kvboost" not in server.bodies[-1]

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kvboost_edge.cli.render import MAX_CELLS, block_map, pool_panel
+from kvboost_edge.cli.render import MAX_CELLS, STATES, block_map, pool_panel, reuse_words
 
 
 def drawn(renderable, width=100):
@@ -16,13 +16,14 @@ def drawn(renderable, width=100):
 
 
 def test_each_state_has_its_own_glyph():
-    lines = drawn(block_map([0, 1, 2, 3, 3], width=3)).splitlines()
-    assert lines[:2] == ["·░▒", "██"]
+    lines = drawn(block_map([0, 1, 2, 3, 3, 4], width=3)).splitlines()
+    assert lines[:2] == ["·░▒", "██◆"]
 
 
 def test_the_legend_counts_the_blocks():
     legend = drawn(block_map([0, 0, 0, 1, 2, 3, 3], width=80)).splitlines()[-1]
-    assert [part.split()[-1] for part in legend.split("   ")] == ["3", "1", "1", "2"]
+    assert [part.split()[-1] for part in legend.split("   ")] == ["3", "1", "1", "2", "0"]
+    assert "at another position: 2" in drawn(block_map([0, 4, 4], width=80))
 
 
 def test_a_large_pool_is_drawn_several_blocks_to_a_glyph_and_shows_the_busiest():
@@ -55,3 +56,16 @@ def test_a_tier_is_a_figure_of_its_own():
     assert "1,200 blocks, 40.0 MB" in text
     assert "does not answer" in text
     assert "tiers" not in drawn(pool_panel([0], {"num_blocks": 1, "tiers": {}}, width=100))
+
+
+def test_every_state_of_the_engine_has_a_glyph():
+    from kvboost_edge.engine.stats import BLOCK_SPAN
+
+    assert len(STATES) == BLOCK_SPAN + 1 == len({glyph for glyph, _, _ in STATES})
+
+
+def test_what_was_reused_at_other_positions_is_said_to_be_approximate():
+    assert reuse_words(90, 64, {"pool": 16, "disk": 48}, 0, 0) == "90 prompt tokens, 64 from the cache (48 from disk)"
+    words = reuse_words(90, 16, {"pool": 16}, 48, 16)
+    assert words.startswith("90 prompt tokens, 16 from the cache · ")
+    assert words.endswith(" · approximate: 48 tokens reused at other positions, 16 recomputed")

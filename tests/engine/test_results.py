@@ -20,8 +20,8 @@ CACHE_KEYS = """hot_chunks hot_memory_mb budget_mb budget_utilization cache_hits
 hit_rate exact_hit_rate""".split()
 PAGED_KEYS = """block_utilization free_blocks used_blocks cached_blocks num_blocks block_size loaded_chunks
 blocks_used_by_chunks shared_blocks cow_copies bytes_per_block pool_bytes weight_bytes process_rss_bytes
-process_peak_bytes tokens_held hit_tokens miss_tokens evictions preemptions num_running num_waiting backend runner isa
-kernel_path attention_path threading_layer num_threads""".split()
+process_peak_bytes tokens_held hit_tokens span_tokens miss_tokens evictions preemptions num_running num_waiting backend
+runner isa kernel_path attention_path threading_layer num_threads""".split()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_every_field_of_a_result(engine: CPUPagedEngine) -> None:
 def test_phases_add_up_and_times_are_on_one_clock(engine: CPUPagedEngine, mode: GenerationMode | str) -> None:
     for result in engine.generate_batch([PROMPT, [1, 2, 3], "some text"], max_new_tokens=7, mode=mode):
         assert sum(result.phases.values()) == result.total_ms
-        assert list(result.phases) == ["tokenize", "queue", "lookup", "load", "prefill", "decode"]
+        assert list(result.phases) == "tokenize queue lookup load probe repair prefill decode".split()
         assert all(value >= 0 for value in result.phases.values())
         assert result.ttft_ms == result.token_times_ms[0]
         assert result.ttft_ms == pytest.approx(result.total_ms - result.phases["decode"], abs=1e-6)

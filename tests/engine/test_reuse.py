@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from engine.fake_runner import Bench, expected_tokens
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.reuse.repair import Repair
 
@@ -170,3 +171,58 @@ def test_what_does_not_fit_with_spans_runs_exactly() -> None:
     bench.run()
     assert list(handle.result(0).output_token_ids) == expected_tokens(prompt, 5)
     assert not handle.result(0).approximate
+
+
+@pytest.mark.parametrize("repair", [SEAMS, BLEND], ids=["seams", "blend"])
+@pytest.mark.parametrize("preempted", [False, True], ids=["undisturbed", "preempted"])
+def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair: Repair, preempted: bool) -> None:
+    """Each token once, also of a sequence that lost its blocks and shared spans again."""
+    bench = Bench()
+    head, one, two = document(0, 20), document(1, 105), document(2, 104)
+    bench.submit(head + one + two, 1)
+    bench.run()
+    prompts = [head + two + one, head + one[:40] + document(5, 20)]
+    handles = [bench.submit(prompt, 70, REUSE, repair=repair) for prompt in prompts]
+    if preempted:
+        for _ in range(9):
+            bench.step()
+        [sharing] = [sequence for sequence in bench.scheduler.running if sequence.blocks.spans]
+        bench.scheduler._preempt(sharing)
+        bench.step()
+        assert sharing.blocks.spans, "shared again"
+    bench.run()
+    results = [handle.result(0) for handle in handles]
+    assert sum(result.preemptions for result in results) == preempted
+    paged = paged_stats(bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering)
+    cache = cache_stats(bench.parts, bench.core.tiering)
+    assert paged["span_tokens"] > 0
+    assert paged["hit_tokens"] == sum(result.cached_tokens for result in results)
+    total = len(head + one + two) + sum(map(len, prompts))
+    assert paged["hit_tokens"] + paged["span_tokens"] + paged["miss_tokens"] == total
+    assert cache["approximate_hits"] == paged["span_tokens"] // 16
+    assert cache["hit_rate"] == (paged["hit_tokens"] + paged["span_tokens"]) / total
+    assert cache["exact_hit_rate"] == paged["hit_tokens"] / total
+    if not preempted:
+        assert paged["span_tokens"] == sum(result.reused_span_tokens for result in results)
+        first = results[0]
+        assert first.computed_prompt_tokens == 229 - first.cached_tokens - first.reused_span_tokens
+        others = sum(first.phases[name] for name in ("tokenize", "queue", "lookup", "load", "decode"))
+        assert first.prompt_ms == pytest.approx(first.total_ms - others, abs=1e-3)
+
+
+def test_the_block_map_tells_which_blocks_are_used_at_another_position() -> None:
+    bench = Bench()
+    head, one, two = document(0, 32), document(1, 64), document(2, 64)
+    bench.submit(head + one + two, 1)
+    bench.run()
+    assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)
+    bench.submit(head + two + one, 20, REUSE, repair=BARE)
+    bench.step()
+    [sequence] = bench.scheduler.running
+    shared = {block_id for span in sequence.blocks.spans for block_id in span.block_ids}
+    states = block_map(bench.parts, bench.scheduler)
+    assert {block_id for block_id, state in enumerate(states) if state == BLOCK_SPAN} == shared
+    assert len(shared) > 6
+    assert [detail.state for detail in block_details(bench.parts, bench.scheduler, 64)] == states
+    bench.run()
+    assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)

@@ -11,6 +11,7 @@ import pytest
 
 from engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.cli.app import run
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import _prepare, main
@@ -116,6 +117,20 @@ def test_a_redis_server_by_flag_or_environment(monkeypatch):
     assert parse().engine["redis_url"] == url
     assert parse("--redis-url", another).engine["redis_url"] == another
     assert "hidden" not in repr(parse())
+
+
+def test_how_reuse_is_repaired_is_a_flag_with_the_engine_s_default(capsys):
+    flags = ("--recompute-strategy", "cacheblend", "--recompute-overlap", "8", "--recompute-ratio", "0.25")
+    assert parse(*flags).engine | {"disk_cache_dir": ""} == {
+        "disk_cache_dir": "", "recompute_strategy": "cacheblend", "recompute_overlap": 8, "recompute_ratio": 0.25,
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    defaults = EngineConfig()
+    for name in flags[::2]:
+        said = shown.split(name + " ")[-1].split(" --")[0]
+        assert said.endswith(f"({getattr(defaults, name[2:].replace('-', '_'))})"), said
 
 
 def test_every_setting_has_a_flag(capsys):

@@ -24,7 +24,8 @@ LLAMACPP = """prompt_tokens_total tokens_predicted_total prompt_seconds_total to
 prompt_tokens_seconds predicted_tokens_seconds requests_processing requests_deferred kv_cache_usage_ratio
 kv_cache_tokens""".split()
 OURS = """memory_bytes process_resident_bytes process_peak_bytes bytes_per_block blocks evictions_total cow_copies_total
-engine_alive sequences_in_flight tokens_in_flight requests_refused_total batch_window_held_total http_requests_total
+engine_alive requests_total reused_span_tokens_total recomputed_tokens_total probe_seconds_total sequences_in_flight
+tokens_in_flight requests_refused_total batch_window_held_total http_requests_total
 http_request_seconds_bucket hit_tokens_total misses_total""".split()
 
 

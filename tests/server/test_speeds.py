@@ -17,11 +17,11 @@ def clock(monkeypatch):
     return clock
 
 
-def result(prompt=30, cached=10, prefill_ms=100.0, generated=8, decode_ms=200.0, hits=None):
+def result(prompt=30, cached=10, prompt_ms=100.0, generated=8, decode_ms=200.0, hits=None, spans=0):
     return SimpleNamespace(
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        prefill_ms=prefill_ms,
+        computed_prompt_tokens=prompt - cached - spans,
+        reused_span_tokens=spans,
+        prompt_ms=prompt_ms,
         generated_tokens=generated,
         decode_ms=decode_ms,
         hit_tokens={"pool": cached, "disk": 0} if hits is None else hits,
@@ -43,7 +43,7 @@ def test_recent_speeds_and_totals_leave_cached_tokens_out(clock):
     assert speeds.recent() == (0.0, 0.0)
     speeds.observe(result())
     clock.now += 30
-    speeds.observe(result(prompt=50, cached=10, prefill_ms=100.0, generated=2, decode_ms=50.0))
+    speeds.observe(result(prompt=50, cached=10, prompt_ms=100.0, generated=2, decode_ms=50.0))
     assert speeds.recent() == (pytest.approx(60 / 0.2), pytest.approx(10 / 0.25))
     assert (speeds.prompt_tokens, speeds.output_tokens) == (60, 10)
     assert (speeds.prompt_seconds, speeds.output_seconds) == (pytest.approx(0.2), pytest.approx(0.25))
@@ -64,16 +64,16 @@ def test_what_ended_a_minute_ago_counts_in_the_totals_only(clock):
 
 def test_a_request_without_output_divides_by_nothing(clock):
     speeds = Speeds()
-    speeds.observe(result(generated=0, decode_ms=0.0, prefill_ms=0.0))
+    speeds.observe(result(generated=0, decode_ms=0.0, prompt_ms=0.0))
     assert speeds.recent() == (0.0, 0.0)
 
 
 def test_where_prompt_tokens_came_from_is_told_for_the_last_minute(clock):
     speeds = Speeds()
-    assert speeds.recent_prompts() == ({}, 0)
+    assert speeds.recent_prompts() == ({}, 0, 0)
     speeds.observe(result(hits={"pool": 4, "disk": 6}))
     clock.now += 30
-    speeds.observe(result(prompt=50, cached=10, hits={"disk": 3, "redis": 7}))
-    assert speeds.recent_prompts() == ({"pool": 4, "disk": 9, "redis": 7}, 60)
+    speeds.observe(result(prompt=50, cached=10, hits={"disk": 3, "redis": 7}, spans=16))
+    assert speeds.recent_prompts() == ({"pool": 4, "disk": 9, "redis": 7}, 16, 44)
     clock.now += 30
-    assert speeds.recent_prompts() == ({"disk": 3, "redis": 7}, 40)
+    assert speeds.recent_prompts() == ({"disk": 3, "redis": 7}, 16, 24)

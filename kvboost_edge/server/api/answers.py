@@ -75,15 +75,21 @@ class Timings(_Answer):
 
 
 class Costs(_Answer):
-    """Where the time went, and where the cached tokens came from."""
+    """What ran, where the time went, and where the cached tokens came from. `approximate`: some tokens were shared at
+    other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same."""
 
     mode: str
+    approximate: bool
+    reused_span_tokens: int
+    recomputed_tokens: int
     hit_tokens: dict[str, int]
     miss_reason: str
     tokenize_ms: float
     queue_ms: float
     lookup_ms: float
     load_ms: float
+    probe_ms: float
+    repair_ms: float
     prefill_ms: float
     decode_ms: float
     ttft_ms: float
@@ -291,12 +297,13 @@ class Stats(_Answer):
 
 
 class BlockCounts(_Answer):
-    """By state, in the order of the numbers in `Blocks.states`."""
+    """By state, in the order of the numbers in `Blocks.states`; span: in use at another position."""
 
     free: int
     cached: int
     used: int
     shared: int
+    span: int
 
 
 class Memory(_Answer):
@@ -330,10 +337,12 @@ class Blocks(_Answer):
     running: int
     waiting: int
     hit_tokens: int
+    span_tokens: int
     miss_tokens: int
     hit_rate: float | None
     memory: Memory
     tiers: dict[str, TierView]
+    recent_span_tokens: int
     recent_computed_tokens: int
     generated_tokens_total: int
     evictions: int

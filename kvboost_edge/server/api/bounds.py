@@ -44,6 +44,8 @@ BOUNDS: dict[str, Bound] = {
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),
+    "recompute_overlap": Bound(0, 4096),
+    "recompute_ratio": Bound(0, 1, integer=False),
     "ttl": Bound(0, 10**9, integer=False, open_low=True),  # seconds
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),

@@ -7,7 +7,7 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_logprobs, check_priority, most_with_logprobs, room_for
+from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
 from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
@@ -58,7 +58,8 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
             size=size_of(body.messages),
             params=params,
             per_prompt=body.num_choices,
-            mode=body.mode,
+            mode=check_mode(state, body.mode),
+            repair=body.repair,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),
             cache_key=body.cache_key,

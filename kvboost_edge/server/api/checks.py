@@ -7,12 +7,21 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.types import Send
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import Answer
 
-__all__ = ["answered", "check_logprobs", "check_model", "check_priority", "most_with_logprobs", "room_for"]
+__all__ = [
+    "answered",
+    "check_logprobs",
+    "check_mode",
+    "check_model",
+    "check_priority",
+    "most_with_logprobs",
+    "room_for",
+]
 
 
 def answered(request: Request, model: str | None, work: Callable[[ServerState, Send], Awaitable[None]]) -> Answer:
@@ -71,6 +80,15 @@ def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
 def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
     """New tokens of each sequence that `check_logprobs` lets pass: the most of an answer without a limit of its own."""
     return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
+
+
+def check_mode(state: ServerState, mode: GenerationMode) -> GenerationMode:
+    """The mode. ApiError 400 for reuse at other positions where the engine cannot do that."""
+    refusal = state.engine.reuse_refusal if mode is GenerationMode.CHUNK_KV_REUSE else None
+    if refusal is not None:
+        message = f"kvboost.mode 'chunk_kv_reuse' is refused: {refusal}"
+        raise ApiError(400, message, code="invalid_value", param="kvboost")
+    return mode
 
 
 def check_priority(state: ServerState, priority: int | None) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_logprobs, check_priority, room_for
+from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, room_for
 from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
-from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.text.answers import FindAnswer
@@ -62,7 +62,8 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
             size=sum(map(len, body.prompt)),
             params=params,
             per_prompt=body.num_sequences,
-            mode=body.mode,
+            mode=check_mode(state, body.mode),
+            repair=body.repair,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),
             cache_key=body.cache_key,

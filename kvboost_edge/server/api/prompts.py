@@ -7,7 +7,7 @@ from typing import Any
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatMessage
-from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 

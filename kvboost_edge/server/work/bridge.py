@@ -10,10 +10,10 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -65,6 +65,7 @@ class Job:
                    prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
+    repair         keywords of the engine's `submit` that say how reuse at other positions is repaired
     cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
     size           characters or tokens of all prompts, and some for each message
     """
@@ -76,6 +77,7 @@ class Job:
     mode: GenerationMode
     cache_salt: str | None
     priority: int
+    repair: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cache_key: str | None = dataclasses.field(default=None, repr=False)
     retention: float | None = None
     pin: bool = False
@@ -128,7 +130,7 @@ async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGene
     encode = functools.partial(job.encode, answer_ids)
     prompts = encode() if job.size <= _SHORT else await off_loop(encode, job.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
-    if job.mode is GenerationMode.PREFIX_CACHE and job.cache_salt is None:
+    if job.mode is not GenerationMode.BASELINE and job.cache_salt is None:
         await ticket.group(prompts[0].token_ids)
     handles = await _submit(engine, job, ticket, prompts, Entry(started, prompt_text=""))
     try:
@@ -157,6 +159,7 @@ async def _submit(
                         sampling=params,
                         entry=entry,
                         mode=job.mode,
+                        **job.repair,
                         tenant=ticket.tenant,
                         weight=ticket.weight,
                         cache_salt=job.cache_salt,

@@ -29,7 +29,7 @@ from kvboost_edge.server.api.answers import (
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
-from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
@@ -187,8 +187,8 @@ def _blocks(state: ServerState) -> dict[str, Any]:
     detailed = pool["num_blocks"] <= _MOST_DETAILS
     details = engine.block_details(_MOST_DETAILS) if detailed else []
     states = bytes(detail.state for detail in details) if detailed else bytes(engine.block_map())
-    looked_up = pool["hit_tokens"] + pool["miss_tokens"]
-    recent_hits, recent_computed = state.metrics.recent_prompts()
+    looked_up = pool["hit_tokens"] + pool["span_tokens"] + pool["miss_tokens"]
+    recent_hits, recent_spans, recent_computed = state.metrics.recent_prompts()
     return {
         "num_blocks": pool["num_blocks"],
         "block_size": pool["block_size"],
@@ -199,10 +199,12 @@ def _blocks(state: ServerState) -> dict[str, Any]:
         "running": engine.num_running(),
         "waiting": engine.num_waiting(),
         "hit_tokens": pool["hit_tokens"],
+        "span_tokens": pool["span_tokens"],
         "miss_tokens": pool["miss_tokens"],
         "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
         "memory": {name: pool[name] for name in Memory.model_fields},
         "tiers": _tier_views(pool, recent_hits),
+        "recent_span_tokens": recent_spans,
         "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],

@@ -14,7 +14,7 @@ from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.checks import answered, check_model
 from kvboost_edge.server.api.logprobs import TokenTexts
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
-from kvboost_edge.server.api.schemas.shared import bad_field
+from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import off_loop

@@ -14,16 +14,14 @@ from kvboost_edge.server.api.schemas.shared import (
     OnlyNone,
     OnlyOne,
     SamplingFields,
-    Strict,
-    bad_field,
     check_count,
     check_text,
-    field_error,
     is_text,
     map_schema,
     number_schema,
     or_null,
 )
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.text.chat_template import is_reserved
 
 __all__ = ["ChatMessage", "ChatRequest", "Messages"]

@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.api.bounds import COUNTS, bounded
 from kvboost_edge.server.api.schemas.shared import (
     NotBuilt,
     SamplingFields,
-    bad_field,
     check_token_ids,
-    field_error,
     is_text,
     number_schema,
 )
+from kvboost_edge.server.api.schemas.strict import bad_field, field_error
 
 __all__ = ["CompletionRequest"]
 
@@ -83,6 +83,10 @@ class CompletionRequest(SamplingFields):
             raise bad_field("best_of", f"best_of={self.best_of} must be at least n={self.num_choices}")
         if self.stream and self.num_sequences > self.num_choices:
             raise bad_field("best_of", f"best_of={self.best_of} above n cannot be streamed: the best is known last")
+        exact = "logprobs" if self.logprobs is not None else "max_tokens=0" if self.max_tokens == 0 else None
+        if self.echo and exact and self.mode is GenerationMode.CHUNK_KV_REUSE:
+            why = f"is approximate, and echo with {exact} needs exact keys and values"
+            raise bad_field("kvboost", f"kvboost.mode 'chunk_kv_reuse' {why}")
         total, limit = self.num_sequences * len(self.prompt), COUNTS["sequences"]
         if total > limit.high:
             raise bad_field("n", f"prompts times n or best_of make {total} sequences; at most {limit.high} are allowed")

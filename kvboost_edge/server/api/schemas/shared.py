@@ -6,26 +6,23 @@ A field is honoured, ignored by name (neutral ones, which change nothing about t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sized
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     WithJsonSchema,
-    model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
-from kvboost_edge.server.api.schemas.foreign import GENERATING, Foreign, known_fields
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.api.schemas.cache_use import CacheUse
+from kvboost_edge.server.api.schemas.foreign import GENERATING
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 
 __all__ = [
     "CacheSalt",
@@ -37,13 +34,10 @@ __all__ = [
     "OnlyOne",
     "SamplingFields",
     "StreamOptions",
-    "Strict",
     "TokenIds",
-    "bad_field",
     "check_count",
     "check_text",
     "check_token_ids",
-    "field_error",
     "is_text",
     "map_schema",
     "number_schema",
@@ -52,29 +46,6 @@ __all__ = [
 
 
 _DAY_SECONDS = 24 * 3600.0
-
-
-class Strict(BaseModel):
-    """JSON types as they are: "1" is no number, true is no integer, an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-    foreign: ClassVar[Mapping[str, Foreign]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_fields(cls, value: Any) -> Any:
-        """Before pydantic looks: it would collect an error for each unknown field."""
-        return known_fields(value, cls.model_fields, cls.foreign)
-
-
-def field_error(kind: str, message: str) -> PydanticCustomError:
-    """An error of the field that is being validated. Braces in the message stay as they are."""
-    return PydanticCustomError(kind, "{message}", {"message": message})
-
-
-def bad_field(name: str, message: str) -> ApiError:
-    """The error of a field that is right alone and wrong beside another one."""
-    return ApiError(400, message, param=name, code="invalid_value")
 
 
 def _refuse(value: Any) -> None:
@@ -290,6 +261,7 @@ class SamplingFields(Strict):
     cache_salt: CacheSalt | None = None
     priority: Annotated[int, bounded("priority")] | None = None
     cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
+    kvboost: CacheUse | None = None
     prompt_cache_key: Label | None = Field(
         None,
         description="names prompts that begin alike: what two requests under it have in common is given up after all "
@@ -311,6 +283,8 @@ class SamplingFields(Strict):
         """What no field shows alone; ApiError names the field."""
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
+        if self.kvboost is not None:
+            self.kvboost.check_together(self.cache_prompt)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ApiError for a token id that the model does not have."""
@@ -328,7 +302,14 @@ class SamplingFields(Strict):
 
     @property
     def mode(self) -> GenerationMode:
+        if self.kvboost is not None and self.kvboost.mode is not None:
+            return GenerationMode(self.kvboost.mode)
         return GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
+
+    @property
+    def repair(self) -> dict[str, Any]:
+        """What was said of how reuse at other positions is repaired: keywords of the engine's `submit`."""
+        return {} if self.kvboost is None else self.kvboost.repair
 
     @property
     def cache_key(self) -> str | None:

@@ -11,12 +11,11 @@ from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     ModelName,
-    Strict,
     TokenIds,
-    bad_field,
     check_count,
     check_text,
 )
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 
 __all__ = ["DetokenizeRequest", "ResetRequest", "TokenizeRequest", "UnpinRequest", "WarmRequest"]
 

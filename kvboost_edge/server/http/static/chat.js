@@ -120,6 +120,7 @@ export class Chat {
       model: await this.#connection.model(),
       messages: this.#conversation.messages(this.#settings.system),
       ...this.#settings.check().values,
+      ...this.#settings.cacheUse,
       stream: true,
       stream_options: { include_usage: true },
     };
@@ -244,8 +245,10 @@ function errorBox(error) {
   return box;
 }
 
-function spoken(turn, failure, { usage }) {
+function spoken(turn, failure, { usage, kvboost }) {
   if (failure !== null) return failure.message;
   if (turn.state === "stopped") return "Stopped.";
-  return usage === null ? "Answer complete." : `Answer complete, ${plural(usage.completion_tokens, "token")}.`;
+  const how = kvboost?.approximate === true ? ", approximate" : "";
+  const size = usage === null ? "" : `, ${plural(usage.completion_tokens, "token")}`;
+  return `Answer complete${how}${size}.`;
 }

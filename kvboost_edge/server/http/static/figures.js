@@ -4,6 +4,7 @@ import { element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
 const NOTICEABLE_MS = 100;
+const APPROXIMATE = "some of the prompt was not computed where it stands: a full computation may answer otherwise";
 const REASONS = {
   first_seen: "first seen",
   evicted: "no longer in the pool",
@@ -30,6 +31,9 @@ export function summarize({ usage, timings, kvboost, clock, pieces }) {
     loadMs: kvboost?.load_ms ?? null,
     tiers: kvboost?.hit_tokens ?? {},
     reason: kvboost?.miss_reason ?? "",
+    approximate: kvboost?.approximate === true,
+    moved: kvboost?.reused_span_tokens ?? 0,
+    recomputed: kvboost?.recomputed_tokens ?? 0,
   };
 }
 
@@ -45,7 +49,9 @@ function speedOf({ timings, kvboost, generated, clock }) {
 export function figuresLine(figures, note) {
   const line = element("div", { class: "figures" });
   if (note !== "") line.append(element("span", { class: "flag", text: note }));
+  if (figures.approximate) line.append(element("span", { class: "flag approximate", title: APPROXIMATE, text: "approximate" }));
   if (figures.prompt !== null && figures.cached !== null) line.append(cachedFigure(figures));
+  if (figures.moved > 0) line.append(movedFigure(figures));
   for (const [tier, tokens] of Object.entries(figures.tiers)) {
     if (tier !== "pool" && tokens > 0) line.append(figure(`from ${tier}`, loaded(tokens, figures.loadMs), "cached tokens that were not in the pool any more"));
   }
@@ -58,12 +64,19 @@ export function figuresLine(figures, note) {
   return line;
 }
 
+function movedFigure({ moved, recomputed }) {
+  const made = figure("at other positions", `${plural(moved, "token")} reused, ${count(recomputed)} recomputed`, "prompt tokens that were computed at other positions before");
+  made.prepend(element("span", { class: "swatch span", "aria-hidden": "true" }));
+  return made;
+}
+
 const loaded = (tokens, ms) => plural(tokens, "token") + (ms > 0 ? `, loaded in ${duration(ms)}` : "");
 
-function cachedFigure({ prompt, cached }) {
+function cachedFigure({ prompt, cached, moved }) {
   const share = prompt > 0 ? cached / prompt : 0;
-  const bar = element("span", { class: "meter", "aria-hidden": "true" }, element("span"));
+  const bar = element("span", { class: "meter", "aria-hidden": "true" }, element("span"), element("span", { class: "span" }));
   bar.firstChild.style.width = `${100 * share}%`;
+  bar.lastChild.style.width = prompt > 0 && moved > 0 ? `${(100 * moved) / prompt}%` : "0";
   const text = `${count(cached)} of ${count(prompt)} prompt tokens`;
   return element(
     "span",

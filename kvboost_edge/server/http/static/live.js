@@ -21,6 +21,7 @@ const LEDGER = [
 ];
 const COUNTERS = [
   ["hit_tokens", "Prompt tokens from the cache"],
+  ["span_tokens", "Prompt tokens reused at other positions"],
   ["miss_tokens", "Prompt tokens computed"],
   ["generated_tokens_total", "Tokens generated"],
   ["evictions", "Blocks evicted"],
@@ -88,7 +89,7 @@ export class LiveView {
     byId("pool-size").textContent = sizeInWords(pool, this.#map.perCell);
     for (const { name } of STATES) byId(`count-${name}`).textContent = count(pool.counts?.[name]);
     byId("map").setAttribute("aria-label", `Map of the block pool: ${STATES.map(({ name, words }) => `${count(pool.counts?.[name])} ${words}`).join(", ")}`);
-    showTiers(pool.tiers, pool.recent_computed_tokens);
+    showTiers(pool.tiers, pool.recent_span_tokens, pool.recent_computed_tokens);
     byId("running").textContent = count(pool.running);
     byId("waiting").textContent = count(pool.waiting);
     byId("hit-rate").textContent = percent(pool.hit_rate);

@@ -8,7 +8,9 @@ export const STATES = [
   { name: "cached", words: "cached" },
   { name: "used", words: "referenced" },
   { name: "shared", words: "shared" },
+  { name: "span", words: "at another position" },
 ];
+const LAST = STATES.length - 1;
 const CELL_SIZES = [20, 18, 16, 14, 12, 10];
 const GROUP_CELL = 12;
 const MAX_HEIGHT = 264;
@@ -33,8 +35,8 @@ export function layout(numBlocks, width) {
 
 /** How many of the blocks [start, stop) are in each state. */
 export function tally(states, start, stop) {
-  const counts = [0, 0, 0, 0];
-  for (let block = start; block < Math.min(stop, states.length); block += 1) counts[Math.min(states[block], 3)] += 1;
+  const counts = STATES.map(() => 0);
+  for (let block = start; block < Math.min(stop, states.length); block += 1) counts[Math.min(states[block], LAST)] += 1;
   return counts;
 }
 
@@ -45,7 +47,7 @@ export function describe({ states, refs, tokens }, start, stop) {
     const parts = STATES.map(({ words }, state) => [counts[state], words]).filter(([number]) => number > 0);
     return `Blocks ${start}–${stop - 1}: ${parts.map(([number, words]) => `${number} ${words}`).join(", ")}`;
   }
-  const parts = [STATES[Math.min(states[start], 3)].words];
+  const parts = [STATES[Math.min(states[start], LAST)].words];
   if (tokens !== null) parts.push(saturating(tokens[start], "token"));
   if (refs !== null) parts.push(saturating(refs[start], "reference"));
   return `Block ${start}: ${parts.join(", ")}`;
@@ -96,7 +98,7 @@ export class PoolMap {
     for (let index = 0; index < this.#numCells(); index += 1) {
       const x = (index % columns) * cell;
       const y = Math.floor(index / columns) * cell;
-      if (perCell === 1) fillCell(context, inks, Math.min(this.#pool.states[index], 3), x, y, cell);
+      if (perCell === 1) fillCell(context, inks, Math.min(this.#pool.states[index], LAST), x, y, cell);
       else stackCell(context, inks, tally(this.#pool.states, index * perCell, (index + 1) * perCell), x, y, cell);
     }
     if (this.#cursor >= 0) this.#frame(context, inks.cursor);
@@ -159,14 +161,20 @@ export class PoolMap {
   }
 }
 
-/** The colours of the theme, and the two patterns, as fills. */
+/** The colours of the theme, and the three patterns, as fills. */
 function inksFor(canvas, context) {
   const style = getComputedStyle(canvas);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
   return {
     cursor: colour("text"),
     line: colour("free-line"),
-    fills: [colour("free"), hatch(context, colour("cached-tint"), colour("cached")), colour("used"), dots(context, colour("shared"), colour("shared-dot"))],
+    fills: [
+      colour("free"),
+      hatch(context, colour("cached-tint"), colour("cached")),
+      colour("used"),
+      dots(context, colour("shared"), colour("shared-dot")),
+      bars(context, colour("span"), colour("span-line")),
+    ],
   };
 }
 
@@ -198,6 +206,13 @@ const dots = (context, ground, dot) => pattern(context, 4, (tile) => {
   tile.fillRect(1, 1, 1.6, 1.6);
 });
 
+const bars = (context, ground, line) => pattern(context, 4, (tile) => {
+  tile.fillStyle = ground;
+  tile.fillRect(0, 0, 4, 4);
+  tile.fillStyle = line;
+  tile.fillRect(1, 0, 1.4, 4);
+});
+
 function fillCell(context, inks, state, x, y, cell) {
   const side = cell - 2;
   context.fillStyle = inks.fills[state];
@@ -208,12 +223,12 @@ function fillCell(context, inks, state, x, y, cell) {
   context.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
 }
 
-/** A cell of many blocks: bands from the bottom up, shared, referenced, cached, free, as high as their share. */
+/** A cell of many blocks: bands from the bottom up, the last of STATES first, as high as their share. */
 function stackCell(context, inks, counts, x, y, cell) {
   const side = cell - 2;
   const total = counts.reduce((sum, number) => sum + number, 0);
   let bottom = y + side;
-  for (const state of [3, 2, 1, 0]) {
+  for (let state = LAST; state >= 0; state -= 1) {
     const height = (side * counts[state]) / total;
     context.fillStyle = inks.fills[state];
     context.fillRect(x, bottom - height, side, height);

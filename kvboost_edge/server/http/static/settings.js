@@ -68,6 +68,12 @@ export class SettingsForm {
     return byId("system").value;
   }
 
+  /** The request's field about the cache; nothing unless approximate answers are allowed. */
+  get cacheUse() {
+    const mode = byId("reuse").value;
+    return mode === "" ? {} : { kvboost: { mode } };
+  }
+
   /** Marks wrong fields; returns what `validate` does. */
   check() {
     const raw = Object.fromEntries(FIELDS.map(({ name }) => [name, byId(name).value]));
@@ -81,7 +87,7 @@ export class SettingsForm {
   }
 
   #controls() {
-    return [...this.#form.querySelectorAll("input, textarea")];
+    return [...this.#form.querySelectorAll("input, select, textarea")];
   }
 
   #reset(onKey) {

@@ -16,11 +16,12 @@ export function trouble({ writable, state }) {
   return writable === false ? "stores nothing at the moment" : "";
 }
 
-/** Shows `tiers`, by name, and the prompt tokens of the last minute that were computed. */
-export function showTiers(tiers, computed) {
+/** Shows `tiers`, by name, and the prompt tokens of the last minute reused at other positions, if any, and computed. */
+export function showTiers(tiers, moved, computed) {
   const entries = Object.entries(tiers ?? {});
   byId("tiers").replaceChildren(...entries.map(([name, tier]) => row(name, tier)));
   const found = entries.map(([name, tier]) => `${count(tier.recent_hit_tokens)} from ${name}`);
+  if (moved > 0) found.push(`${count(moved)} reused at other positions`);
   byId("tier-hits").textContent = `Prompt tokens, last 60 s: ${[...found, `${count(computed)} computed`].join(", ")}`;
 }
 

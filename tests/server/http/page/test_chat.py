@@ -93,6 +93,25 @@ def test_the_settings_are_what_is_sent(visit):
     assert [visit.page.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == ["", "", ""]
 
 
+def test_approximate_answers_are_asked_for_and_marked(visit, answering):
+    told = {"hit_tokens": {"pool": 16}, "approximate": True, "reused_span_tokens": 40, "recomputed_tokens": 24}
+    usage = {"prompt_tokens": 100, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
+    answering(visit, "an answer", usage=usage, kvboost=told)
+    assert "kvboost" not in _sent(visit, "Hello")
+    visit.page.click("nav [data-view=settings]")
+    visit.page.get_by_label("Answers").select_option("Approximate where it saves time")
+    assert _sent(visit, "Again")["kvboost"] == {"mode": "chunk_kv_reuse"}
+    turn = visit.answer()
+    expect(turn.locator(".flag")).to_have_text("approximate")
+    expect(turn.locator(".figures")).to_contain_text("40 tokens reused, 24 recomputed")
+    expect(visit.page.locator("#status")).to_have_text("Answer complete, approximate, 2 tokens.")
+    visit.page.reload()
+    assert visit.page.input_value("#reuse") == "chunk_kv_reuse"
+    visit.page.click("nav [data-view=settings]")
+    visit.page.get_by_role("button", name="Reset settings").click()
+    assert visit.page.input_value("#reuse") == ""
+
+
 def test_a_wrong_setting_is_not_sent(visit):
     _settings(visit, top_p="7")
     assert visit.page.get_attribute("#top_p", "aria-invalid") == "true"

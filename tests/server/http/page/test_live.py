@@ -22,13 +22,15 @@ FAST_TIMERS = """
 """
 ANSWERED = "fetch('/v1/blocks').then((response) => response.text())"
 FIGURES = {
-    "num_blocks": 4, "block_size": 16, "states": base64.b64encode(bytes([0, 1, 2, 3])).decode(),
-    "refs": base64.b64encode(bytes([0, 0, 1, 2])).decode(), "tokens": base64.b64encode(bytes([0, 16, 5, 16])).decode(),
-    "counts": {"free": 1, "cached": 1, "used": 1, "shared": 1}, "running": 2, "waiting": 7, "hit_tokens": 300,
-    "miss_tokens": 100, "hit_rate": 0.75, "generated_tokens_total": 1234, "evictions": 3, "preemptions": 1,
+    "num_blocks": 5, "block_size": 16, "states": base64.b64encode(bytes([0, 1, 2, 3, 4])).decode(),
+    "refs": base64.b64encode(bytes([0, 0, 1, 2, 1])).decode(),
+    "tokens": base64.b64encode(bytes([0, 16, 5, 16, 9])).decode(),
+    "counts": {"free": 1, "cached": 1, "used": 1, "shared": 1, "span": 1}, "running": 2, "waiting": 7,
+    "hit_tokens": 300, "span_tokens": 45, "miss_tokens": 100,
+    "hit_rate": 0.75, "generated_tokens_total": 1234, "evictions": 3, "preemptions": 1,
     "memory": {"weight_bytes": 12_300_000, "pool_bytes": 64_000_000, "process_rss_bytes": 213_000_000,
                "process_peak_bytes": None},
-    "recent_computed_tokens": 1100, "tiers": {
+    "recent_span_tokens": 45, "recent_computed_tokens": 1100, "tiers": {
         "pool": {"blocks": 3, "bytes": 48_000_000, "max_bytes": 64_000_000, "writable": True, "state": "",
                  "recent_hit_tokens": 2048},
         "disk": {"blocks": 1234, "bytes": 19_700_000_000, "max_bytes": 17_200_000_000, "writable": False,
@@ -73,16 +75,20 @@ def test_every_figure_is_shown(visit):
     _answer_blocks(page, FIGURES)
     expect(page.locator("#waiting")).to_have_text("7")
     shown = {name: page.inner_text(f"#{name}") for name in (
-        "running", "hit-rate", "hit_tokens", "miss_tokens", "generated_tokens_total", "evictions", "preemptions",
+        "running", "hit-rate", "hit_tokens", "span_tokens", "miss_tokens", "generated_tokens_total",
+        "evictions", "preemptions",
         "weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes", "pool-size",
     )}  # fmt: skip
     assert shown == {
-        "running": "2", "hit-rate": "75 %", "hit_tokens": "300", "miss_tokens": "100",
+        "running": "2", "hit-rate": "75 %", "hit_tokens": "300", "span_tokens": "45", "miss_tokens": "100",
         "generated_tokens_total": "1,234", "evictions": "3", "preemptions": "1", "weight_bytes": "12.3 MB",
         "pool_bytes": "64.0 MB", "process_rss_bytes": "213 MB", "process_peak_bytes": "–",
-        "pool-size": "4 blocks of 16 tokens",
+        "pool-size": "5 blocks of 16 tokens",
     }  # fmt: skip
-    assert page.get_attribute("#map", "aria-label") == "Map of the block pool: 1 free, 1 cached, 1 referenced, 1 shared"
+    said = "Map of the block pool: 1 free, 1 cached, 1 referenced, 1 shared, 1 at another position"
+    assert page.get_attribute("#map", "aria-label") == said
+    legend = [item.inner_text().split("\n") for item in page.locator("#legend li").all()]
+    assert legend == [[words, "1"] for words in ("free", "cached", "referenced", "shared", "at another position")]
 
 
 def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
@@ -96,8 +102,8 @@ def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
     ]
     widths = [bar.evaluate("bar => bar.style.width") for bar in page.locator("#tiers .bar-track span").all()]
     assert widths == ["75%", "100%", "0px"]
-    said = "Prompt tokens, last 60 s: 2,048 from pool, 16 from disk, 0 from redis, 1,100 computed"
-    expect(page.locator("#tier-hits")).to_have_text(said)
+    found = "2,048 from pool, 16 from disk, 0 from redis, 45 reused at other positions, 1,100 computed"
+    expect(page.locator("#tier-hits")).to_have_text(f"Prompt tokens, last 60 s: {found}")
 
 
 def test_what_the_server_does_not_know_is_a_dash(visit):
@@ -126,7 +132,7 @@ def test_a_block_tells_its_tokens_and_references(visit):
     for key in ("ArrowRight", "ArrowRight", "End", "ArrowRight", "Home", "ArrowLeft"):
         page.keyboard.press(key)
         said.append(detail.inner_text().split(":")[0])
-    assert said == ["Block 0: free, 0 tokens, 0 references", *(f"Block {number}" for number in (1, 2, 3, 3, 0, 0))]
+    assert said == ["Block 0: free, 0 tokens, 0 references", *(f"Block {number}" for number in (1, 2, 4, 4, 0, 0))]
 
 
 def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_fast(visit):
@@ -135,7 +141,7 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_fast(visit):
     states = bytes(3 if block < 152 else 2 if block % 3 == 0 else 1 for block in range(number))
     pool = {
         **FIGURES, "num_blocks": number, "states": base64.b64encode(states).decode(), "refs": None, "tokens": None,
-        "counts": {name: states.count(state) for state, name in enumerate(("free", "cached", "used", "shared"))},
+        "counts": {name: states.count(state) for state, name in enumerate(FIGURES["counts"])},
     }  # fmt: skip
     _answer_blocks(page, pool)
     expect(page.locator("#pool-size")).to_contain_text("100,000 blocks of 16 tokens, ")

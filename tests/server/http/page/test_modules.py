@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kvboost_edge.server.api.answers import BlockCounts
 from kvboost_edge.server.api.bounds import BOUNDS
 
 PARSE = "const parser = new it.EventParser(); return argument.flatMap((piece) => parser.push(piece));"
@@ -143,15 +144,15 @@ def test_every_block_has_its_place_on_the_map(modules, num_blocks, width):
 
 def test_the_map_s_sums_and_words(modules):
     rng = random.Random(3)
-    states = bytes(rng.randrange(4) for _ in range(1000))
+    states = bytes(rng.randrange(5) for _ in range(1000))
     body = "return it.tally(it.decodeBytes(argument[0]), argument[1], argument[2]);"
     for start, stop in ((0, 1000), (17, 93), (990, 1100), (5, 5)):
         part = states[start:stop]
         counted = modules.module("poolmap", body, [base64.b64encode(states).decode(), start, stop])
-        assert counted == [part.count(state) for state in range(4)]
+        assert counted == [part.count(state) for state in range(5)]
     words = """
       const bytes = (...values) => Uint8Array.of(...values);
-      const pool = {states: bytes(0, 1, 2, 3, 3), tokens: bytes(0, 16, 1, 16, 255), refs: bytes(0, 0, 1, 2, 255)};
+      const pool = {states: bytes(0, 1, 2, 3, 4), tokens: bytes(0, 16, 1, 16, 255), refs: bytes(0, 0, 1, 2, 255)};
       const bare = {...pool, tokens: null, refs: null};
       const cells = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [0, 5]];
       return [...cells.map((cell) => it.describe(pool, ...cell)), it.describe(bare, 3, 4)];
@@ -161,8 +162,8 @@ def test_the_map_s_sums_and_words(modules):
         "Block 1: cached, 16 tokens, 0 references",
         "Block 2: referenced, 1 token, 1 reference",
         "Block 3: shared, 16 tokens, 2 references",
-        "Block 4: shared, 255 or more tokens, 255 or more references",
-        "Blocks 0–4: 1 free, 1 cached, 1 referenced, 2 shared",
+        "Block 4: at another position, 255 or more tokens, 255 or more references",
+        "Blocks 0–4: 1 free, 1 cached, 1 referenced, 1 shared, 1 at another position",
         "Block 3: shared",
     ]
 
@@ -182,6 +183,43 @@ def test_what_came_from_a_tier_stands_under_the_answer(modules):
     ]
     both = "from disk1,600 tokens, loaded in 12 msfrom redis1 token, loaded in 12 ms"
     assert modules.module("figures", body, costs) == ["", "", both, "from disk48 tokens", ""]
+
+
+def test_every_state_of_the_engine_is_on_the_map_with_a_fill_of_its_own(modules):
+    states = [state["name"] for state in modules.module("poolmap", "return it.STATES;")]
+    assert states == list(BlockCounts.model_fields)
+    drawn = modules.module(
+        "poolmap",
+        """
+        const canvas = document.getElementById('map');
+        const map = new it.PoolMap(canvas, () => {});
+        return it.STATES.map((_, state) => {
+          map.update({states: Uint8Array.of(state), refs: null, tokens: null});
+          return canvas.toDataURL();
+        });
+        """,
+    )
+    assert len(set(drawn)) == len(states)
+
+
+def test_what_was_reused_at_other_positions_is_told_in_words_and_in_the_meter(modules):
+    body = """
+      const clock = {sent: 0, first: null, last: null};
+      const usage = {prompt_tokens: 200, prompt_tokens_details: {cached_tokens: 50}};
+      return argument.map((kvboost) => {
+        const line = it.figuresLine(it.summarize({usage, timings: null, kvboost, clock, pieces: 0}), "");
+        const widths = [...line.querySelectorAll(".meter span")].map((bar) => bar.style.width);
+        return [line.querySelector(".flag")?.textContent ?? "", line.textContent, widths];
+      });
+    """
+    told = {"hit_tokens": {"pool": 50}, "approximate": True, "reused_span_tokens": 100, "recomputed_tokens": 1016}
+    exact = {"hit_tokens": {"pool": 50}, "approximate": False, "reused_span_tokens": 0, "recomputed_tokens": 0}
+    cached = "cached50 of 200 prompt tokens (25 %)"
+    assert modules.module("figures", body, [told, exact, None]) == [
+        ["approximate", f"approximate{cached}at other positions100 tokens reused, 1,016 recomputed", ["25%", "50%"]],
+        ["", cached, ["25%", "0px"]],
+        ["", cached, ["25%", "0px"]],
+    ]
 
 
 def test_numbers_are_written_for_people(modules):

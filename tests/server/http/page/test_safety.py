@@ -115,10 +115,12 @@ def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
 def test_figures_of_the_wrong_type_are_not_markup(visit, answering):
     bad = PAYLOADS[4]
     usage = {"prompt_tokens": bad, "completion_tokens": bad, "prompt_tokens_details": {"cached_tokens": bad}}
-    answering(visit, "x", usage=usage, timings={"predicted_n": bad, "predicted_ms": bad}, kvboost={"miss_reason": bad})
-    visit.ask("Hello")
-    visit.answer()
-    _untouched(visit, 1)
+    told = {"approximate": bad, "reused_span_tokens": [bad, 7], "recomputed_tokens": bad}
+    for kvboost in ({"miss_reason": bad, **told}, {**told, "reused_span_tokens": 7}):
+        answering(visit, "x", usage=usage, timings={"predicted_n": bad, "predicted_ms": bad}, kvboost=kvboost)
+        visit.ask("Hello")
+        visit.answer()
+    _untouched(visit, 2)
 
 
 def test_the_browser_itself_would_refuse(visit):

@@ -1,0 +1,42 @@
+"""The `kvboost` object of a body: how a request may use the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvboost_edge.server.api.bounds import bounded
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field
+
+__all__ = ["CacheUse"]
+
+
+class CacheUse(Strict):
+    """Answers with mode "chunk_kv_reuse" are approximate; the other fields say how much of what it shares is computed
+    all the same, in place of what the server was started with."""
+
+    mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
+        None,
+        description="baseline: read nothing from the cache; prefix_cache: what prompts have in common from their "
+        "beginning, exact, and what happens anyway; chunk_kv_reuse: runs of tokens that were computed at other "
+        "positions too, approximate",
+    )
+    recompute_strategy: Literal["none", "selective", "cacheblend"] | None = None
+    recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = None
+    recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = None
+
+    @property
+    def repair(self) -> dict[str, Any]:
+        """The fields that were given of those that say how reuse is repaired."""
+        names = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def check_together(self, cache_prompt: bool | None) -> None:
+        """ApiError for fields without meaning beside the others, or beside the body's `cache_prompt`."""
+        if self.repair and self.mode != "chunk_kv_reuse":
+            name = next(iter(self.repair))
+            raise bad_field("kvboost", f"kvboost.{name} is for kvboost.mode 'chunk_kv_reuse' and has no meaning here")
+        if None not in (cache_prompt, self.mode) and cache_prompt == (self.mode == "baseline"):
+            given = f"cache_prompt={str(cache_prompt).lower()}"
+            raise bad_field("cache_prompt", f"{given} contradicts kvboost.mode {self.mode!r}; give one of them")

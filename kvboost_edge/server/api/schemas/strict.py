@@ -1,0 +1,37 @@
+"""What all bodies are made of: JSON types as they are, known fields only, errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvboost_edge.server.api.schemas.foreign import Foreign, known_fields
+from kvboost_edge.server.errors import ApiError
+
+__all__ = ["Strict", "bad_field", "field_error"]
+
+
+class Strict(BaseModel):
+    """JSON types as they are: "1" is no number, true is no integer, an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    foreign: ClassVar[Mapping[str, Foreign]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, value: Any) -> Any:
+        """Before pydantic looks: it would collect an error for each unknown field."""
+        return known_fields(value, cls.model_fields, cls.foreign)
+
+
+def field_error(kind: str, message: str) -> PydanticCustomError:
+    """An error of the field that is being validated. Braces in the message stay as they are."""
+    return PydanticCustomError(kind, "{message}", {"message": message})
+
+
+def bad_field(name: str, message: str) -> ApiError:
+    """The error of a field that is right alone and wrong beside another one."""
+    return ApiError(400, message, param=name, code="invalid_value")

@@ -1,0 +1,78 @@
+"""`--mode chunk_kv_reuse` and its options, on an engine that computed the documents before."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.cli import generate
+from kvboost_edge.cli.app import run
+
+HEAD, ONE, TWO = "A head of thirty-two characters. ", "First " * 9 + "document. ", "Second " * 7 + "document! "
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with fake_engine() as engine:
+        engine.generate(HEAD + ONE + TWO, max_new_tokens=1)
+
+        @contextmanager
+        def loaded(*args: Any) -> Iterator[Any]:
+            yield engine
+
+        monkeypatch.setattr(generate, "loaded_engine", loaded)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(HEAD + TWO + ONE))
+        yield engine
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert run(["generate", "-", "-n", "2", "--json", *argv]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_the_summary_says_approximate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-", "-n", "2", "--mode", "chunk_kv_reuse"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "prompt tokens, 32 from the cache · approximate: " in said
+    assert " tokens reused at other positions, " in said
+    assert " recomputed · first token " in said
+
+
+def test_the_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    bare = shown(capsys, "--mode", "chunk_kv_reuse", "--recompute-strategy", "none")
+    assert (bare["mode"], bare["approximate"], bare["recomputed_tokens"] < 16) == ("chunk_kv_reuse", True, True)
+    sys.stdin.seek(0)
+    wide = shown(capsys, "--mode", "chunk_kv_reuse", "--recompute-overlap", "32")
+    assert bare["reused_span_tokens"] > wide["reused_span_tokens"] > 0
+    sys.stdin.seek(0)
+    blend = ["--recompute-strategy", "cacheblend", "--recompute-overlap", "0", "--recompute-ratio", "0.9"]
+    assert bare["reused_span_tokens"] > shown(capsys, "--mode", "chunk_kv_reuse", *blend)["reused_span_tokens"]
+
+
+def test_unless_asked_it_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    exact = shown(capsys)
+    assert (exact["mode"], exact["approximate"], exact["reused_span_tokens"]) == ("prefix_cache", False, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "named"),
+    [
+        (["--mode", "chunks"], 2, "chunk_kv_reuse"),
+        (["--recompute-ratio", "0.1"], 1, "recompute_ratio"),
+        (["--mode", "chunk_kv_reuse", "--recompute-ratio", "2"], 1, "recompute_ratio=2"),
+        (["--mode", "chunk_kv_reuse", "--recompute-overlap", "-1"], 1, "recompute_overlap=-1"),
+        (["--mode", "chunk_kv_reuse", "--recompute-strategy", "all"], 2, "cacheblend"),
+        (["--mode", "chunk_kv_reuse", "-s", "prompt_logprobs=1"], 1, "prompt_logprobs"),
+    ],
+)
+def test_what_is_wrong_is_named(argv: list[str], code: int, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "x", *argv]) == code
+    assert named in capsys.readouterr().err
