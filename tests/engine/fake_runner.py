@@ -228,8 +228,8 @@ def fake_parts(
 def fake_engine(
     num_blocks: int = 64, max_context: int = CONTEXT, *, tiers: Sequence[Tier] = (), **options: Any
 ) -> CPUPagedEngine:
-    """A running engine around a `FakeRunner`, debug checks on; close it."""
-    config = EngineConfig.from_options(**{"debug_checks": True, **options})
+    """A running engine around a `FakeRunner`, debug checks on, reuse untested unless asked for; close it."""
+    config = EngineConfig.from_options(**{"debug_checks": True, "reuse_gate": "off", **options})
     return CPUPagedEngine._from_parts(
         fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks, tiers),
         config,

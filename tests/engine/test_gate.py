@@ -47,7 +47,7 @@ def tests_run(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 
 
 def engine_of(num_blocks: int = 128, **options: Any) -> CPUPagedEngine:
-    return fake_engine(num_blocks, **{"primer_tokens": 32, **options})
+    return fake_engine(num_blocks, **{"primer_tokens": 32, "reuse_gate": "auto", **options})
 
 
 def spoil(engine: CPUPagedEngine) -> None:
