@@ -160,7 +160,7 @@ def tiny_engine(tiny_model_dir: Path) -> Iterator[Any]:
     """An engine over the tiny Llama with 64 blocks of 16 and the debug checks on."""
     from kvboost_edge import CPUPagedEngine
 
-    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True}
+    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True, "reuse_gate": "off"}
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
         yield engine
 
