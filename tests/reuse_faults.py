@@ -1,4 +1,4 @@
-"""Faults of `make mutants` in what finds runs and cuts documents: (name, file, old, new, tests)."""
+"""Faults of `make mutants` in what finds runs, plans their repair and cuts documents: (name, file, old, new, tests)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ _SCAN, _SPANS, _CUTTING = "kernels/spans/scan.py", "reuse/spans.py", "reuse/cutt
 _FINDING = "tests/reuse/test_finding.py"
 _OFFERED = "tests/reuse/test_spans.py"
 _CUT = "tests/reuse/test_cutting.py"
+_ORACLE = "tests/engine/test_reuse_oracle.py"
+_QUALITY = "tests/benchmarks/test_quality_reuse.py"
 
 REUSE_FAULTS = (
     (
@@ -48,4 +50,27 @@ REUSE_FAULTS = (
     ),
     ("a sentence ends inside a number", _CUTTING, "end and (end[1] or space_left or space_right)", "end", _CUT),
     ("a paragraph is no better than a sentence", _CUTTING, '.count("\\n") >= 2', '.count("\\n") >= 99', _CUT),
+    ("seams are not repaired", "reuse/plan.py", "run.prompt_start + num_seam_tokens,", "run.prompt_start,", _QUALITY),
+    (
+        "the blocks that deviate least are computed",
+        "reuse/probe.py",
+        "(-self._deviations[start], start)",
+        "(self._deviations[start], start)",
+        _ORACLE,
+        _QUALITY,
+    ),
+    (
+        "the probe compares with layer 0",
+        "runners/native/runner.py",
+        "stored_values(1, slots)",
+        "stored_values(0, slots)",
+        _ORACLE,
+    ),
+    (
+        "blocks of spans at their old positions",
+        "kvcache/spans.py",
+        "span.start, span.delta)",
+        "span.start, 0)",
+        _ORACLE,
+    ),
 )
