@@ -63,20 +63,20 @@ class Series(NamedTuple):
 
 DEMO = "kvboost-edge/demo"
 _BOTH = ("none", "default")
-_THREE = ("none", "blocks", "default")
 _ALL = ("none", "selective", "blocks", "default")
 SERIES = (
     Series("bundled, re-ordered", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO),
     Series("bundled, cut", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", *_ALL[1:])}, 25, DEMO),
     Series("bundled, re-ordered, KV 8", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO, 8),
     Series("bundled, cut, KV 8", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", "default")}, 25, DEMO, 8),
+    Series("passages", reuse_prompts.passages, {"like passages": _ALL}, 10),
     Series(
-        "passages",
-        reuse_prompts.passages,
-        {"like passages": _ALL, "prose": _THREE, "descriptions": _BOTH, "one prompt": _THREE},
-        10,
+        "passages, other harvests",
+        reuse_prompts.passages_unjudged,
+        {"one prompt": _BOTH, "prose": _BOTH, "descriptions": _BOTH},
+        4,
     ),
-    Series("passages, KV 8", reuse_prompts.passages, {"like passages": _BOTH, "one prompt": _BOTH}, 4, kv_bits=8),
+    Series("passages, KV 8", reuse_prompts.passages_unjudged, {"like passages": _BOTH}, 4, kv_bits=8),
     Series("own documents", reuse_prompts.docs, {"prose": _BOTH, "one prompt": _BOTH}, 4),
     Series("agents", reuse_prompts.agents, {"one prompt": _BOTH}, 6),
     Series("chats", reuse_prompts.chats, {"one prompt": _BOTH}, 6),

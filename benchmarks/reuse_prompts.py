@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "training"))  # the facts are th
 
 from demo_corpus import Sample, document_pieces, join, make_sample
 
-__all__ = ["Asked", "Round", "agents", "chats", "docs", "facts_cut", "facts_moved", "passages"]
+__all__ = ["Asked", "Round", "agents", "chats", "docs", "facts_cut", "facts_moved", "passages", "passages_unjudged"]
 
 BLOCK_TOKENS = 16
 PRIMER_TOKENS = 256
@@ -78,6 +78,12 @@ def passages(engine: CPUPagedEngine, seed: str, number: int) -> Round:
         gold = question.gold if len(question.gold) == 1 else ()
         asked.append(Asked(*prompts, len(head), sum(map(len, parts)), gold))
     return Round(harvests, asked)
+
+
+def passages_unjudged(engine: CPUPagedEngine, seed: str, number: int) -> Round:
+    """The same, where nobody asks whether answers are right: that takes as long as all else."""
+    made = passages(engine, seed, number)
+    return made._replace(asked=[asked._replace(gold=()) for asked in made.asked])
 
 
 def docs(engine: CPUPagedEngine, seed: str, number: int) -> Round:
