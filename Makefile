@@ -109,8 +109,9 @@ bench-packing: setup  ## processor time, bytes and memory of the first load, by 
 bench-bundled: setup  ## the bundled model on this machine, in a minute
 	$(BIN)/python benchmarks/bench_peers.py --bundled
 
-quality: setup real-model  ## perplexity, KL and same top token of the real model, by KV bits and weight format; about 10 minutes
+quality: setup real-model  ## perplexity, KL and same top token of the real model, by KV bits and weight format, and with reuse; about 40 minutes
 	$(BIN)/python benchmarks/quality.py --out benchmarks/results/quality.json
+	$(BIN)/python benchmarks/quality_reuse.py --out benchmarks/results/quality-reuse.json
 
 bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

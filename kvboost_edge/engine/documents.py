@@ -1,5 +1,9 @@
 """Documents computed alone, each so that prompts share it at other positions: behind a header and a primer whose keys
-and values are dropped, because what a text was computed behind decides how well it serves elsewhere."""
+and values are dropped, because what a text was computed behind decides how well it serves elsewhere.
+
+The primer is the end of the other documents, and built-in text where they are too short: texts of the same kind serve
+better (SmolLM2, KL 0.067 against 0.128 nats behind prose of another kind; see docs/chunk_reuse.md).
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,7 @@ class Documents:
         tokenizer, vocab_size = self._parts.tokenizer, self._parts.runner.info.vocab_size
         ids = [encode_document(f"document {i}", one, tokenizer, vocab_size) for i, one in enumerate(documents)]
         chunks = cut(ids, options, lambda token: tokenizer.codec.piece((token,)))
-        texts = [self._text_of(chunk, ids[chunk.document], primer_tokens) for chunk in chunks]
+        texts = [self._text_of(chunk, ids, primer_tokens) for chunk in chunks]
         return Alone(texts, max(map(len, ids)) if options.strategy == ChunkStrategy.DOCUMENT else options.chunk_size)
 
     def _read_text(self, text: Prompt, position: int) -> Alone:
@@ -118,12 +122,17 @@ class Documents:
         total, stored = (sum(len(text.tokens) for text in some) for some in (texts, held))
         return WarmResult.of_chunks(len(held), stored, total, alone.chunk_size, self._config.min_chunk_tokens)
 
-    def lead(self, length: int) -> tuple[int, ...]:
-        """So many tokens to compute a text behind: what the tokenizer puts before texts, then the end of the primer."""
+    def lead(self, length: int, others: Sequence[int] = ()) -> tuple[int, ...]:
+        """So many tokens to compute a text behind: what the tokenizer puts before texts, then the end of the primer,
+        then the end of `others`."""
         header = self.header[:length]
-        missing = length - len(header)
+        if room := length - len(header):
+            others = others[-room:]
+        missing = room - len(others) if room else 0
+        if not missing:
+            return (*header, *others) if room else header
         primer = self._primer * -(-missing // len(self._primer))
-        return header + primer[len(primer) - missing :]
+        return (*header, *primer[len(primer) - missing :], *others)
 
     @functools.cached_property
     def header(self) -> tuple[int, ...]:
@@ -149,9 +158,10 @@ class Documents:
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
-    def _text_of(self, chunk: Chunk, document: list[int], primer_tokens: int) -> LoneText:
+    def _text_of(self, chunk: Chunk, documents: Sequence[list[int]], primer_tokens: int) -> LoneText:
         """A chunk behind header, primer and what of its document is computed before it. With a primer it begins with
         a block."""
+        document = documents[chunk.document]
         tokens, before = chunk.tokens(document), chunk.num_context_tokens
         count = len(self.header) + primer_tokens
         if primer_tokens:
@@ -163,7 +173,8 @@ class Documents:
                 f"the model's context of {longest}; lower primer_tokens={primer_tokens}, or cut it: "
                 "chunk_strategy='fixed' and chunk_size"
             )
-        return LoneText((*self.lead(count), *tokens[:before]), tuple(tokens[before:]))
+        others = _end_of_others(documents, chunk.document, primer_tokens)
+        return LoneText((*self.lead(count, others), *tokens[:before]), tuple(tokens[before:]))
 
     def compute(self, texts: Sequence[LoneText], whose: Terms) -> None:
         """Compute texts so that prompts of this tenant and salt share them, those that are there already left out, and
@@ -204,3 +215,13 @@ class Documents:
         entry = Entry(time.perf_counter(), prompt_text="")
         request = self._intake.make(ids, whose, SamplingParams(), entry=entry, prefill_only=True)
         return dataclasses.replace(request, root=LoneRoot.of(request.root, len(text.context) // size))
+
+
+def _end_of_others(documents: Sequence[list[int]], number: int, length: int) -> list[int]:
+    """At most `length` tokens: the end of the documents before this one, and before those of the ones behind it."""
+    found: list[int] = []
+    for other in (*reversed(documents[:number]), *reversed(documents[number + 1 :])):
+        if len(found) >= length:
+            break
+        found = other + found
+    return found[-length:] if length else []

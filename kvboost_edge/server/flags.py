@@ -113,7 +113,7 @@ _ENGINE_FLAGS = (
     _Flag("chunk_boundary_window", int, "tokens that such a cut may move to the end of a sentence"),
     _Flag("overlap_k", int, "tokens before a chunk that are computed with it"),
     _Flag("sink_tokens", int, "first tokens of its document that are computed with it"),
-    _Flag("primer_tokens", int, "tokens of neutral text that documents are computed behind"),
+    _Flag("primer_tokens", int, "tokens that documents are computed behind: of the others, or of neutral text"),
     _Flag("reuse_gate", str, "auto: a model is tested before reuse at other positions; off"),
     _Flag("revision", str, "revision of a hub model"),
     _Flag("disk_cache_dir", str, "keeps blocks of keys and values below it; 'off': nowhere; default: the user's cache"),

@@ -20,6 +20,7 @@ from engine.fake_runner import (
 from engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.intake import Terms
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
 from kvboost_edge.reuse.repair import Repair
@@ -100,10 +101,21 @@ def test_documents_that_are_there_are_not_computed_again() -> None:
         assert runner_of(engine).computed == computed + 128
 
 
-def test_documents_of_one_call_share_their_primer() -> None:
+def test_documents_are_computed_behind_the_end_of_the_others() -> None:
+    documents = [document(n, 40) for n in range(4)]
     with engine_of() as engine:
-        engine.warm(documents=[document(n, 64) for n in range(4)])
-        assert runner_of(engine).computed == 64 + 4 * 64
+        read = engine._documents.read
+        texts = [read(None, 0, documents[:count], Terms(), {}).texts for count in (4, 2, 1)]
+        assert [text.tokens for text in texts[0]] == [tuple(one) for one in documents]
+        assert texts[0][2].context == (*documents[0][-24:], *documents[1])
+        assert texts[0][0].context == (*documents[2][-24:], *documents[3])
+        assert texts[1][1].context[-40:] == tuple(documents[0])
+        # Where the others are too short, or there are none, the built-in primer comes before them.
+        primer = texts[2][0].context
+        assert len(primer) == 64
+        assert texts[1][1].context[:24] == primer[-24:]
+        engine.warm(documents=documents)
+        assert runner_of(engine).computed == 4 * (64 + 48)  # the last block of each is filled up
 
 
 def test_a_text_for_a_position_is_computed_behind_so_many_tokens() -> None:
@@ -173,7 +185,7 @@ def test_documents_that_a_tier_keeps_are_loaded_not_computed() -> None:
     tier, texts = DictTier(), [document(n, 96) for n in (1, 2)]
     with engine_of(tiers=[tier]) as engine:
         engine.warm(documents=texts)
-    assert len(tier.blocks) == 4 + 2 * 6
+    assert len(tier.blocks) == 2 * (4 + 6)
     with engine_of(tiers=[tier]) as engine:
         assert engine.warm(documents=texts).chunks_stored == 2
         assert runner_of(engine).computed == 2  # the last token of each is never served

@@ -1,0 +1,181 @@
+"""Reuse on a trained model against transformers: keys turned by hand to their new positions, values as they were, and
+the same tokens computed between them. The bundled model answers rightly even where keys were not turned at all, so its
+logits are compared, not its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import kvboost_edge
+from kvboost_edge import CPUPagedEngine, SamplingParams
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.intake import Terms
+from kvboost_edge.kvcache.block_table import Span
+from kvboost_edge.reuse.finding import prepare_search
+from kvboost_edge.reuse.repair import Repair
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+BLOCK = 16
+BARE = Repair(strategy=RecomputeStrategy.NONE)
+SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
+BLOCKS = Repair(overlap=0, ratio=0.25)
+BLEND = Repair()
+NUM_ROWS = 8
+Floats = npt.NDArray[np.float32]
+
+
+class Oracle:
+    """The bundled model in transformers, float32, one layer of attention after another."""
+
+    def __init__(self) -> None:
+        directory = f"{kvboost_edge.__path__[0]}/assets/demo"
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    @torch.inference_mode()
+    def compute(self, ids: Sequence[int], cache: DynamicCache) -> torch.Tensor:
+        """Logits [len(ids), vocab] of tokens behind those in the cache, which takes theirs."""
+        start = cache.get_seq_length()
+        positions = torch.arange(start, start + len(ids))[None]
+        return self.model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions).logits[0]
+
+    def kv(self, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, [1, kv heads, len(ids), head_dim]."""
+        cache = DynamicCache(config=self.model.config)
+        self.compute(ids, cache)
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+    @torch.inference_mode()
+    def turned(self, keys: torch.Tensor, delta: int) -> torch.Tensor:
+        """Keys as they would be `delta` positions further on."""
+        cos, sin = self.model.model.rotary_emb(keys, torch.tensor([[delta]]))
+        first, second = keys.chunk(2, dim=-1)
+        return keys * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def logits(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span]) -> Floats:
+        """Logits of the last NUM_ROWS tokens, with the spans' keys and values from where they were served."""
+        stored = self.kv(served)
+        cache, position = DynamicCache(config=self.model.config), 0
+        for span in spans:
+            if span.start > position:
+                self.compute(ids[position : span.start], cache)
+            source = slice(span.start - span.delta, span.stop - span.delta)
+            assert list(served[source]) == list(ids[span.start : span.stop])
+            for layer, (keys, values) in enumerate(stored):
+                cache.update(self.turned(keys[:, :, source], span.delta), values[:, :, source], layer)
+            position = span.stop
+        return self.compute(ids[position:], cache)[-NUM_ROWS:].numpy()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CPUPagedEngine]:
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", weights="f32", num_blocks=128) as made:
+        prepare_search()
+        yield made
+
+
+class Seen:
+    """What a request with reuse shared, and the logits of its last tokens."""
+
+    def __init__(self, engine: CPUPagedEngine, ids: Sequence[int], repair: Repair, patch: pytest.MonkeyPatch) -> None:
+        self.placed: Sequence[Span] = ()
+        self.spans: Sequence[Span] = ()
+        spans: Any = engine._parts.manager.spans
+        place, cut = spans.place, spans.cut
+
+        def placing(table: Any, given: Sequence[Span], *args: Any, **options: Any) -> bool:
+            self.placed = self.spans = tuple(given)
+            return bool(place(table, given, *args, **options))
+
+        def cutting(table: Any, given: Sequence[Span]) -> None:
+            self.spans = tuple(given)
+            cut(table, given)
+
+        patch.setattr(spans, "place", placing)
+        patch.setattr(spans, "cut", cutting)
+        request = engine._intake.make(ids, Terms(), SamplingParams(), logits_start=len(ids) - NUM_ROWS)
+        request = dataclasses.replace(request, mode=GenerationMode.CHUNK_KV_REUSE, repair=repair)
+        handle, rows = engine._core.submit_logits(request)
+        self.result = handle.result()
+        self.logits = np.concatenate(rows)
+
+    @property
+    def chosen(self) -> set[int]:
+        """Where the blocks begin that were taken out of the spans."""
+        kept = {position for span in self.spans for position in range(span.start, span.stop)}
+        placed = [position for span in self.placed for position in range(span.start, span.stop, BLOCK)]
+        return {position for position in placed if position not in kept}
+
+
+def document(engine: CPUPagedEngine, number: int, count: int) -> list[int]:
+    """Facts from words of the model, some 10 tokens each."""
+    rng = random.Random(number)
+    names, values = ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna"), ("baker", "owl", "tea", "rice", "steel")
+    facts = [
+        f"The {rng.choice(('job', 'pet', 'crop', 'code'))} of {rng.choice(names)} is {rng.choice(values)}."
+        for _ in range(count)
+    ]
+    return engine.tokenizer.encode(f"Doc {number}.\n{' '.join(facts)}\n\n", add_special_tokens=False)
+
+
+def prompts(engine: CPUPagedEngine) -> tuple[list[int], list[int]]:
+    """What is served, and what is asked: one document moved to the front, a new one, two moved back."""
+    encode = engine.tokenizer.encode
+    head = encode("<|bos|><|system|>\nRead the documents and answer.<|end|>\n<|user|>\n", False)
+    one, two, three = (document(engine, 20 + number, 8 + number) for number in range(3))
+    question = encode("What is the pet of Mira Dolen?<|end|>\n<|assistant|>\n", False)
+    return head + one + two + three + question, head + three + document(engine, 9, 2) + one + two + question
+
+
+def distance(first: Floats, second: Floats) -> float:
+    return float(np.linalg.norm(first - second) / np.linalg.norm(second))
+
+
+@pytest.mark.parametrize("repair", [BARE, SEAMS, BLOCKS, BLEND], ids=["none", "selective", "blocks", "default"])
+def test_logits_are_those_of_keys_turned_by_hand(
+    engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, ids = prompts(engine)
+    engine.reset_cache()
+    engine.generate(served, max_new_tokens=0)
+    seen = Seen(engine, ids, repair, monkeypatch)
+    assert min(span.delta for span in seen.spans) < 0 < max(span.delta for span in seen.spans)
+    expected = oracle.logits(ids, served, seen.spans)
+    assert distance(expected, oracle.logits(ids, served, ())) > 0.01, "nothing was shared that could be wrong"
+    assert distance(seen.logits, expected) < 1e-4
+
+
+@pytest.mark.parametrize("repair", [BLOCKS, BLEND], ids=["blocks", "default"])
+def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
+    engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, ids = prompts(engine)
+    engine.reset_cache()
+    engine.generate(served, max_new_tokens=0)
+    seen = Seen(engine, ids, repair, monkeypatch)
+    true, stored = oracle.kv(ids)[1][1], oracle.kv(served)[1][1]
+    deviations: dict[int, float] = {}
+    for span in seen.placed:
+        for start in range(span.start, span.stop - BLOCK + 1, BLOCK):
+            there = stored[:, :, start - span.delta : start - span.delta + BLOCK]
+            deviations[start] = float((true[:, :, start : start + BLOCK] - there).square().sum())
+    ranked = sorted(deviations, key=deviations.__getitem__, reverse=True)
+    count = len(seen.chosen)
+    assert count == round(repair.ratio * len(deviations))
+    assert seen.chosen == set(ranked[:count])
