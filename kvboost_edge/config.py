@@ -104,7 +104,8 @@ class EngineConfig:
     `reuse_gate` "auto": the first such request waits for a test of this model on built-in text, whose outcome is kept,
     and the mode is refused where reuse changes answers more than another order of the documents does; "off": untested.
     `chunk_strategy`, `chunk_size`, `chunk_boundary_window`, `overlap_k`, `sink_tokens` (see `ChunkOptions`) say how
-    `warm(documents=…)` cuts documents, `primer_tokens` how many tokens of the others, or of neutral text, it computes each behind.
+    `warm(documents=…)` cuts documents, `primer_tokens` how many tokens of the others, or of neutral text, stand before
+    each while it is computed.
     `chunk_strategy` None: by the others, semantic with a window, fixed with a chunk_size, overlap_k or sink_tokens,
     else document. `chunk_size` None: 128.
     """
