@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvboost_edge.kernels.attention.call import AttentionCall, Job
+from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn
 from kvboost_edge.kernels.coded.attend import CodedCall, CodedJob
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.tuples import addresses_of, load_i32_row, load_row, num_numbers, number_at, numbers_of
@@ -80,5 +80,5 @@ def test_a_row_of_int32_keeps_signs() -> None:
 
 
 def test_jobs_have_the_fields_of_their_calls() -> None:
-    assert set(Job._fields) == set(AttentionCall._fields)
+    assert {*Job._fields, *Turn._fields} == set(AttentionCall._fields)
     assert set(CodedJob._fields) == set(CodedCall._fields)
