@@ -290,7 +290,7 @@ def test_a_contradiction_in_the_bookkeeping_stops_the_engine_and_tells_everyone(
 ) -> None:
     with fake_engine() as engine:
 
-        def corrupt(*args: Any) -> None:
+        def corrupt(*args: Any, **kwargs: Any) -> None:
             raise CacheCorruption("broken on purpose")
 
         monkeypatch.setattr(KVCacheManager, "commit", corrupt)

@@ -282,7 +282,7 @@ def test_a_dead_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.is_alive()
     assert engine.failure() is None
 
-    def corrupt(*args: Any) -> None:
+    def corrupt(*args: Any, **kwargs: Any) -> None:
         raise CacheCorruption("broken on purpose")
 
     monkeypatch.setattr(KVCacheManager, "commit", corrupt)
