@@ -17,7 +17,7 @@ __all__ = ["ADMIN_KEY", "ENGINE_OPTIONS", "KEYS", "HeldForward", "LiveServer", "
 
 KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 ADMIN_KEY = "key-of-the-admin"
-ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8}
+ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "reuse_gate": "off"}
 
 
 @dataclasses.dataclass(frozen=True)

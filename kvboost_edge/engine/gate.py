@@ -80,13 +80,14 @@ class Gate:
     def recall(self, request: Request) -> None:
         """RequestError where reuse is known to be refused. Tests nothing."""
         if request.repair is not None and self._config.reuse_gate == "auto":
-            known = self._verdicts.get(request.repair)
+            known = self._verdicts.get(request.repair.tested)
             if known is not None:
                 _refuse(known)
 
     def verdict(self, repair: Repair) -> Verdict:
         """The outcome, of this process, kept from an earlier one, or of a test now. RequestError where a test has no
         room."""
+        repair = repair.tested
         known = self._verdicts.get(repair)
         if known is not None:
             return known

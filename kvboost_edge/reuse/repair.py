@@ -11,6 +11,7 @@ from kvboost_edge.errors import RequestError
 __all__ = ["Repair"]
 
 _MAX_OVERLAP = 4096
+_TESTED_OVERLAPS, _TESTED_RATIOS = (0, 8, 16, 64), (0.0, 0.05, 0.1, 0.25)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,17 @@ class Repair:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise RequestError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")
         return cls(strategy=known, overlap=overlap, ratio=float(ratio))
+
+    @property
+    def tested(self) -> Repair:
+        """The repair that a model is tested with before this one is used: no more than this one, and one of a few, so
+        that clients who choose numbers of their own cause few tests."""
+        if self.strategy is RecomputeStrategy.NONE:
+            return Repair(strategy=self.strategy, overlap=0, ratio=0.0)
+        overlap = max(one for one in _TESTED_OVERLAPS if one <= self.overlap)
+        blends = self.strategy is RecomputeStrategy.CACHEBLEND
+        ratio = max(one for one in _TESTED_RATIOS if one <= self.ratio) if blends else 0.0
+        return Repair(strategy=self.strategy, overlap=overlap, ratio=ratio)
 
     @property
     def num_seam_tokens(self) -> int:

@@ -179,7 +179,7 @@ def test_a_request_that_fails_in_any_case_starts_no_test(tests_run: list[Verdict
     [
         ({"max_context": 150}, "no room for three documents of 64 tokens .* in a prompt of 150"),
         ({"num_blocks": 40}, "half of the pool"),
-        ({"recompute_overlap": 400}, "recompute_overlap=400"),
+        ({"recompute_overlap": 400}, "recompute_overlap=64"),
         ({"min_chunk_tokens": 300}, "min_chunk_tokens=300"),
     ],
     ids=str,

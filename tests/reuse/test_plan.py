@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.reuse.plan import plan_spans
+from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.reuse.runs import Piece, Run
 
 SIZE = 16
@@ -58,3 +60,18 @@ def test_spans_lie_in_their_runs_whole_blocks_apart(shapes: list[tuple[int, int,
         }
         assert [where[span.first_position + SIZE * i] for i in range(len(span.block_ids))] == list(span.block_ids)
         behind = span.stop
+
+
+def test_whatever_numbers_clients_choose_few_repairs_are_tested() -> None:
+    """And none that repairs more than what was asked for."""
+    tested = set()
+    for strategy in RecomputeStrategy:
+        for overlap in range(0, 300, 3):
+            for step in range(0, 101, 3):
+                asked = Repair(strategy=strategy, overlap=overlap, ratio=step / 100)
+                assert asked.tested.strategy is strategy
+                assert asked.tested.overlap <= overlap
+                assert asked.tested.ratio <= asked.ratio
+                assert asked.tested.tested == asked.tested
+                tested.add(asked.tested)
+    assert len(tested) == 1 + 4 + 16
