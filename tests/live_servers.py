@@ -55,10 +55,10 @@ class LiveServer:
         return "\r\n".join([*lines, *headers, "", ""]).encode() + text
 
     def idle(self) -> bool:
-        """Nothing is in flight, running, waiting or referenced."""
+        """Nothing is in flight, running, waiting or referenced; what somebody pinned may stay."""
         stats = self.engine.paged_stats()
         admission = self.state.admission
-        figures = (stats["used_blocks"], stats["num_running"], stats["num_waiting"])
+        figures = (stats["used_blocks"] - stats["pinned_blocks"], stats["num_running"], stats["num_waiting"])
         return not any(figures) and not admission.sequences and not admission.tokens and not admission.tickets
 
 
