@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import recall, remember
-from kvboost_edge.models.gguf.blocks import BLOCKS, scales_of
+from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.finite import first_non_finite
@@ -22,7 +24,8 @@ from kvboost_edge.models.weights.source import WeightSummary
 
 __all__ = ["check_gguf"]
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 18  # stays in the second-level cache
+_EXPONENT = np.uint16(0x7C00)  # all bits of it set means NaN or infinity
 
 
 def check_gguf(header: GgufHeader, config: Mapping[str, Any], *, cache_dir: Path | None = None) -> WeightSummary:
@@ -71,17 +74,24 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
         return first_non_finite(path, tensor.type, tensor.start, tensor.stop)
     step = _CHUNK_BYTES // block.nbytes * block.nbytes
     # Own buffers, not a mapping: mapped pages would count as this process's memory.
+    chunk = np.empty(min(step, tensor.stop - tensor.start), dtype=np.uint8)
     with open(path, "rb", buffering=0) as file:
-        file.seek(tensor.start)
+        source = FileAt(file)
         for start in range(tensor.start, tensor.stop, step):
-            count = min(step, tensor.stop - start)
-            data = file.read(count)
-            while len(data) < count:
-                more = file.read(count - len(data))
-                if not more:
-                    raise OSError(f"the file ends {tensor.stop - start - len(data)} bytes early")
-                data += more
-            sound = np.isfinite(scales_of(tensor.type, np.frombuffer(data, np.uint8))).all(axis=1)
-            if not sound.all():
-                return (start - tensor.start) // block.nbytes + int(np.argmin(sound))
+            part = chunk[: min(step, tensor.stop - start)]
+            done = source.read_into(part.data, start)
+            if done < len(part):
+                raise OSError(f"the file ends {tensor.stop - start - done} bytes early")
+            found = _first_non_finite_half(part.reshape(-1, block.nbytes), block.halves)
+            if found is not None:
+                return (start - tensor.start) // block.nbytes + found
     return None
+
+
+def _first_non_finite_half(blocks: npt.NDArray[np.uint8], halves: Sequence[int]) -> int | None:
+    """The first block of uint8 [blocks, bytes of a block] with a float16, at one of the bytes `halves`, that is NaN or
+    infinite."""
+    exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in halves]
+    if all(bits.max() < _EXPONENT for bits in exponents):
+        return None
+    return int(np.argmax(np.any([bits == _EXPONENT for bits in exponents], axis=0)))

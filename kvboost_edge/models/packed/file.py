@@ -2,7 +2,7 @@
 
     8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of 64 | digest
 
-The header names the model's fingerprint, the format, and every section; the digest at the end, SHA-256 over the SHA-256
+The header names the model's fingerprint, the format, and every section; the digest at the end, xxh3-128 over the xxh3-128
 of every 8 MB, covers all bytes before it. A file is written under another name and renamed when complete. It is checked
 against its digest whenever its stamp (size, times, inode) is not that of the last check; a file that fails any check is
 written again.
@@ -17,6 +17,7 @@ import mmap
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,26 +25,29 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvboost_edge.errors import CapacityError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp, cache_directory, recall, remember
 from kvboost_edge.host.memory import Region
 from kvboost_edge.host.unfinished import finish_file, open_unfinished
+from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.conversions import log_conversions
 from kvboost_edge.models.packed.plan import PackEntry
-from kvboost_edge.models.packed.stream import pack_stream
+from kvboost_edge.models.packed.stream import Piece, pack_stream
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = ["Packable", "PackedWeights", "Progress", "load_packed"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
-PACKED_VERSION = 3  # of the file's form and of the quantization: with either changed, older files are packed again
+PACKED_VERSION = 4  # of the file's form and of the quantization: with either changed, older files are packed again
 _ALIGN = 64
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 16
 _PART_BYTES = 8 << 20  # that one thread digests
 
 Progress = Callable[[int, int], None]
@@ -260,7 +264,8 @@ def _sound(file: IO[bytes], size: int) -> bool:
 
 def _digest(file: IO[bytes], size: int) -> bytes:
     stop = size - _DIGEST_BYTES
-    found = digest_in_parts(file, stop, part_bytes=_PART_BYTES, num_threads=default_num_threads())
+    threads = default_num_threads()
+    found = digest_in_parts(file, stop, part_bytes=_PART_BYTES, num_threads=threads, algorithm=xxhash.xxh3_128)
     return bytes.fromhex(found)
 
 
@@ -277,16 +282,14 @@ def _map(file: IO[bytes], header: bytes) -> PackedWeights:
 def _write(file: IO[bytes], job: _Job, path: Path) -> None:
     """Header, sections, and the digest of what is read back. Gaps between sections are holes, which read as zeros."""
     size = _size(job.header)
-    back = np.empty(0, dtype=np.uint8)
+    target, own = FileAt(file), threading.local()
 
     def put(at: int, data: npt.NDArray[np.uint8]) -> None:
-        nonlocal back
-        if len(back) < len(data):
-            back = np.empty(len(data), dtype=np.uint8)
-        file.seek(at)
-        file.write(data.data)
-        file.seek(at)
-        count = file.readinto(back[: len(data)].data)  # type: ignore[attr-defined]
+        back = getattr(own, "back", None)
+        if back is None or len(back) < len(data):
+            back = own.back = np.empty(len(data), dtype=np.uint8)
+        target.write(data.data, at)
+        count = target.read_into(back[: len(data)].data, at)
         if count != len(data) or not np.array_equal(back[:count], data):
             raise ModelFormatError(f"{path} does not read back as it was written: the disk or the memory is faulty")
 
@@ -300,18 +303,22 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
 
 
 def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: str) -> None:
-    """Pack all entries and `put` them and the header where they belong, a few megabytes at a time, in any order."""
+    """Pack all entries and `put` them and the header where they belong, a few megabytes at a time, in any order and on
+    several threads at once."""
     total, places = _size(job.header), _places(job.header)
     done, error, energy, start = len(job.header), 0.0, 0.0, time.monotonic()
     _LOG.info("packing %s as %s into %s, %.1f MB", job.model.path, job.weights, target, total / 1e6)
+
+    def keep(piece: Piece, packed: PackedRows) -> None:
+        first, tiles = piece.start // LANES, -(-piece.entry.rows // LANES)
+        sections = (data for data in (packed.codes, packed.scales, packed.minima) if len(data))
+        for (name, size), data in zip(piece.entry.sections, sections, strict=True):
+            put(places[name][0] + size // tiles * first, data)
+
     put(0, np.frombuffer(job.header, dtype=np.uint8))
     with job.model.open_source() as source:
-        for piece, packed in pack_stream(job.plan, source, job.num_threads):
-            first, tiles = piece.start // LANES, -(-piece.entry.rows // LANES)
-            sections = (data for data in (packed.codes, packed.scales, packed.minima) if len(data))
-            for (name, size), data in zip(piece.entry.sections, sections, strict=True):
-                put(places[name][0] + size // tiles * first, data)
-                done += len(data)
+        for _, packed in pack_stream(job.plan, source, job.num_threads, keep):
+            done += len(packed.codes) + len(packed.scales) + len(packed.minima)
             error, energy = error + packed.error, energy + packed.energy
             if job.progress is not None:
                 job.progress(done, total)

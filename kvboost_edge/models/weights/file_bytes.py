@@ -6,8 +6,6 @@ process (SIGBUS), and its pages do not count as this process's memory.
 
 from __future__ import annotations
 
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import FileStamp
 
 __all__ = ["FileBytes"]
@@ -30,29 +29,19 @@ class FileBytes:
         except OSError as error:
             raise ModelFormatError(f"{path} cannot be read: {error}") from error
         self.stamp = FileStamp.of_open(self._file, path)
-        self._turn = threading.Lock()
+        self._at = FileAt(self._file)
 
     def read_into(self, buffer: npt.NDArray[Any], start: int) -> None:
         """Fill a contiguous array with the bytes from `start` on."""
         raw = buffer.reshape(-1).view(np.uint8).data
-        done = 0
         try:
-            while done < len(raw):
-                count = self._read(raw[done:], start + done)
-                if not count:
-                    raise ModelFormatError(
-                        f"{self.path} was cut short while it was read: it ends {len(raw) - done} bytes early"
-                    )
-                done += count
+            done = self._at.read_into(raw, start)
         except OSError as error:
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
-
-    def _read(self, view: memoryview, start: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [view], start)
-        with self._turn:  # systems without it have one position for all threads
-            self._file.seek(start)
-            return self._file.readinto(view)
+        if done < len(raw):
+            raise ModelFormatError(
+                f"{self.path} was cut short while it was read: it ends {len(raw) - done} bytes early"
+            )
 
     def close(self) -> None:
         self._file.close()
