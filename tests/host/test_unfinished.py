@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from kvboost_edge.host import unfinished
-from kvboost_edge.host.unfinished import finish_file, open_unfinished
+from kvboost_edge.host.unfinished import finish_file, open_unfinished, synced_meanwhile
 
 _WRITER = """
 import sys
@@ -67,3 +69,20 @@ def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     names = _names(tmp_path)
     assert ".new-young" in names
     assert ".new-old" not in names
+
+
+def test_a_disk_that_refuses_meanwhile_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync tells of a failed write once: what the thread was told must not be lost."""
+    told = threading.Event()
+
+    def refuse(handle: int) -> None:
+        told.set()
+        raise OSError(errno.EIO, "the disk failed")
+
+    with open_unfinished(tmp_path) as file:
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="the disk failed"), synced_meanwhile(file):
+            assert told.wait(10)
+        with pytest.raises(KeyError), synced_meanwhile(file):  # what went wrong inside goes first
+            raise KeyError
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvboost-sync"]

@@ -20,7 +20,7 @@ from kvboost_edge.kernels.linear.layout import (
     minima_bytes_kernel,
 )
 from kvboost_edge.kernels.linear.weights import PackedRows, packed_sizes
-from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.kernels.vectors import LANES, address_of, load_i32
 
 __all__ = ["BLOCK_BYTES", "BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
 
@@ -31,10 +31,11 @@ BLOCK_BYTES = {KIND_Q4K: 144, KIND_Q5K: 176, KIND_Q6K: 210}
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
 _HIGH_Q5K, _LOW_Q5K, _LOW_Q4K = 16 // 4, 48 // 4, 16 // 4  # words of a block
-_HIGH_Q6K, _SCALES_Q6K, _D_Q6K = 128 // 4, 192, 208
+_HIGH_Q6K, _SCALES_Q6K, _D_Q6K = 128 // 4, 192 // 4, 208 // 4
 _NIBBLES, _ONES, _THREES = np.uint32(0x0F0F0F0F), np.uint32(0x01010101), np.uint32(0x03030303)
 
 Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.uint16]
 Words = npt.NDArray[np.uint32]
 
 
@@ -45,56 +46,72 @@ def pack_blocks(blocks: Bytes, kind: int) -> PackedRows:
         raise ConfigError(f"rows of {width} bytes are not whole blocks of weight kind {kind}")
     inputs = width // BLOCK_BYTES[kind] * BLOCK_WEIGHTS
     codes, scales, minima = (np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, kind))
-    _pack(np.ascontiguousarray(blocks), kind, BLOCK_BYTES[kind], codes.view(np.uint32), scales, minima)
+    _pack(
+        *(np.ascontiguousarray(blocks), kind, BLOCK_BYTES[kind], codes.view(np.uint32), scales, minima.view(np.uint16))
+    )
     return PackedRows(codes, scales, minima)
 
 
 @kernel
-def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Bytes) -> None:
+def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Halves) -> None:
     rows, count = blocks.shape[0], blocks.shape[1] // nbytes
-    block = np.zeros(256, np.uint8)
-    words, codes = block.view(np.uint32), np.zeros(_BLOCK_QUADS, np.uint32)
-    group_words, minima_each = group_bytes_kernel(kind) // 4, minima_bytes_kernel(kind, 1)
+    # Word w of lane l is at w * LANES + l: whatever is done to a word is done to sixteen rows side by side.
+    words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
+    codes, above = np.zeros(_BLOCK_QUADS * LANES, np.uint32), np.zeros(LANES, np.uint32)
+    group_words, minima_each = group_bytes_kernel(kind) // 4, minima_bytes_kernel(kind, 1) // 2
     for tile in range((rows + LANES - 1) // LANES):
+        lanes = min(LANES, rows - tile * LANES)
+        if lanes < LANES:
+            words[:] = 0
         for index in range(count):
             place = tile * count + index
-            for lane in range(min(LANES, rows - tile * LANES)):
-                start, row = index * nbytes, tile * LANES + lane
-                for i in range(nbytes):
-                    block[i] = blocks[row, start + i]
+            for lane in range(lanes):
+                _read_words(address_of(blocks) + ((tile * LANES + lane) * count + index) * nbytes, nbytes, words, lane)
+            if kind == KIND_Q6K:
+                _codes_q6k(words, codes)
+                _scales_q6k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
+                for lane in range(LANES):
+                    minima[place * minima_each + lane] = np.uint16(words[_D_Q6K * LANES + lane])
+            else:
+                _codes_of_pairs(words, codes, kind)
+                _scales_of_groups(words, scales, place * BLOCK_GROUPS * 2 * LANES)
+                for lane in range(LANES):
+                    minima[place * minima_each + lane] = np.uint16(words[lane])
+                    minima[place * minima_each + LANES + lane] = np.uint16(words[lane] >> np.uint32(16))
+            for group in range(BLOCK_GROUPS):
+                at = (place * BLOCK_GROUPS + group) * group_words
                 if kind == KIND_Q6K:
-                    _codes_q6k(words, codes)
-                    _scales_q6k(block, scales, place * BLOCK_GROUPS * 2 * LANES + lane)
-                    halves, first = 1, _D_Q6K
+                    for part in range(2):
+                        _store_part(codes, group * _QUADS + 4 * part, 4, kind, out, at + part * 3 * LANES, above)
                 else:
-                    _codes_of_pairs(words, codes, kind)
-                    _scales_of_groups(block, scales, place * BLOCK_GROUPS * 2 * LANES + lane)
-                    halves, first = 2, 0
-                for half in range(halves):
-                    at = place * minima_each + 2 * (half * LANES + lane)
-                    minima[at], minima[at + 1] = block[first + 2 * half], block[first + 2 * half + 1]
-                for group in range(BLOCK_GROUPS):
-                    at = (place * BLOCK_GROUPS + group) * group_words + lane
-                    if kind == KIND_Q6K:
-                        for part in range(2):
-                            _store_part(codes, group * _QUADS + 4 * part, 4, kind, out, at + part * 3 * LANES)
-                    else:
-                        _store_part(codes, group * _QUADS, _QUADS, kind, out, at)
+                    _store_part(codes, group * _QUADS, _QUADS, kind, out, at, above)
 
 
 @kernel
-def _store_part(codes: Words, first: int, quads: int, kind: int, out: Words, at: int) -> None:
-    """Quads of a row's group, or of a half of it: lines of nibbles, and the bits above them."""
-    above = np.uint32(0)
+def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
+    """A block's bytes as words of one lane; half a word at its end is its lower half."""
+    for w in range(nbytes // 4):
+        words[w * LANES + lane] = np.uint32(load_i32(at + 4 * w))
+    if nbytes % 4:
+        words[nbytes // 4 * LANES + lane] = np.uint32(load_i32(at + nbytes - 4)) >> np.uint32(16)
+
+
+@kernel
+def _store_part(codes: Words, first: int, quads: int, kind: int, out: Words, at: int, above: Words) -> None:
+    """Quads of a group, or of a half of it, of sixteen rows: lines of nibbles, and the bits above them."""
     for quad in range(0, quads, 2):
-        low, high = codes[first + quad], codes[first + quad + 1]
-        out[at + quad // 2 * LANES] = (low & _NIBBLES) | (high & _NIBBLES) << np.uint32(4)
+        for lane in range(LANES):
+            low, high = codes[(first + quad) * LANES + lane], codes[(first + quad + 1) * LANES + lane]
+            out[at + quad // 2 * LANES + lane] = (low & _NIBBLES) | (high & _NIBBLES) << np.uint32(4)
     if kind == KIND_Q4K:
         return
+    above[:] = 0
     for quad in range(quads):
-        bits = codes[first + quad] >> np.uint32(4) & _NIBBLES
-        above |= bits << np.uint32(4 + high_shift_kernel(kind, quad))
-    out[at + quads // 2 * LANES] = above
+        shift = np.uint32(4 + high_shift_kernel(kind, quad))
+        for lane in range(LANES):
+            above[lane] |= (codes[(first + quad) * LANES + lane] >> np.uint32(4) & _NIBBLES) << shift
+    for lane in range(LANES):
+        out[at + quads // 2 * LANES + lane] = above[lane]
 
 
 @kernel
@@ -103,15 +120,15 @@ def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
     them is bit 4 of group g."""
     start = _LOW_Q5K if kind == KIND_Q5K else _LOW_Q4K
     for pair in range(BLOCK_GROUPS // 2):
-        for quad in range(_QUADS):
-            word = words[start + pair * _QUADS + quad]
-            codes[2 * pair * _QUADS + quad] = word & _NIBBLES
-            codes[(2 * pair + 1) * _QUADS + quad] = word >> np.uint32(4) & _NIBBLES
+        for i in range(_QUADS * LANES):
+            word = words[(start + pair * _QUADS) * LANES + i]
+            codes[2 * pair * _QUADS * LANES + i] = word & _NIBBLES
+            codes[(2 * pair + 1) * _QUADS * LANES + i] = word >> np.uint32(4) & _NIBBLES
     if kind == KIND_Q5K:
         for group in range(BLOCK_GROUPS):
-            for quad in range(_QUADS):
-                bits = words[_HIGH_Q5K + quad] >> np.uint32(group) & _ONES
-                codes[group * _QUADS + quad] |= bits << np.uint32(4)
+            for i in range(_QUADS * LANES):
+                bits = words[_HIGH_Q5K * LANES + i] >> np.uint32(group) & _ONES
+                codes[group * _QUADS * LANES + i] |= bits << np.uint32(4)
 
 
 @kernel
@@ -119,36 +136,42 @@ def _codes_q6k(words: Words, codes: Words) -> None:
     """Q6_K: of each 64 bytes the low nibbles are two groups, the high ones the next two; each 32 bytes behind hold bits
     4 and 5 of four groups."""
     for half in range(2):
-        for quad in range(2 * _QUADS):
-            word = words[half * 2 * _QUADS + quad]
-            codes[half * 4 * _QUADS + quad] = word & _NIBBLES
-            codes[half * 4 * _QUADS + 2 * _QUADS + quad] = word >> np.uint32(4) & _NIBBLES
+        for i in range(2 * _QUADS * LANES):
+            word = words[half * 2 * _QUADS * LANES + i]
+            codes[half * 4 * _QUADS * LANES + i] = word & _NIBBLES
+            codes[(half * 4 + 2) * _QUADS * LANES + i] = word >> np.uint32(4) & _NIBBLES
         for group in range(4):
-            for quad in range(_QUADS):
-                bits = words[_HIGH_Q6K + half * _QUADS + quad] >> np.uint32(2 * group) & _THREES
-                codes[(half * 4 + group) * _QUADS + quad] |= bits << np.uint32(4)
+            for i in range(_QUADS * LANES):
+                bits = words[(_HIGH_Q6K + half * _QUADS) * LANES + i] >> np.uint32(2 * group) & _THREES
+                codes[(half * 4 + group) * _QUADS * LANES + i] |= bits << np.uint32(4)
 
 
 @kernel
-def _scales_of_groups(block: Bytes, scales: Bytes, at: int) -> None:
-    """The 6-bit scales and minima of Q4_K and Q5_K, 12 bytes from byte 4 on, one byte each."""
+def _scales_of_groups(words: Words, scales: Bytes, at: int) -> None:
+    """The 6-bit scales and minima of Q4_K and Q5_K, words 1 to 3 of a block, one byte each."""
     for group in range(BLOCK_GROUPS):
-        if group < 4:
-            scale, minimum = block[4 + group] & 63, block[8 + group] & 63
-        else:
-            both = block[8 + group]
-            scale, minimum = both & 15 | block[group] >> 6 << 4, both >> 4 | block[4 + group] >> 6 << 4
-        scales[at + group * 2 * LANES], scales[at + group * 2 * LANES + LANES] = scale, minimum
+        shift = np.uint32(8 * (group % 4))
+        for lane in range(LANES):
+            first, second = words[LANES + lane] >> shift, words[2 * LANES + lane] >> shift
+            if group < 4:
+                scale, minimum = first & np.uint32(63), second & np.uint32(63)
+            else:
+                both = words[3 * LANES + lane] >> shift
+                scale = both & np.uint32(15) | (first >> np.uint32(6) & np.uint32(3)) << np.uint32(4)
+                minimum = both >> np.uint32(4) & np.uint32(15) | (second >> np.uint32(6) & np.uint32(3)) << np.uint32(4)
+            place = at + group * 2 * LANES + lane
+            scales[place], scales[place + LANES] = np.uint8(scale), np.uint8(minimum)
 
 
 @kernel
-def _scales_q6k(block: Bytes, scales: Bytes, at: int) -> None:
+def _scales_q6k(words: Words, scales: Bytes, at: int) -> None:
     for part in range(2 * BLOCK_GROUPS):
-        scales[at + part * LANES] = block[_SCALES_Q6K + part]
+        shift = np.uint32(8 * (part % 4))
+        for lane in range(LANES):
+            scales[at + part * LANES + lane] = np.uint8(words[(_SCALES_Q6K + part // 4) * LANES + lane] >> shift)
 
 
 _BYTES = types.Array(types.uint8, 1, "C")
-blocks_entry = Entry(
-    _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, types.Array(types.uint32, 1, "C"), _BYTES, _BYTES
-)
+_WORDS, _HALVES = types.Array(types.uint32, 1, "C"), types.Array(types.uint16, 1, "C")
+blocks_entry = Entry(_pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES)
 """What `pack_blocks` runs."""

@@ -2,10 +2,10 @@
 
     8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of 64 | digest
 
-The header names the model's fingerprint, the format, and every section; the digest at the end, xxh3-128 over the xxh3-128
-of every 8 MB, covers all bytes before it. A file is written under another name and renamed when complete. It is checked
-against its digest whenever its stamp (size, times, inode) is not that of the last check; a file that fails any check is
-written again.
+The header names the model's fingerprint, the format, and every section; the digest at the end, xxh3-128 over the
+xxh3-128 of every 8 MB, covers all bytes before it. A file is written under another name and renamed when complete. It
+is checked against its digest whenever its stamp (size, times, inode) is not that of the last check; a file that fails
+any check is written again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_memo import NO_CACHE, FileStamp, cache_directory, recall, remember
 from kvboost_edge.host.memory import Region
-from kvboost_edge.host.unfinished import finish_file, open_unfinished
+from kvboost_edge.host.unfinished import finish_file, open_unfinished, synced_meanwhile
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.conversions import log_conversions
@@ -294,9 +294,10 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
             raise ModelFormatError(f"{path} does not read back as it was written: the disk or the memory is faulty")
 
     file.truncate(size)
-    _pack(job, put, str(path))
-    file.flush()
-    digest = _digest(file, size)
+    with synced_meanwhile(file):
+        _pack(job, put, str(path))
+        file.flush()
+        digest = _digest(file, size)
     file.seek(size - _DIGEST_BYTES)
     file.write(digest)
     file.flush()

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
@@ -132,39 +132,23 @@ def test_what_does_not_read_back_is_not_kept(model_dir: Path, tmp_path: Path, mo
     """Every byte is compared: one that the disk changes, whichever write it is in, ends the packing."""
     _load(model_dir, tmp_path / "good").close()
     size = _only_file(tmp_path / "good").stat().st_size
-    open_file = packed_file.open_unfinished
     for at in (3, size // 2, size - 40):
 
-        def open_faulty(directory: Path, at: int = at) -> _FaultyFile:
-            return _FaultyFile(open_file(directory), at)
+        class Faulty(FileAt):
+            """Flips a bit of byte `at` whenever it is read back."""
 
-        monkeypatch.setattr(packed_file, "open_unfinished", open_faulty)
+            fault = at
+
+            def read_into(self, view: memoryview, start: int) -> int:
+                count = super().read_into(view, start)
+                if start <= self.fault < start + count:
+                    view[self.fault - start] ^= 1
+                return count
+
+        monkeypatch.setattr(packed_file, "FileAt", Faulty)
         with pytest.raises(ModelFormatError, match="does not read back"):
             _load(model_dir, tmp_path)
         assert list((tmp_path / "packed").iterdir()) == []
-
-
-class _FaultyFile:
-    """Flips a bit of byte `at` whenever it is read back."""
-
-    def __init__(self, file: IO[bytes], at: int) -> None:
-        self._file, self._at, self.name = file, at, file.name
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _FaultyFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def readinto(self, view: memoryview) -> int:
-        start = self._file.tell()
-        count = int(self._file.readinto(view))  # type: ignore[attr-defined]
-        if start <= self._at < start + count:
-            view[self._at - start] ^= 1
-        return count
 
 
 def test_without_a_cache_directory_it_still_runs(

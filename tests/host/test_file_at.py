@@ -1,0 +1,59 @@
+"""Places of a file from several threads, with the system's own calls and without them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvboost_edge.host.file_at import FileAt
+
+_PART = 1000
+
+
+@pytest.fixture(params=["pwrite", "turns"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "turns":  # a system that has neither
+        monkeypatch.delattr(os, "pwrite", raising=False)
+        monkeypatch.delattr(os, "preadv", raising=False)
+
+
+@pytest.mark.usefixtures("system")
+def test_threads_write_and_read_their_own_places(tmp_path: Path) -> None:
+    parts = [os.urandom(_PART) for _ in range(64)]
+    with open(tmp_path / "file", "w+b", buffering=0) as file, ThreadPoolExecutor(4) as pool:
+        target = FileAt(file)
+        list(pool.map(lambda at: target.write(memoryview(parts[at]), at * _PART), reversed(range(len(parts)))))
+
+        def read(at: int) -> bytes:
+            view = memoryview(bytearray(_PART))
+            assert target.read_into(view, at * _PART) == _PART
+            return bytes(view)
+
+        assert list(pool.map(read, range(len(parts)))) == parts
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+
+
+@pytest.mark.usefixtures("system")
+def test_fewer_bytes_only_where_the_file_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abcdef")
+    with open(tmp_path / "file", "rb") as file:
+        view = memoryview(bytearray(4))
+        assert FileAt(file).read_into(view, 4) == 2
+        assert bytes(view[:2]) == b"ef"
+        assert FileAt(file).read_into(view, 6) == 0
+
+
+def test_short_calls_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal, or a disk that is nearly full, cuts a call short."""
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda handle, data, at: write(handle, data[:7], at))
+    monkeypatch.setattr(os, "preadv", lambda handle, views, at: read(handle, [views[0][:5]], at))
+    data = os.urandom(100)
+    with open(tmp_path / "file", "w+b", buffering=0) as file:
+        FileAt(file).write(memoryview(data), 20)
+        view = memoryview(bytearray(100))
+        assert FileAt(file).read_into(view, 20) == 100
+    assert bytes(view) == data
