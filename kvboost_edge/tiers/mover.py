@@ -174,8 +174,8 @@ class Mover:
         for tier in self._tiers:
             try:
                 tier.begin()
-            except Exception:
-                self._give_up(tier)
+            except Exception as error:
+                self._failed(tier, error)
         while True:
             with self._changed:
                 is_at_rest = not self._changed.wait_for(self._is_wanted, _TEND_SECONDS)
@@ -200,8 +200,8 @@ class Mover:
         for tier in self._working():
             try:
                 tier.tend()
-            except Exception:
-                self._give_up(tier)
+            except Exception as error:
+                self._failed(tier, error)
 
     def _read(self, load: _Load) -> None:
         """Pieces of a load, until nobody has its next block."""
@@ -248,8 +248,8 @@ class Mover:
         for tier in self._working():
             try:
                 count = 0 if tier.holds(addresses[0].prefix_hash) is False else tier.read(addresses, rows)
-            except Exception:
-                self._give_up(tier)
+            except Exception as error:
+                self._failed(tier, error)
                 continue
             if count:
                 return tier.name, count
@@ -263,13 +263,17 @@ class Mover:
                 ]
                 if lacking:
                     tier.write([store.addresses[i] for i in lacking], [memoryview(store.data[i]) for i in lacking])
-            except Exception:
-                self._give_up(tier)
+            except Exception as error:
+                self._failed(tier, error)
         with self._changed:
             self._queued -= store.data.nbytes
             self._changed.notify_all()
 
-    def _give_up(self, tier: Tier) -> None:
-        """A tier says what is wrong in its state; one that raises has a fault, and must not take requests along."""
+    def _failed(self, tier: Tier, error: Exception) -> None:
+        """A tier says what is wrong in its state; one that raises has a fault, and must not take requests along. Memory
+        that the system refuses is nobody's fault: what was to be moved is computed again, and the tier stays."""
+        if isinstance(error, MemoryError):
+            _LOG.warning("tier %s was refused memory; the blocks it was about to move are computed instead", tier.name)
+            return
         self._broken.add(tier.name)
-        _LOG.exception("tier %s failed and is not used any more", tier.name)
+        _LOG.error("tier %s failed and is not used any more", tier.name, exc_info=error)

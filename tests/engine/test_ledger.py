@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,16 +24,25 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not
 def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "process_rss", lambda: 1000)
     regions: list[Region] = [Region(0, 600)]
-    monkeypatch.setattr(ledger, "resident_bytes", lambda found: sum(region.nbytes for region in found))
+    now = [0.0]
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def count(found: list[Region]) -> int:
+        now[0] += 0.01
+        return sum(region.nbytes for region in found)
+
+    monkeypatch.setattr(ledger, "resident_bytes", count)
     assert MemoryLedger(600, 300).snapshot()["other_bytes"] == 100
     counted = MemoryLedger(600, 300, lambda: regions)
     assert counted.snapshot() | {"process_peak_bytes": 0} == {
         "weight_bytes": 600, "pool_bytes": 300, "other_bytes": 400, "process_rss_bytes": 1000, "process_peak_bytes": 0,
     }  # fmt: skip
     regions.append(Region(0, 350))
-    assert counted.snapshot()["other_bytes"] == 400  # a count stands for a moment
-    monkeypatch.setattr(ledger, "_COUNTED_S", 0)
+    now[0] += 0.9
+    assert counted.snapshot()["other_bytes"] == 400  # a count stands for a hundred times what it took
+    now[0] += 0.2
     assert counted.snapshot()["other_bytes"] == 50
+    now[0] += 1.1
     monkeypatch.setattr(ledger, "resident_bytes", lambda found: None)
     assert counted.snapshot()["other_bytes"] == 100
     regions.append(Region(0, 5000))

@@ -84,6 +84,22 @@ def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeyp
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_tier_that_is_refused_memory_is_used_again(call, tmp_path, monkeypatch, caplog):
+    fill(tmp_path, prompt(1))
+    with opened(tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, call, no_memory)
+            ask(engine, prompt(1))
+            ask(engine, prompt(2))
+        ask(engine, prompt(3))
+        engine.reset_cache()
+        assert ask(engine, prompt(1)) == {"pool": 0, "disk": 96}
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    with opened(tmp_path) as engine:
+        assert ask(engine, prompt(3)) == {"pool": 0, "disk": 96}
+
+
 def test_blocks_that_cannot_be_put_into_the_pool_are_computed(tmp_path, monkeypatch, caplog):
     fill(tmp_path, prompt(1))
     with opened(tmp_path) as engine:
