@@ -69,7 +69,7 @@ SERIES = (
     Series("bundled, cut", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", *_ALL[1:])}, 25, DEMO),
     Series("bundled, re-ordered, KV 8", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO, 8),
     Series("bundled, cut, KV 8", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", "default")}, 25, DEMO, 8),
-    Series("passages", reuse_prompts.passages, {"like passages": _ALL}, 10),
+    Series("passages", reuse_prompts.passages, {"like passages": _ALL}, 16),
     Series(
         "passages, other harvests",
         reuse_prompts.passages_unjudged,
