@@ -13,6 +13,7 @@ from kvboost_edge.errors import ConfigError
 __all__ = [
     "KV_BIT_PAIRS",
     "MAX_WEIGHT",
+    "MOST_DRAFT_TOKENS",
     "ChunkStrategy",
     "EngineConfig",
     "GenerationMode",
@@ -64,6 +65,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "weights": ("auto", "int8", "int4", "int4-asym", "bf16", "f32"),
     "reuse_gate": ("auto", "off"),
+    "speculation": ("auto", "on", "off"),
 }
 _LATER: dict[str, dict[str, str]] = {
     "runner": {"onnx": "the ONNX runner is not built yet"},
@@ -71,6 +73,7 @@ _LATER: dict[str, dict[str, str]] = {
 _LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 _MOST_PRIMER_TOKENS = 65536
+MOST_DRAFT_TOKENS = 63
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
@@ -106,6 +109,10 @@ class EngineConfig:
     `chunk_strategy`, `chunk_size`, `chunk_boundary_window`, `overlap_k`, `sink_tokens` (see `ChunkOptions`) say how
     `warm(documents=…)` cuts documents, `primer_tokens` how many tokens of the others, or of neutral text, stand before
     each while it is computed.
+    `speculation`: what followed a text's last tokens where they stood before, in the request or in what its tenant was
+    answered lately, is computed along with the next token, and kept as far as it is what would have been sampled: the
+    same answers, sooner. "auto": with the native runner, where it is expected to pay; "on": whenever something is
+    proposed; "off". `max_draft_tokens`: most in a step; with a quantized cache to the end of a block at most.
     `chunk_strategy` None: by the others, semantic with a window, fixed with a chunk_size, overlap_k or sink_tokens,
     else document. `chunk_size` None: 128.
     """
@@ -147,6 +154,8 @@ class EngineConfig:
     overlap_k: int = 0
     sink_tokens: int = 0
     primer_tokens: int = 256
+    speculation: str = "auto"
+    max_draft_tokens: int = 31
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -169,6 +178,7 @@ class EngineConfig:
         self._check_sizes()
         self._check_tiers()
         self._check_reuse()
+        _check_int("max_draft_tokens", self.max_draft_tokens, low=1, high=MOST_DRAFT_TOKENS)
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'")
         for name in ("strict", "local_files_only", "pack_cache", "redis_trust", "debug_checks"):

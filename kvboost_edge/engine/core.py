@@ -146,24 +146,23 @@ class EngineCore:
 
     def submit(self, request: Request) -> RequestHandle:
         """Queue a request; CapacityError if it could not run even alone."""
-        self.scheduler.check_fits(request)
-        handle = RequestHandle(request.index, self.cancel)
-        self._submit(Sequence(request, handle, self._tokenizer))
-        return handle
+        return self._submit(request).handle
 
     def submit_logits(self, request: Request) -> tuple[RequestHandle, list[Floats]]:
         """Queue a request for logits; the list holds them, in order, once the handle is done."""
-        self.scheduler.check_fits(request)
-        sequence = Sequence(request, RequestHandle(request.index, self.cancel), self._tokenizer)
-        self._submit(sequence)
+        sequence = self._submit(request)
         return sequence.handle, sequence.logits
 
-    def _submit(self, sequence: Sequence) -> None:
+    def _submit(self, request: Request) -> Sequence:
+        self.scheduler.check_fits(request)
+        handle = RequestHandle(request.index, self.cancel)
+        sequence = Sequence(request, handle, self._tokenizer, self.scheduler.speculation.drafter(request))
         with self._gate:
             self.check_open()
             message = Submit(sequence)  # first: Ctrl-C must find no place between the next two
             self._live[sequence.index] = sequence
             self._inbox.put(message)
+        return sequence
 
     def cancel(self, index: int) -> None:
         """Ask for the end of a request; unknown or finished ones are ignored."""
@@ -348,16 +347,18 @@ class EngineCore:
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
         """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all of it worked."""
         # NaN anywhere in the tokens' KV shows here: the runner makes these rows NaN where attention did not.
-        if not np.isfinite(rows.max()):
+        if not np.isfinite(rows[: len(rows) - work.num_drafted].max()):
             raise KVBoostError(
-                f"the model returned NaN or infinite logits near token {work.stop - 1}; the request ends and its "
-                "blocks are not published; try runner='torch' or weights='f32', and if the model has worked before, "
-                f"remove its packed weights from {cache_directory() / 'packed'}: they may be damaged"
+                f"the model returned NaN or infinite logits near token {work.certain_stop - 1}; the request ends and "
+                "its blocks are not published; try runner='torch' or weights='f32', and if the model has worked "
+                f"before, remove its packed weights from {cache_directory() / 'packed'}: they may be damaged"
             )
         sequence = work.sequence
         known = sequence.num_tokens
         reason = sequence.take(work, rows)
         self.scheduler.num_generated_tokens += sequence.num_tokens - known
+        if sequence.drafter is not None and work.stop >= known:
+            self.scheduler.settle(work, sequence.num_computed_tokens - work.certain_stop)
         publish = sequence.request.publishes
         self.scheduler.manager.commit(
             sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, publish=publish
@@ -375,6 +376,7 @@ class EngineCore:
         self.scheduler.finish(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.request.root, *sequence.answer())
+            self.scheduler.speculation.remember(sequence)
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
 
 

@@ -64,8 +64,7 @@ class CPUPagedEngine:
 
     @classmethod
     def _from_parts(cls, parts: EngineParts, config: EngineConfig) -> Self:
-        engine = cls.__new__(cls)
-        engine._start(parts, config)
+        (engine := cls.__new__(cls))._start(parts, config)
         return engine
 
     def _start(self, parts: EngineParts, config: EngineConfig) -> None:
@@ -78,6 +77,7 @@ class CPUPagedEngine:
             max_batch_tokens=config.max_batch_tokens,
             loads=loads,
             min_chunk_tokens=config.min_chunk_tokens,
+            closes_blocks=parts.backend.spec.is_quantized,
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
@@ -337,6 +337,7 @@ class CPUPagedEngine:
     def reset_cache(self) -> int:
         """Forget every cached block of the pool that is not in use; returns how many. Tiers keep theirs."""
         with self._core.reading():
+            self._scheduler.speculation.memory.forget()
             return self._parts.manager.reset()
 
     def close(self) -> None:

@@ -45,9 +45,9 @@ class Fairness:
     def charge(self, work: ScheduledTokens[running_state.Sequence]) -> None:
         """These tokens are computed now."""
         sequence = work.sequence
-        num_new = work.stop - max(work.start, sequence.num_charged_tokens)
+        num_new = work.certain_stop - max(work.start, sequence.num_charged_tokens)
         if num_new > 0:
-            sequence.num_charged_tokens = work.stop
+            sequence.num_charged_tokens = work.certain_stop
             if self.is_shared:
                 self._served[sequence.tenant] += num_new / self._weights[sequence.tenant]
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.config import MAX_WEIGHT, EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.config import MAX_WEIGHT, MOST_DRAFT_TOKENS, EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
 from kvboost_edge.engine.seeds import Seeds
+from kvboost_edge.engine.speculation import prepare_drafts
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import narrowed_root
 from kvboost_edge.reuse.finding import prepare_search
@@ -50,6 +51,7 @@ class Terms:
     pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the same for all its
                  requests. Below 1 there are other tenants, and no error tells of what they pinned
     recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of the engine's
+    speculation, max_draft_tokens   in place of the engine's
     """
 
     mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
@@ -67,6 +69,8 @@ class Terms:
     recompute_strategy: RecomputeStrategy | str | None = None
     recompute_overlap: int | None = None
     recompute_ratio: float | None = None
+    speculation: str | None = None
+    max_draft_tokens: int | None = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Terms:
@@ -85,6 +89,7 @@ class Terms:
         if self.cache_salt == "":
             raise RequestError("cache_salt='' must have at least one character; leave it out to share with your own")
         self._check_key()
+        self._check_drafts()
         priority = as_int("priority", self.priority)
         if abs(priority) > _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
@@ -114,6 +119,15 @@ class Terms:
                 if not 0 < seconds <= _MAX_TTL:
                     raise RequestError(f"{name}={value!r} must be in (0, {_MAX_TTL:g}] seconds")
                 object.__setattr__(self, name, seconds)
+
+    def _check_drafts(self) -> None:
+        if self.speculation not in (None, "auto", "on", "off"):
+            raise RequestError(f"speculation={self.speculation!r} is not one of 'auto', 'on', 'off'")
+        if self.max_draft_tokens is not None:
+            most = as_int("max_draft_tokens", self.max_draft_tokens)
+            if not 1 <= most <= MOST_DRAFT_TOKENS:
+                raise RequestError(f"max_draft_tokens={self.max_draft_tokens!r} must be in 1..{MOST_DRAFT_TOKENS}")
+            object.__setattr__(self, "max_draft_tokens", most)
 
     def _check_key(self) -> None:
         """The key itself stays out of every message."""
@@ -221,7 +235,18 @@ class Intake:
             pin_share=terms.pin_share,
             repair=repair,
             gate="" if repair is None else _GATES[self._config.reuse_gate],
+            max_draft_tokens=0 if prefill_only or logits_start is not None else self._most_drafted(terms),
+            always_drafts=(terms.speculation or self._config.speculation) == "on",
         )
+
+    def _most_drafted(self, terms: Terms) -> int:
+        """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it
+        has drafts."""
+        chosen = terms.speculation or self._config.speculation
+        if chosen == "off" or (chosen == "auto" and self._parts.runner.info.name != "native"):
+            return 0
+        prepare_drafts()
+        return terms.max_draft_tokens or self._config.max_draft_tokens
 
     def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
         """How the engine repairs reuse, unless recompute_* options say otherwise; RequestError for any other option,

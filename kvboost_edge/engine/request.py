@@ -139,6 +139,7 @@ class Request:
     retention        seconds that its prompt outlives the tenant's other blocks, as long as there is room
     repair           how what it shares at other positions is repaired; None: its mode shares nothing there
     gate             whether that was tested on this model before, see `GenerationResult`
+    max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
@@ -168,6 +169,8 @@ class Request:
     pin_share: float = 1.0
     repair: Repair | None = None
     gate: str = ""
+    max_draft_tokens: int = 0
+    always_drafts: bool = False
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -56,6 +56,7 @@ class GenerationResult:
                          other positions, repair: computing up to the end of the last span
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
+    drafted_tokens       output tokens guessed ahead, see `EngineConfig.speculation`; accepted_tokens of them were right
     prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if not asked for
     """
 
@@ -82,6 +83,8 @@ class GenerationResult:
     reused_span_tokens: int = 0
     recomputed_tokens: int = 0
     gate: str = ""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def approximate(self) -> bool:

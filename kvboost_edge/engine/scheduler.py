@@ -14,15 +14,16 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
+from kvboost_edge.engine.budget import Budget
 from kvboost_edge.engine.fairness import Fairness
 from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.sequence import Sequence, SequenceStatus
 from kvboost_edge.engine.spans import SpanSharing
+from kvboost_edge.engine.speculation import Speculation
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
@@ -30,12 +31,8 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["Scheduler", "StepPlan"]
 
-_OLDEST_PART = 4  # one in so many tokens of a step goes to the prompt that came first, whatever its length
-
 _BY_RANK = attrgetter("rank")
 _BY_PRIORITY = attrgetter("priority")
-_BY_ARRIVAL = attrgetter("index")
-_BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,9 +64,11 @@ class Scheduler:
         max_batch_tokens: int,
         loads: Loads | None = None,
         min_chunk_tokens: int = 32,
+        closes_blocks: bool = False,
     ) -> None:
         self.manager = manager
         self.sharing = SpanSharing(manager, min_chunk_tokens)
+        self.speculation = Speculation(closes_blocks=closes_blocks)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
@@ -77,9 +76,8 @@ class Scheduler:
         self.num_generated_tokens = 0
         self._max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
-        self._step = 0
         self._fairness = Fairness()
-        self._turns = itertools.count()
+        self._budget = Budget(max_batch_tokens, self._fairness)
 
     @property
     def has_work(self) -> bool:
@@ -134,12 +132,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when it returns."""
-        self._step += 1
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         self._admit(plan)
-        wanted = self._share_budget()
+        wanted = self._budget.share(self.running)
         self._reserve(wanted, plan)
+        self._draft(wanted, plan)
         plan.probed = [sequence for sequence in self.running if sequence.probe is not None]
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
@@ -282,55 +280,6 @@ class Scheduler:
             return placed
         return self.manager.blocks_needed(table, sequence.num_tokens) <= spare
 
-    # Sharing the budget.
-
-    def _share_budget(self) -> dict[int, int]:
-        """Tokens to compute, by sequence index."""
-        shares: dict[int, int] = {}
-        for members, budget in self._tenants_budgets():
-            shares.update(self._share_among(members, budget))
-        return shares
-
-    def _tenants_budgets(self) -> list[tuple[list[Sequence], int]]:
-        """Each tenant's running sequences and its part of the budget: by priority first, then by the tenants' shares.
-
-        A token of an urgent prompt does not keep a less urgent sequence from its next one: where the budget has room
-        for all of those they count as no less urgent, as they do among the sequences of one tenant.
-        """
-        ready = [sequence for sequence in self.running if sequence.probe is None]
-        tenants: dict[bytes, list[Sequence]] = {}
-        for sequence in ready:
-            tenants.setdefault(sequence.tenant, []).append(sequence)
-        if len(tenants) < 2:
-            return [(ready, self.max_batch_tokens)]
-        urgent = min((s.priority for s in ready if s.num_pending > 1), default=ready[0].priority)
-        roomy = 2 * sum(s.num_pending == 1 for s in ready) <= self.max_batch_tokens
-        wants: dict[int, Counter[bytes]] = {}
-        for sequence in ready:
-            lifted = roomy and sequence.num_pending == 1
-            level = min(sequence.priority, urgent) if lifted else sequence.priority
-            wants.setdefault(level, Counter())[sequence.tenant] += sequence.most_at_once
-        given: Counter[bytes] = Counter()
-        for _, wanted in sorted(wants.items()):
-            given.update(self._fairness.divide(self.max_batch_tokens - given.total(), wanted))
-        return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
-
-    def _share_among(self, members: list[Sequence], budget: int) -> dict[int, int]:
-        """Tokens to compute of one tenant's sequences, by sequence index."""
-        decoding = [s for s in members if s.num_pending == 1]
-        filling = [s for s in members if s.num_pending > 1]
-        # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
-        kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
-        # The least recently served go first, which matters only when the budget is smaller than their number.
-        chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
-        shares = {s.index: 1 for s in chosen}
-        budget -= len(chosen)
-        for sequence in chosen:
-            sequence.last_turn = next(self._turns)
-        for _, group in itertools.groupby(sorted(filling, key=_BY_PRIORITY), key=_BY_PRIORITY):
-            budget -= _fill(list(group), budget, shares)
-        return shares
-
     # Memory.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
@@ -361,6 +310,29 @@ class Scheduler:
             shared = self._fairness.is_shared and not alone
             self._preempt(self._fairness.who_is_preempted(self.running) if shared else self.running[-1])
 
+    def _draft(self, wanted: dict[int, int], plan: StepPlan) -> None:
+        """Let sequences with one token to compute try what may follow it, as far as budget and free blocks go: nobody
+        is preempted for a guess."""
+        decoding = [s for s in self.running if wanted.get(s.index) == 1 and s.num_pending == 1]
+        num_rows = sum(wanted.values())
+        manager = self.manager
+        self.speculation.draft(decoding, num_rows, self.max_batch_tokens - num_rows, manager.block_size)
+        for sequence in decoding:
+            if not sequence.drafted:
+                continue
+            table, stop = sequence.blocks, sequence.num_tokens + len(sequence.drafted)
+            if manager.blocks_needed(table, stop) > self._spare_blocks_of(sequence):
+                del sequence.drafted[table.num_slots(manager.block_size) - sequence.num_tokens :]
+            else:
+                self._extend(sequence, table, stop, plan)
+
+    def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
+        """What a sequence's draft came to; blocks that were taken for the rest of it are given back."""
+        sequence = work.sequence
+        self.speculation.settle(sequence, work.num_drafted, num_accepted)
+        if work.num_drafted > num_accepted:
+            self.manager.shrink(sequence.blocks, sequence.num_tokens)
+
     def _extend(self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan) -> None:
         copies = self.manager.extend(table, num_tokens)
         if copies:
@@ -380,16 +352,3 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         table, sequence.table = sequence.blocks, None
         self.manager.free(table)
-
-
-def _fill(prompts: list[Sequence], budget: int, shares: dict[int, int]) -> int:
-    """Give out tokens of prompts, none of them over the budget; how many. A part goes to the oldest, the rest to those
-    with fewest pending tokens, in this order."""
-    left = budget
-    kept = -(-budget // _OLDEST_PART)
-    shortest_first = sorted(prompts, key=lambda one: (one.num_pending, one.index))
-    for sequence, most in ((min(prompts, key=_BY_ARRIVAL), kept), *((one, budget) for one in shortest_first)):
-        given = shares.get(sequence.index, 0)
-        shares[sequence.index] = given + min(sequence.most_at_once - given, most, left)
-        left -= shares[sequence.index] - given
-    return budget - left

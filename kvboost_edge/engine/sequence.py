@@ -21,6 +21,7 @@ from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
+    from kvboost_edge.engine.speculation import Drafter
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -54,13 +55,20 @@ class Sequence:
     has_loaded      tiers were asked since it last lost its blocks
     found           [start, stop) of the runs found at other positions, when it was let in
     num_span_tokens, num_found_tokens   prompt tokens shared there, and in all those runs
+    drafter         proposes drafts; None: it has none
+    drafted         what the next step computes behind its last token
     probe           looks at its spans first: until it is done nothing else is computed
 
     Where its table shares spans at other positions the counter passes over each of them when it gets there.
     """
 
-    def __init__(self, request: Request, handle: RequestHandle, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, handle: RequestHandle, tokenizer: Tokenizer, drafter: Drafter | None = None
+    ) -> None:
         self.request = request
+        self.drafter = drafter
+        self.drafted: list[int] = []
+        self.num_drafted = self.num_accepted = 0
         self.handle = handle
         self.status = SequenceStatus.WAITING
         self.token_ids = list(request.prompt_ids)
@@ -161,7 +169,9 @@ class Sequence:
             stop = min(first, start + left)
             if stop > start:
                 rows = 1 if wanted is None else max(1, stop - max(start, wanted))
-                found.append(ScheduledTokens(self, start, self.token_ids[start:stop], rows))
+                drafted = self.drafted if stop == len(self.token_ids) else []
+                ids = self.token_ids[start:stop] + drafted
+                found.append(ScheduledTokens(self, start, ids, rows + len(drafted), len(drafted)))
             left -= stop - start
             if left == 0:
                 break
@@ -187,11 +197,19 @@ class Sequence:
             reason = "length" if work.stop == self.num_tokens else None
         else:
             for position in range(max(first, self.num_tokens - 1), work.stop):
-                if self.token_ids[position] != work.token_ids[position - work.start]:
+                row = rows[position - first]
+                # A draft whose logits are not finite is computed once more as a certain token, and refused then.
+                if position >= work.certain_stop and not (
+                    self.token_ids[position] == work.token_ids[position - work.start] and np.isfinite(row.max())
+                ):
                     break
-                computed, reason = position + 1, self.accept(rows[position - first])
+                computed, reason = position + 1, self.accept(row)
                 if reason is not None:
                     break
+        self.drafted = []
+        if work.num_drafted:
+            self.num_drafted += work.num_drafted
+            self.num_accepted += computed - work.certain_stop
         self._move_to(computed)
         return reason
 
@@ -342,6 +360,8 @@ class Sequence:
             reused_span_tokens=self.num_span_tokens,
             recomputed_tokens=self.num_found_tokens - self.num_span_tokens,
             gate=request.gate if self.num_span_tokens else "",
+            drafted_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
         )
 
     def _mode(self) -> GenerationMode:

@@ -81,7 +81,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     not used; pinned_blocks are used ones, at most max_pinned_blocks, and pinned_bytes a part of pool_bytes;
     retained_blocks, used or cached, are given up after all others of their tenant; tokens_held
     counts the tokens whose KV is in the pool, shared ones once; hit_tokens, span_tokens and miss_tokens are the prompt
-    tokens looked up: found as a prefix, shared at other positions, computed; max_num_seqs sequences run together. isa
+    tokens looked up: found as a prefix, shared at other positions, computed; drafted_tokens were guessed ahead, and
+    accepted_tokens of them are among generated_tokens; max_num_seqs sequences run together. isa
     is what the processor has, kernel_path and attention_path which forms of the project's own kernels run ("none":
     torch's do).
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
@@ -114,6 +115,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "miss_tokens": _miss_tokens(manager),
         "preemptions": scheduler.num_preemptions,
         "generated_tokens": scheduler.num_generated_tokens,
+        "drafted_tokens": scheduler.speculation.num_drafted,
+        "accepted_tokens": scheduler.speculation.num_accepted,
         "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),

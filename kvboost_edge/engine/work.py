@@ -20,14 +20,21 @@ class ScheduledTokens(Generic[S]):
     start           position of the first
     token_ids       the tokens, at positions start, start + 1, ...
     num_logit_rows  how many of the last ones' logits are wanted; the last one's always, it samples or shows NaN
+    num_drafted     how many of the last ones are guesses
     """
 
     sequence: S
     start: int
     token_ids: Sequence[int]
     num_logit_rows: int
+    num_drafted: int = 0
 
     @property
     def stop(self) -> int:
         """The position behind the last token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def certain_stop(self) -> int:
+        """The position behind the last token that is no guess."""
+        return self.stop - self.num_drafted

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
 from kvboost_edge.kvcache.hashing import LoneRoot, encode_tokens
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
-__all__ = ["Content", "ContentKey"]
+__all__ = [
+    "BLOCK_CACHED",
+    "BLOCK_FREE",
+    "BLOCK_REFERENCED",
+    "BLOCK_SHARED",
+    "BlockCounts",
+    "Content",
+    "ContentKey",
+]
+
+BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 
 
 class ContentKey(NamedTuple):
@@ -104,3 +115,60 @@ class Content:
             keys.append(ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size]))
             parent = prefix_hash
         return len(match.block_ids), keys
+
+
+class BlockCounts:
+    """What the blocks of a pool are at this moment, by block and counted."""
+
+    _pool: BlockPool
+    _index: PrefixIndex
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks nobody references, idle cached ones included."""
+        return self._pool.num_free
+
+    @property
+    def used_block_count(self) -> int:
+        """Blocks referenced by a table, or pinned."""
+        return self._pool.num_blocks - self._pool.num_free
+
+    @property
+    def cached_block_count(self) -> int:
+        """Idle blocks that keep their prefix and can be matched. Counts the whole pool."""
+        return self.block_states().count(BLOCK_CACHED)
+
+    @property
+    def shared_block_count(self) -> int:
+        """Blocks referenced more than once. Counts the whole pool."""
+        return self.block_states().count(BLOCK_SHARED)
+
+    @property
+    def published_block_count(self) -> int:
+        """Blocks in the prefix index, idle or referenced. Counts the whole pool."""
+        return len(self._index)
+
+    @property
+    def reference_count(self) -> int:
+        """References of all tables on all blocks."""
+        return sum(self._pool.ref_counts())
+
+    def ref_count(self, block_id: int) -> int:
+        """References of all tables on a block."""
+        return self._pool.ref_count(block_id)
+
+    def block_state(self, block_id: int) -> int:
+        """BLOCK_FREE, BLOCK_CACHED (idle, matchable), BLOCK_REFERENCED (by one table) or BLOCK_SHARED (by more)."""
+        count = self._pool.ref_count(block_id)
+        if count:
+            return BLOCK_REFERENCED if count == 1 else BLOCK_SHARED
+        return BLOCK_FREE if self._index.entry(block_id) is None else BLOCK_CACHED
+
+    def block_states(self) -> list[int]:
+        """The state of every block, by id."""
+        return [self.block_state(block_id) for block_id in range(self._pool.num_blocks)]

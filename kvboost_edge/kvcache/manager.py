@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
-from kvboost_edge.kvcache.content import Content
+from kvboost_edge.kvcache.content import (
+    BLOCK_CACHED,
+    BLOCK_FREE,
+    BLOCK_REFERENCED,
+    BLOCK_SHARED,
+    BlockCounts,
+    Content,
+)
 from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
@@ -24,10 +31,8 @@ from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
-BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 
-
-class KVCacheManager:
+class KVCacheManager(BlockCounts):
     """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix sharing.
 
     `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide. `whole_blocks`: full
@@ -254,6 +259,28 @@ class KVCacheManager:
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
         table.num_computed_tokens = num_computed
 
+    def shrink(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the blocks at a table's end that so many tokens, all the computed ones among them, do not need.
+
+        They were made by `extend` and hold nothing that was committed. Raises CacheCorruption for fewer tokens than are
+        computed, and for blocks that are shared, published or not of its last part.
+        """
+        self._check_live(table)
+        keep = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens else 0
+        if num_tokens < table.num_computed_tokens or keep < table.parts[-1].first_index:
+            raise CacheCorruption(
+                f"a table of {table.num_computed_tokens} computed tokens cannot be cut to {num_tokens}"
+            )
+        for block_id in reversed(table.block_ids[keep:]):
+            if self._pool.ref_count(block_id) != 1 or self._index.entry(block_id) is not None:
+                raise CacheCorruption(f"block {block_id} behind the tokens of a table is shared or published")
+            self._pool.release(block_id, matchable=False, owner=table.owner)
+            self._fresh.pop(block_id, None)
+            self._released[block_id] = None
+        if len(table.block_ids) > keep:
+            del table.block_ids[keep:]
+            self._progress += 1
+
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, the partial tail included. Takes no block.
 
@@ -314,16 +341,6 @@ class KVCacheManager:
         """Counts tables freed, blocks published, pins ended: while it stands, a table that found no room finds none."""
         return self._progress + self.pins.num_ended
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self._pool.num_blocks
-
-    @property
-    def free_block_count(self) -> int:
-        """Blocks nobody references, idle cached ones included."""
-        return self._pool.num_free
-
     def protected_block_count(self, owner: bytes) -> int:
         """Free blocks that the eviction policy would rather keep from this owner; they can be taken all the same."""
         return self._pool.num_protected(owner)
@@ -332,46 +349,6 @@ class KVCacheManager:
     def usable_block_count(self) -> int:
         """Blocks that requests can ever get: all but the pinned ones."""
         return self._pool.num_blocks - len(self._pool.held())
-
-    @property
-    def used_block_count(self) -> int:
-        """Blocks referenced by a table, or pinned."""
-        return self._pool.num_blocks - self._pool.num_free
-
-    @property
-    def cached_block_count(self) -> int:
-        """Idle blocks that keep their prefix and can be matched. Counts the whole pool."""
-        return self.block_states().count(BLOCK_CACHED)
-
-    @property
-    def shared_block_count(self) -> int:
-        """Blocks referenced more than once. Counts the whole pool."""
-        return self.block_states().count(BLOCK_SHARED)
-
-    @property
-    def published_block_count(self) -> int:
-        """Blocks in the prefix index, idle or referenced. Counts the whole pool."""
-        return len(self._index)
-
-    @property
-    def reference_count(self) -> int:
-        """References of all tables on all blocks."""
-        return sum(self._pool.ref_counts())
-
-    def ref_count(self, block_id: int) -> int:
-        """References of all tables on a block."""
-        return self._pool.ref_count(block_id)
-
-    def block_state(self, block_id: int) -> int:
-        """BLOCK_FREE, BLOCK_CACHED (idle, matchable), BLOCK_REFERENCED (by one table) or BLOCK_SHARED (by more)."""
-        count = self._pool.ref_count(block_id)
-        if count:
-            return BLOCK_REFERENCED if count == 1 else BLOCK_SHARED
-        return BLOCK_FREE if self._index.entry(block_id) is None else BLOCK_CACHED
-
-    def block_states(self) -> list[int]:
-        """The state of every block, by id."""
-        return [self.block_state(block_id) for block_id in range(self._pool.num_blocks)]
 
     def drain_new_blocks(self) -> list[int]:
         """Ids `extend` appended to tables since the last call, targets of copies left out: they hold nothing yet."""

@@ -1,0 +1,90 @@
+"""How many tokens of which sequence the next step computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from operator import attrgetter
+
+from kvboost_edge.engine.fairness import Fairness
+from kvboost_edge.engine.sequence import Sequence
+
+__all__ = ["Budget"]
+
+_OLDEST_PART = 4  # one in so many tokens of a step goes to the prompt that came first, whatever its length
+
+_BY_PRIORITY = attrgetter("priority")
+_BY_ARRIVAL = attrgetter("index")
+_BY_TURN = attrgetter("priority", "last_turn", "index")
+
+
+class Budget:
+    """The tokens of a step, `max_batch_tokens` at most, shared out among the running sequences; by which rules stands
+    in scheduler.py."""
+
+    def __init__(self, max_batch_tokens: int, fairness: Fairness) -> None:
+        self._max_batch_tokens = max_batch_tokens
+        self._fairness = fairness
+        self._step = 0
+        self._turns = itertools.count()
+
+    def share(self, running: list[Sequence]) -> dict[int, int]:
+        """Tokens of the next step, by sequence index."""
+        self._step += 1
+        shares: dict[int, int] = {}
+        for members, budget in self._of_tenants(running):
+            shares.update(self._share_among(members, budget))
+        return shares
+
+    def _of_tenants(self, running: list[Sequence]) -> list[tuple[list[Sequence], int]]:
+        """Each tenant's running sequences and its part of the budget: by priority first, then by the tenants' shares.
+
+        A token of an urgent prompt does not keep a less urgent sequence from its next one: where the budget has room
+        for all of those they count as no less urgent, as they do among the sequences of one tenant.
+        """
+        ready = [sequence for sequence in running if sequence.probe is None]
+        tenants: dict[bytes, list[Sequence]] = {}
+        for sequence in ready:
+            tenants.setdefault(sequence.tenant, []).append(sequence)
+        if len(tenants) < 2:
+            return [(ready, self._max_batch_tokens)]
+        urgent = min((s.priority for s in ready if s.num_pending > 1), default=ready[0].priority)
+        roomy = 2 * sum(s.num_pending == 1 for s in ready) <= self._max_batch_tokens
+        wants: dict[int, Counter[bytes]] = {}
+        for sequence in ready:
+            lifted = roomy and sequence.num_pending == 1
+            level = min(sequence.priority, urgent) if lifted else sequence.priority
+            wants.setdefault(level, Counter())[sequence.tenant] += sequence.most_at_once
+        given: Counter[bytes] = Counter()
+        for _, wanted in sorted(wants.items()):
+            given.update(self._fairness.divide(self._max_batch_tokens - given.total(), wanted))
+        return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
+
+    def _share_among(self, members: list[Sequence], budget: int) -> dict[int, int]:
+        """Tokens to compute of one tenant's sequences, by sequence index."""
+        decoding = [s for s in members if s.num_pending == 1]
+        filling = [s for s in members if s.num_pending > 1]
+        # Neither kind starves the other: a token is kept for prefill; a budget of one token alternates.
+        kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
+        # The least recently served go first, which matters only when the budget is smaller than their number.
+        chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
+        shares = {s.index: 1 for s in chosen}
+        budget -= len(chosen)
+        for sequence in chosen:
+            sequence.last_turn = next(self._turns)
+        for _, group in itertools.groupby(sorted(filling, key=_BY_PRIORITY), key=_BY_PRIORITY):
+            budget -= _fill(list(group), budget, shares)
+        return shares
+
+
+def _fill(prompts: list[Sequence], budget: int, shares: dict[int, int]) -> int:
+    """Give out tokens of prompts, none of them over the budget; how many. A part goes to the oldest, the rest to those
+    with fewest pending tokens, in this order."""
+    left = budget
+    kept = -(-budget // _OLDEST_PART)
+    shortest_first = sorted(prompts, key=lambda one: (one.num_pending, one.index))
+    for sequence, most in ((min(prompts, key=_BY_ARRIVAL), kept), *((one, budget) for one in shortest_first)):
+        given = shares.get(sequence.index, 0)
+        shares[sequence.index] = given + min(sequence.most_at_once - given, most, left)
+        left -= shares[sequence.index] - given
+    return budget - left

@@ -1,0 +1,91 @@
+"""The last tokens of many texts, one behind another in a ring, and where runs of them stood last.
+
+A table holds, for the hash of every run of GRAM tokens, the position behind the latest. Tokens are compared: a hash
+that two runs share costs a guess, nothing else. Positions count on for ever; what was overwritten is known by its
+position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba.core import types
+
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.jit import kernel
+
+__all__ = ["GRAM", "Ring", "append_entry", "append_tokens", "find_end", "find_entry", "new_ring"]
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+GRAM = 8
+"""Tokens of a run that is found; shorter ones stand in too many texts by chance."""
+
+_MULTIPLIER = 0x9E3779B97F4A7C1
+
+
+class Ring(NamedTuple):
+    """total: int64 [1], tokens ever appended. tokens: int32 [room], of position p at p % room. heads: int64 [room],
+    positions by hash, 0 where there is none."""
+
+    total: Longs
+    tokens: Ints
+    heads: Longs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self)
+
+
+def new_ring(room: int) -> Ring:
+    """A ring of `room` tokens, a power of two. 12 bytes a token."""
+    return Ring(np.zeros(1, np.int64), np.zeros(room, np.int32), np.zeros(room, np.int64))
+
+
+@kernel
+def _hash(tokens: Ints, stop: int, mask: int, heads: Longs) -> int:
+    """The place in `heads` of the GRAM tokens before position `stop`."""
+    mixed = 0
+    for i in range(GRAM):
+        mixed = (mixed ^ tokens[(stop - GRAM + i) & mask]) * _MULTIPLIER
+        mixed ^= mixed >> 29
+    return mixed & (len(heads) - 1)
+
+
+@kernel
+def append_tokens(new: Ints, total: Longs, tokens: Ints, heads: Longs) -> None:
+    """Put tokens behind those of `Ring(total, …)`."""
+    mask = len(tokens) - 1
+    for token in new:
+        tokens[total[0] & mask] = token
+        total[0] += 1
+        if total[0] >= GRAM:
+            heads[_hash(tokens, total[0], mask, heads)] = total[0]
+
+
+@kernel
+def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs) -> None:
+    """Into found [2]: how many of the last tokens of `tail` (at least GRAM) stood in the ring one behind another, at
+    least GRAM or 0, and the position behind them, at their latest place."""
+    found[0] = found[1] = 0
+    mask = len(tokens) - 1
+    end = heads[_hash(tail[len(tail) - GRAM :], GRAM, GRAM - 1, heads)]
+    if end == 0 or end >= total[0]:  # nothing there, or nothing behind it
+        return
+    oldest = max(0, total[0] - len(tokens))
+    length = 0
+    while length < len(tail) and end - length > oldest:
+        if tokens[(end - 1 - length) & mask] != tail[len(tail) - 1 - length]:
+            break
+        length += 1
+    if length >= GRAM:
+        found[0], found[1] = length, end
+
+
+_INTS, _LONGS = types.Array(types.int32, 1, "C"), types.Array(types.int64, 1, "C")
+append_entry = Entry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
+find_entry = Entry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
+"""What `append_tokens` and `find_end` run."""
