@@ -19,24 +19,22 @@ _BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
 class Budget:
-    """The tokens of a step, `max_batch_tokens` at most, shared out among the running sequences; by which rules stands
-    in scheduler.py."""
+    """The tokens of each step, shared out among the running sequences; by which rules stands in scheduler.py."""
 
-    def __init__(self, max_batch_tokens: int, fairness: Fairness) -> None:
-        self._max_batch_tokens = max_batch_tokens
+    def __init__(self, fairness: Fairness) -> None:
         self._fairness = fairness
         self._step = 0
         self._turns = itertools.count()
 
-    def share(self, running: list[Sequence]) -> dict[int, int]:
-        """Tokens of the next step, by sequence index."""
+    def share(self, running: list[Sequence], most: int) -> dict[int, int]:
+        """Tokens of the next step, `most` in all, by sequence index."""
         self._step += 1
         shares: dict[int, int] = {}
-        for members, budget in self._of_tenants(running):
+        for members, budget in self._of_tenants(running, most):
             shares.update(self._share_among(members, budget))
         return shares
 
-    def _of_tenants(self, running: list[Sequence]) -> list[tuple[list[Sequence], int]]:
+    def _of_tenants(self, running: list[Sequence], most: int) -> list[tuple[list[Sequence], int]]:
         """Each tenant's running sequences and its part of the budget: by priority first, then by the tenants' shares.
 
         A token of an urgent prompt does not keep a less urgent sequence from its next one: where the budget has room
@@ -47,9 +45,9 @@ class Budget:
         for sequence in ready:
             tenants.setdefault(sequence.tenant, []).append(sequence)
         if len(tenants) < 2:
-            return [(ready, self._max_batch_tokens)]
+            return [(ready, most)]
         urgent = min((s.priority for s in ready if s.num_pending > 1), default=ready[0].priority)
-        roomy = 2 * sum(s.num_pending == 1 for s in ready) <= self._max_batch_tokens
+        roomy = 2 * sum(s.num_pending == 1 for s in ready) <= most
         wants: dict[int, Counter[bytes]] = {}
         for sequence in ready:
             lifted = roomy and sequence.num_pending == 1
@@ -57,7 +55,7 @@ class Budget:
             wants.setdefault(level, Counter())[sequence.tenant] += sequence.most_at_once
         given: Counter[bytes] = Counter()
         for _, wanted in sorted(wants.items()):
-            given.update(self._fairness.divide(self._max_batch_tokens - given.total(), wanted))
+            given.update(self._fairness.divide(most - given.total(), wanted))
         return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
 
     def _share_among(self, members: list[Sequence], budget: int) -> dict[int, int]:

@@ -13,10 +13,10 @@ from typing import Any
 from kvboost_edge.config import MAX_WEIGHT, MOST_DRAFT_TOKENS, EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.drafting import prepare_drafts
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
 from kvboost_edge.engine.seeds import Seeds
-from kvboost_edge.engine.speculation import prepare_drafts
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import narrowed_root
 from kvboost_edge.reuse.finding import prepare_search

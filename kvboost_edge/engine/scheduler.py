@@ -77,7 +77,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self._fairness = Fairness()
-        self._budget = Budget(max_batch_tokens, self._fairness)
+        self._budget = Budget(self._fairness)
 
     @property
     def has_work(self) -> bool:
@@ -135,7 +135,7 @@ class Scheduler:
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         self._admit(plan)
-        wanted = self._budget.share(self.running)
+        wanted = self._budget.share(self.running, self.max_batch_tokens)
         self._reserve(wanted, plan)
         self._draft(wanted, plan)
         plan.probed = [sequence for sequence in self.running if sequence.probe is not None]

@@ -21,7 +21,7 @@ from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.speculation import Drafter
+    from kvboost_edge.engine.drafting import Drafter
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -46,7 +46,7 @@ def rows(*likeliest: int) -> np.ndarray:
 def drafted(sequence: Sequence, *drafts: int) -> ScheduledTokens[Sequence]:
     """The last token and drafts behind it, logits of each wanted."""
     start = sequence.num_tokens - 1
-    return ScheduledTokens(sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts))
+    return ScheduledTokens(sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts), len(drafts))
 
 
 def next_of(sequence: Sequence, limit: int) -> ScheduledTokens[Sequence]:

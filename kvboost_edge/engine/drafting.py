@@ -1,0 +1,167 @@
+"""What may follow a text: its last tokens stood somewhere before, and something followed them there.
+
+They are looked for in the request itself (a suffix automaton), and in what its tenant asked and was answered lately (a
+ring). After Oliaro et al., "SuffixDecoding" (2024), and Saxena, "Prompt Lookup Decoding" (2023). How many tokens are
+tried is a matter of cost: a pass of few rows is bound by reading the weights once, see `_COSTS`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.drafts.automaton import (
+    MATCH_END,
+    MATCH_LENGTH,
+    NUM_TOKENS,
+    Automaton,
+    extend,
+    extend_entry,
+    new_automaton,
+)
+from kvboost_edge.kernels.drafts.ring import GRAM, Ring, append_entry, append_tokens, find_end, find_entry, new_ring
+
+__all__ = ["Draft", "Drafter", "Memory", "most_drafted", "prepare_drafts"]
+
+_LEAST_MATCH = 3  # tokens: shorter ends of a text stand in it by chance
+_LONGEST_TAIL = 64  # tokens that are compared with the ring: a longer match says no more
+_LEAST_ROOM = 1024  # tokens an automaton begins with
+_RING_TOKENS = 1 << 17  # 1.6 MB a tenant
+_MOST_TENANTS = 32
+
+# Milliseconds of a pass by its rows, in terms of one row.
+_COSTS = ((1, 1.0), (2, 1.21), (4, 1.25), (8, 2.08), (16, 2.6), (32, 3.6), (64, 6.0))
+_LEVELS = (0, 3, 7, 15, 31)  # most drafts of a sequence that are weighed
+_LEAST_GAIN = 1.02
+
+_MEMORY = 0.8  # of earlier steps' outcomes in the next estimate
+_FADING = 0.97  # of outcomes, by each step without a draft: what failed once is tried again some 30 tokens later
+_PRIOR = 2.0  # drafts that the length of a match counts for
+
+
+@functools.cache
+def prepare_drafts() -> None:
+    """Compile what drafts need in a process beside this one, unless its machine code is on disk. BackendUnavailable
+    with what the compiler said."""
+    compile_ahead([extend_entry, append_entry, find_entry], 1)
+
+
+class Draft(NamedTuple):
+    """token_ids: proposed after a sequence's last token. chance: that one of them is right when those before are."""
+
+    token_ids: list[int]
+    chance: float
+
+
+class Memory:
+    """What each tenant asked and was answered lately, for its own requests alone (a tenant's salts are tenants of their
+    own): bounded in tokens, and in tenants."""
+
+    def __init__(self) -> None:
+        self._rings: OrderedDict[bytes, Ring] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ring.nbytes for ring in self._rings.values())
+
+    def keep(self, tenant: bytes, token_ids: Sequence[int]) -> None:
+        """Remember tokens that belong together."""
+        ring = self._rings.pop(tenant, None) or new_ring(_RING_TOKENS)
+        self._rings[tenant] = ring
+        while len(self._rings) > _MOST_TENANTS:
+            self._rings.popitem(last=False)
+        append_tokens(np.array(token_ids[-_RING_TOKENS:], np.int32), *ring)
+
+    def find(self, tenant: bytes, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
+        """How many of the last tokens of `tail` stood there one behind another, and up to `most` that followed."""
+        ring = self._rings.get(tenant)
+        if ring is None or len(tail) < GRAM:
+            return 0, []
+        found = np.empty(2, np.int64)
+        find_end(np.array(tail, np.int32), found, *ring)
+        length, end = found.tolist()
+        stop = min(end + most, int(ring.total[0]))
+        return length, ring.tokens[np.arange(end, stop) % len(ring.tokens)].tolist() if length else []
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self._rings.clear()
+
+
+class Drafter:
+    """Proposes for one sequence and learns from what becomes of it."""
+
+    def __init__(self, tenant: bytes, memory: Memory) -> None:
+        """tenant: the root of its prefixes."""
+        self._tenant, self._memory = tenant, memory
+        self._automaton: Automaton | None = None
+        self._right = self._wrong = 0.0
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
+        """Up to `most` tokens, at least 1, to follow those of the sequence, which only grow from call to call."""
+        automaton = self._read(token_ids)
+        length, end = int(automaton.counts[MATCH_LENGTH]), int(automaton.counts[MATCH_END])
+        remembered, others = self._memory.find(self._tenant, token_ids[-_LONGEST_TAIL:], most)
+        if remembered > length and others:
+            return self._draft(others, remembered)
+        if length < _LEAST_MATCH:
+            return None
+        # Where what followed goes on into the draft itself, as in a run of one line repeated, so does the draft.
+        following = list(token_ids[end : end + most])
+        return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
+
+    def _draft(self, token_ids: list[int], match: int) -> Draft:
+        prior = match / (match + 4)
+        right, wrong = self._right + _PRIOR * prior, self._wrong + _PRIOR * (1 - prior)
+        return Draft(token_ids, right / (right + wrong))
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """What became of a draft; 0, 0: none was computed."""
+        fading = _MEMORY if num_drafted else _FADING
+        self._right = self._right * fading + num_accepted
+        self._wrong = self._wrong * fading + (num_accepted < num_drafted)
+
+    def _read(self, token_ids: Sequence[int]) -> Automaton:
+        """The automaton of all the tokens."""
+        automaton = self._automaton
+        if automaton is None or automaton.room < len(token_ids):
+            # Twice the room, built anew: amortised it costs each token twice.
+            automaton = new_automaton(max(_LEAST_ROOM, 1 << (2 * len(token_ids) - 1).bit_length()))
+            self._automaton = automaton
+        known = int(automaton.counts[NUM_TOKENS])
+        if known < len(token_ids):
+            extend(np.array(token_ids[known:], np.int32), *automaton)
+        return automaton
+
+
+def most_drafted(drafts: Sequence[Draft], num_rows: int) -> int:
+    """Most tokens of each draft to compute in a pass that has `num_rows` rows without them, one of each of these
+    sequences among them: whatever makes most tokens in the time, 0 where nothing makes more than none."""
+    others = num_rows - len(drafts)
+    best, best_rate = 0, _LEAST_GAIN * num_rows / _cost(num_rows)
+    for level in _LEVELS[1:]:
+        counts = [min(level, len(draft.token_ids)) for draft in drafts]
+        made = sum(_expected(draft.chance, count) for draft, count in zip(drafts, counts, strict=True))
+        rate = (others + made) / _cost(num_rows + sum(counts))
+        if rate > best_rate:
+            best, best_rate = level, rate
+    return best
+
+
+def _expected(chance: float, count: int) -> float:
+    """Tokens that a step makes of a sequence with `count` drafts."""
+    return count + 1.0 if chance >= 1 else (1 - chance ** (count + 1)) / (1 - chance)
+
+
+def _cost(num_rows: int) -> float:
+    """What a pass of so many rows costs, in terms of one row; a straight line between the measured ones and beyond."""
+    at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
+    (low, less), (high, more) = _COSTS[at - 1], _COSTS[at]
+    return less + (more - less) * (num_rows - low) / (high - low)
