@@ -163,7 +163,11 @@ def main() -> None:
         options.models.mkdir(parents=True, exist_ok=True)
         write_gguf(model, SHAPES[options.shape], options.quant)
     with CPUPagedEngine.from_pretrained(
-        model, num_blocks=options.capacity // 16, num_threads=options.threads, reuse_gate="off"
+        model,
+        num_blocks=options.capacity // 16,
+        num_threads=options.threads,
+        reuse_gate="off",
+        speculation="off",
     ) as engine:
         bench = Bench(engine, options)
         engine.generate(bench.tokens(64), 4)

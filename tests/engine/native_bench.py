@@ -77,7 +77,11 @@ class NativeBench:
         self.mover = HandMover(tiers, self.backend.spec.bytes_per_block)
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
         self.scheduler = Scheduler(
-            self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
+            self.manager,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            loads=loads,
+            closes_blocks=bits != (16, 16),
         )
         self.core = EngineCore(runner, self.backend, self.scheduler, fake_tokenizer(), debug_checks=True)
         if tiers:

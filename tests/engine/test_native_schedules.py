@@ -14,10 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.hand_mover import DictTier
+from engine.hostile_drafts import KINDS, hostile
 from engine.native_bench import BLOCK, ROOT, Bits, Machine, NativeBench
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.reuse.repair import Repair
@@ -93,6 +94,14 @@ def check(result: GenerationResult, expected: GenerationResult, where: str) -> N
         assert known == expected.prompt_logprobs[: len(known)], where
 
 
+def _whole(truth: Truth, bits: Bits, request: Request) -> list[int]:
+    """Prompt and answer of a request, where it is one whose answer is known."""
+    prompt = list(request.prompt_ids)
+    if request.repair is not None or prompt not in PROMPTS:
+        return prompt
+    return [*prompt, *truth(bits, PROMPTS.index(prompt)).output_token_ids]
+
+
 def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, DictTier]) -> tuple[int, Counter[str]]:
     """One random schedule; (preemptions, cached tokens by tier). Half of them find what those before kept, as after a
     restart."""
@@ -108,6 +117,9 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
         tiers=[tiers[bits]] if rng.random() < 0.5 else [],
     )
     family = rng.sample(range(len(PROMPTS)), 3)  # few prompts, so that some come again
+    bench.scheduler.speculation.drafter = hostile(
+        lambda request: _whole(truth, bits, request), lambda request: KINDS[request.index % len(KINDS)], 256
+    )
     wanted: list[tuple[RequestHandle, int]] = []
     doomed: list[RequestHandle] = []
     moved: list[RequestHandle] = []
@@ -128,7 +140,8 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
                 prompt_logprobs=1 if rng.random() < 0.15 else None,
             )
             mode = GenerationMode.BASELINE if rng.random() < 0.1 else GenerationMode.PREFIX_CACHE
-            handle = bench.submit(PROMPTS[number], params, mode, priority=rng.choice((0, 0, 0, 1)))
+            drafts = {"max_draft_tokens": rng.choice((0, 3, 31)), "always_drafts": True}
+            handle = bench.submit(PROMPTS[number], params, mode, priority=rng.choice((0, 0, 0, 1)), **drafts)
             wanted.append((handle, number))
             if rng.random() < 0.2:
                 doomed.append(handle)
@@ -145,6 +158,8 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
         check(handle.result(0), truth(bits, number), f"seed {seed}, request {handle.index}, prompt {number}")
     bench.assert_clean()
     hits = sum((Counter(handle.result(0).hit_tokens) for handle, _ in wanted), Counter())
+    hits["drafted"] = sum(handle.result(0).drafted_tokens for handle, _ in wanted)
+    hits["accepted"] = sum(handle.result(0).accepted_tokens for handle, _ in wanted)
     hits["moved"] = sum(handle.result(0).reused_span_tokens for handle in moved)
     return bench.scheduler.num_preemptions, hits
 
@@ -162,6 +177,7 @@ def test_random_schedules_equal_uncached_single_runs(
     assert hits["pool"] > 500
     assert hits["shelf"] > 60
     assert hits["moved"] > 30
+    assert hits["drafted"] > hits["accepted"] > 200
 
 
 LONG = np.random.default_rng(11).integers(0, 256, 90).tolist()

@@ -28,6 +28,7 @@ def test_a_freed_table_is_stale_for_every_operation() -> None:
             lambda t: manager.fork(t),
             lambda t: manager.make_writable(t, 0),
             lambda t: manager.slots(t, 0, 0),
+            lambda t: manager.shrink(t, 0),
         ):
             with pytest.raises(CacheCorruption, match="stale block table"):
                 operation(stale)
@@ -71,6 +72,30 @@ def test_slots_follow_the_table() -> None:
     for index in (-1, 3):
         with pytest.raises(CacheCorruption, match="block index"):
             manager.make_writable(table, index)
+
+
+def test_blocks_behind_the_tokens_are_given_back() -> None:
+    manager = KVCacheManager(8, B)
+    table = prefill(manager, list(range(2 * B + 1)))
+    progress = manager.progress
+    manager.extend(table, 5 * B)
+    manager.shrink(table, 2 * B + 2)
+    assert (len(table), manager.free_block_count) == (3, 5)
+    assert manager.progress > progress, "whoever found no room may look again"
+    assert len(manager.drain_released()) == 2
+    assert len(manager.drain_new_blocks()) == 3
+    manager.shrink(table, 2 * B + 2)
+    assert manager.drain_released() == []
+    with pytest.raises(CacheCorruption, match="33 computed tokens cannot be cut to 32" if B == 16 else "cannot be cut"):
+        manager.shrink(table, 2 * B)
+    child = manager.fork(table)
+    manager.extend(table, 4 * B)
+    twin = manager.fork(table)
+    with pytest.raises(CacheCorruption, match="shared or published"):
+        manager.shrink(table, 2 * B + 2)
+    for one in (table, child, twin):
+        manager.free(one)
+    manager.check_invariants([])
 
 
 @pytest.mark.parametrize("bad", [0, -16, 1.5, "16", None, True])

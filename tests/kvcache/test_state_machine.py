@@ -250,6 +250,26 @@ class PoolMachine(RuleBasedStateMachine):
         seq.chained = max(seq.chained, num_full)
 
     @precondition(lambda self: self.live)
+    @rule(number=picks, count=st.integers(1, 9))
+    def draft(self, number: int, count: int) -> None:
+        """What is guessed behind the last token is written, and its blocks are given back."""
+        seq = self.pick(number)
+        self.extend(number, len(seq.tokens))
+        target, before = len(seq.tokens) + count, seq.table.block_ids.copy()
+        needed = self.manager.blocks_needed(seq.table, target)
+        if seq.extended < len(seq.tokens) or needed > self.manager.free_block_count:
+            return
+        assert self.manager.extend(seq.table, target) == []
+        self.forget_blocks(seq.table.block_ids[len(before) :])
+        self.apply([])
+        for slot in self.manager.slots(seq.table, len(seq.tokens), target):
+            self.memory[slot] = (b"draft", ())
+        free = self.manager.free_block_count
+        self.manager.shrink(seq.table, len(seq.tokens))
+        assert seq.table.block_ids == before
+        assert self.manager.free_block_count == free + needed
+
+    @precondition(lambda self: self.live)
     @rule(number=picks)
     def fork(self, number: int) -> None:
         seq = self.pick(number)

@@ -1,0 +1,53 @@
+"""Proposals of every kind, good and bad: an answer must not show what was guessed ahead of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from kvboost_edge.engine.drafting import Draft, Drafter, Memory
+from kvboost_edge.engine.request import Request
+
+__all__ = ["KINDS", "HostileDrafter", "hostile"]
+
+KINDS = ("right", "wrong", "random", "one off", "repeating")
+
+
+class HostileDrafter(Drafter):
+    """truth: what the sequence will be in all; kind: what is proposed of it."""
+
+    def __init__(self, kind: str, truth: Sequence[int], vocab_size: int, seed: int) -> None:
+        super().__init__(b"", Memory())
+        self._kind, self._truth, self._vocab_size = kind, list(truth), vocab_size
+        self._random = random.Random(seed)
+        self.outcomes: list[tuple[int, int]] = []
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
+        count = self._random.randint(1, most)
+        right = [*self._truth[len(token_ids) :], *[0] * count][:count]
+        wrong = [(token_id + 1) % self._vocab_size for token_id in right]
+        at = self._random.randrange(count)
+        drafted = {
+            "right": right,
+            "wrong": wrong,
+            "random": [self._random.randrange(self._vocab_size) for _ in right],
+            "one off": [*right[:at], wrong[at], *right[at + 1 :]],
+            "repeating": [token_ids[-1]] * count,
+        }[self._kind]
+        return Draft(drafted, self._random.random())
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        self.outcomes.append((num_drafted, num_accepted))
+
+
+def hostile(
+    truth_of: Callable[[Request], Sequence[int]], kind_of: Callable[[Request], str], vocab_size: int
+) -> Callable[[Request], Drafter | None]:
+    """What stands in for `Speculation.drafter`."""
+
+    def drafter(request: Request) -> Drafter | None:
+        if not request.max_draft_tokens:
+            return None
+        return HostileDrafter(kind_of(request), truth_of(request), vocab_size, request.index)
+
+    return drafter

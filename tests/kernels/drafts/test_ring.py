@@ -1,0 +1,74 @@
+"""The ring against a list of all that was appended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvboost_edge.kernels.drafts.ring import GRAM, Ring, append_tokens, find_end, new_ring
+
+ROOM = 64
+
+
+def look(ring: Ring, tail: list[int]) -> tuple[int, int]:
+    found = np.full(2, -1, np.int64)
+    find_end(np.array(tail, np.int32), found, *ring)
+    return int(found[0]), int(found[1])
+
+
+def latest_place(appended: list[int], tail: list[int]) -> tuple[int, int]:
+    """The latest place of the last GRAM tokens that is still there with something behind it, and how far back they
+    agree."""
+    oldest = max(0, len(appended) - ROOM)
+    for end in range(len(appended), oldest + GRAM - 1, -1):
+        if appended[end - GRAM : end] == tail[-GRAM:]:
+            if end == len(appended):
+                return 0, 0
+            length = 0
+            while length < len(tail) and end - length > oldest and appended[end - 1 - length] == tail[-1 - length]:
+                length += 1
+            return length, end
+    return 0, 0
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3])
+def test_it_finds_what_a_search_finds(alphabet: int) -> None:
+    """With two tokens nearly every run of eight stood before: the latest counts, and what was overwritten does not."""
+    rng = np.random.default_rng(alphabet)
+    ring, appended = new_ring(ROOM), list[int]()
+    for _ in range(200):
+        piece = rng.integers(0, alphabet, rng.integers(1, 12))
+        append_tokens(piece.astype(np.int32), *ring)
+        appended += piece.tolist()
+        start = int(rng.integers(0, max(1, len(appended) - GRAM)))
+        tail = (
+            appended[start : start + int(rng.integers(GRAM, 30))]
+            if rng.random() < 0.5
+            else rng.integers(0, alphabet, GRAM).tolist()
+        )
+        if len(tail) >= GRAM:
+            found, expected = look(ring, tail), latest_place(appended, tail)
+            # Another run may have taken its place in the table of hashes: then nothing is found.
+            assert found == expected or (found == (0, 0) and alphabet > 1)
+
+
+def test_what_was_overwritten_is_not_found() -> None:
+    ring = new_ring(ROOM)
+    run = list(range(100, 100 + GRAM))
+    append_tokens(np.array([*run, 1], np.int32), *ring)
+    assert look(ring, run) == (GRAM, GRAM)
+    append_tokens(np.arange(ROOM - GRAM - 1, dtype=np.int32), *ring)
+    assert look(ring, run) == (GRAM, GRAM)
+    append_tokens(np.array([2], np.int32), *ring)
+    assert look(ring, run) == (0, 0)
+
+
+def test_a_hash_that_two_runs_share_is_no_match() -> None:
+    ring = new_ring(ROOM)
+    run = list(range(GRAM))
+    append_tokens(np.array([*run, 1], np.int32), *ring)
+    ring.heads[:] = GRAM  # every hash leads there
+    assert look(ring, run) == (GRAM, GRAM)
+    assert look(ring, [50] * GRAM) == (0, 0)
+    assert look(ring, [50, *run[1:]]) == (0, 0)
+    assert look(ring, [9, *run]) == (GRAM, GRAM)
