@@ -228,6 +228,8 @@ class _EngineCollector(Collector):
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up.", queries),
             "prefix_cache_hits": ("Prompt tokens found.", stats["hit_tokens"]),
+            "spec_decode_num_draft_tokens": ("Tokens guessed ahead.", stats["drafted_tokens"]),
+            "spec_decode_num_accepted_tokens": ("Those that were right.", stats["accepted_tokens"]),
             "num_preemptions": ("Requests that lost their blocks and were computed anew.", stats["preemptions"]),
         }
         for name, (text, value) in gauges.items():

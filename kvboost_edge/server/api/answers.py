@@ -61,7 +61,7 @@ class Usage(_Answer):
 
 
 class Timings(_Answer):
-    """llama.cpp's figures."""
+    """llama.cpp's figures. `draft_n` tokens were guessed ahead, `draft_n_accepted` of them were right."""
 
     cache_n: int
     prompt_n: int
@@ -72,6 +72,8 @@ class Timings(_Answer):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
 
 
 class Costs(_Answer):

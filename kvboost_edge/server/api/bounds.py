@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from kvboost_edge.config import MOST_DRAFT_TOKENS
+
 __all__ = ["BOUNDS", "COUNTS", "Bound", "bounded", "counted"]
 
 
@@ -46,6 +48,7 @@ BOUNDS: dict[str, Bound] = {
     "priority": Bound(-1_000_000, 1_000_000),
     "recompute_overlap": Bound(0, 4096),
     "recompute_ratio": Bound(0, 1, integer=False),
+    "max_draft_tokens": Bound(1, MOST_DRAFT_TOKENS),
     "ttl": Bound(0, 10**9, integer=False, open_low=True),  # seconds
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),

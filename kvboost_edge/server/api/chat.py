@@ -59,7 +59,7 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
             params=params,
             per_prompt=body.num_choices,
             mode=check_mode(state, body.mode),
-            repair=body.repair,
+            options=body.engine_options,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),
             cache_key=body.cache_key,

@@ -63,7 +63,7 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
             params=params,
             per_prompt=body.num_sequences,
             mode=check_mode(state, body.mode),
-            repair=body.repair,
+            options=body.engine_options,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),
             cache_key=body.cache_key,

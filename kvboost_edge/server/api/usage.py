@@ -97,6 +97,8 @@ def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationRes
         "predicted_ms": round(predicted_ms, 3),
         "predicted_per_token_ms": _ratio(predicted_ms, predicted),
         "predicted_per_second": _ratio(predicted * 1e3, predicted_ms),
+        "draft_n": sum(result.drafted_tokens for result in results),
+        "draft_n_accepted": sum(result.accepted_tokens for result in results),
     }
 
 

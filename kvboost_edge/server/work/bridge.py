@@ -65,7 +65,7 @@ class Job:
                    prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
-    repair         keywords of the engine's `submit` that say how reuse at other positions is repaired
+    options        other keywords of the engine's `submit`
     cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
     size           characters or tokens of all prompts, and some for each message
     """
@@ -77,7 +77,7 @@ class Job:
     mode: GenerationMode
     cache_salt: str | None
     priority: int
-    repair: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cache_key: str | None = dataclasses.field(default=None, repr=False)
     retention: float | None = None
     pin: bool = False
@@ -159,7 +159,7 @@ async def _submit(
                         sampling=params,
                         entry=entry,
                         mode=job.mode,
-                        **job.repair,
+                        **job.options,
                         tenant=ticket.tenant,
                         weight=ticket.weight,
                         cache_salt=job.cache_salt,

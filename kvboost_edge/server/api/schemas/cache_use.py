@@ -1,4 +1,4 @@
-"""The `kvboost` object of a body: how a request may use the cache."""
+"""The `kvboost` object of a body: how a request may use the cache, and what was said before."""
 
 from __future__ import annotations
 
@@ -25,11 +25,22 @@ class CacheUse(Strict):
     recompute_strategy: Literal["none", "selective", "cacheblend"] | None = None
     recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = None
     recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = None
+    speculation: Literal["auto", "on", "off"] | None = Field(
+        None, description="whether tokens are guessed ahead from what was said before; answers are the same"
+    )
+    max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = None
 
     @property
     def repair(self) -> dict[str, Any]:
         """The fields that were given of those that say how reuse is repaired."""
-        names = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
+        return self._given("recompute_strategy", "recompute_overlap", "recompute_ratio")
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """The fields that were given of those about tokens guessed ahead."""
+        return self._given("speculation", "max_draft_tokens")
+
+    def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_together(self, cache_prompt: bool | None) -> None:

@@ -307,9 +307,9 @@ class SamplingFields(Strict):
         return GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
 
     @property
-    def repair(self) -> dict[str, Any]:
-        """What was said of how reuse at other positions is repaired: keywords of the engine's `submit`."""
-        return {} if self.kvboost is None else self.kvboost.repair
+    def engine_options(self) -> dict[str, Any]:
+        """What was said of reuse at other positions and of drafts: keywords of the engine's `submit`."""
+        return {} if self.kvboost is None else {**self.kvboost.repair, **self.kvboost.drafts}
 
     @property
     def cache_key(self) -> str | None:
