@@ -12,14 +12,16 @@ round. "together": eight free chats at once. First, what a pass costs by its row
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import harness
-from bench_peers import parser_for_models
+from bench_peers import Worker, parser_for_models
 from kvboost_edge import CPUPagedEngine, GenerationResult
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine import sequence as running_state
@@ -120,6 +122,33 @@ def _batch(count: int, block_size: int) -> ForwardBatch:
     return ForwardBatch(positions * 7919 % 40000, positions, layout, np.arange(count, dtype=np.int64))
 
 
+class Lookup:
+    """llama.cpp and its prompt lookup, in a process of their own."""
+
+    def __init__(self, python: Path, model: Path, options: argparse.Namespace) -> None:
+        script = Path(__file__).parent / "peers" / "lookup.py"
+        command = [str(python), str(script), str(model), str(options.threads), str(options.capacity // 4)]
+        self._worker = Worker("llama.cpp", command, dict(os.environ))
+
+    def task(self, bench: Bench, task: Task) -> None:
+        """How much faster its lookup makes it, and how fast ours is beside it."""
+        prompt, ratios, beside = bench._prompt(task), list[float](), list[float]()
+        for number in range(bench.rounds + 1):
+            bench.engine.reset_cache()
+            (ours,) = bench._ask([prompt], "auto")
+            count = ours.generated_tokens
+            theirs = {drafts: self._seconds(prompt, count, drafts=drafts) for drafts in (False, True)}
+            if number:
+                ratios.append(theirs[False] / theirs[True])
+                beside.append(theirs[True] / (_behind_first(ours) / 1e3 / (count - 1)))
+        bench._row(f"{task.name}, llama.cpp with its lookup, times as fast", ratios, None)
+        bench._row(f"{task.name}, ours, times as fast as llama.cpp with its lookup", beside, None)
+
+    def _seconds(self, prompt: list[int], count: int, *, drafts: bool) -> float:
+        answer = self._worker.ask("generate", tokens=prompt, count=count, drafts=drafts)
+        return float(answer["seconds"]) / (answer["count"] - 1)
+
+
 def _behind_first(result: GenerationResult) -> float:
     return result.token_times_ms[-1] - result.token_times_ms[0]
 
@@ -152,6 +181,7 @@ def main() -> None:
     options.add_argument("--capacity", type=int, default=16384, help="tokens of KV")
     options.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
     options.add_argument("--only", choices=("real", "random"), help="one of the models alone")
+    options.add_argument("--peers-python", type=Path, default=Path(__file__).parents[1] / ".venv-peers/bin/python")
     chosen = options.parse_args()
     if chosen.quick:
         chosen.shape, chosen.rounds = "tiny", 1
@@ -165,6 +195,10 @@ def main() -> None:
             for task in TASKS:
                 bench.task(task)
             bench.together(TASKS[-1])
+            if chosen.peers_python.exists():
+                lookup = Lookup(chosen.peers_python, real_model(), chosen)
+                for task in TASKS:
+                    lookup.task(bench, task)
             rows += bench.rows
     if chosen.only != "real":
         model = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf"

@@ -21,6 +21,7 @@ class Engine:
             num_blocks=options.capacity // 16,
             num_threads=options.threads,
             kv_cache_bits=options.kv,
+            speculation="off",  # others guess nothing: a token costs a pass
             **disk,
             **shared,
         )

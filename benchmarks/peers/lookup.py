@@ -1,0 +1,39 @@
+"""llama.cpp's prompt lookup for bench_speculation.py: a process that answers prompts with it and without.
+
+lookup.py MODEL THREADS CAPACITY    then lines {"tokens": [...], "count": n, "drafts": true} on standard input
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from llama_cpp import Llama
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+_DRAFTED = 10  # the default, and what its documentation advises for a GPU; 2 for a CPU was not faster
+
+
+def main() -> None:
+    model, threads, capacity = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    common = {"n_ctx": capacity, "n_threads": threads, "n_threads_batch": threads, "verbose": False, "seed": 0}
+    engines = {
+        True: Llama(model, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_DRAFTED), **common),
+        False: Llama(model, **common),
+    }
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        engine = engines[asked["drafts"]]
+        engine.reset()
+        times: list[float] = []
+        for _ in engine.generate(asked["tokens"], temp=0.0, repeat_penalty=1.0):
+            times.append(time.perf_counter())
+            if len(times) == asked["count"]:
+                break
+        print(json.dumps({"seconds": times[-1] - times[0], "count": len(times)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
