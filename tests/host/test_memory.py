@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.host import memory
-from kvboost_edge.host.memory import Region, Slack, process_rss, resident_bytes
+from kvboost_edge.host.memory import Region, Slack, process_rss, resident_bytes, uncollected
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
@@ -117,3 +118,19 @@ def test_only_what_nothing_can_write_is_dropped() -> None:
 
 def test_the_process_is_resident() -> None:
     assert 1e6 < process_rss() < memory.total_bytes()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        inside = []
+        with pytest.raises(ZeroDivisionError), uncollected():
+            inside.append(gc.isenabled() / 0)
+        with uncollected():
+            inside.append(gc.isenabled())
+        assert inside == [False]
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -25,42 +25,14 @@ from hypothesis.stateful import (
 )
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
-from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
+from kvcache.pool_model import POISON, ROOTS, Live, Prefix, picks, tokens_lists
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
 NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "100" if QUICK else "1000"))
-
-Prefix = tuple[bytes, tuple[int, ...]]
-POISON: Prefix = (b"poison", ())
-ROOTS = [b"A" * 32, b"B" * 32]
-
-# Prompts that often begin alike: a stretch of one of two texts, then up to three tokens of their own.
-TEXTS = [[0] * 16, [0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1]]
-tokens_lists = st.builds(
-    lambda text, length, tail: text[:length] + tail,
-    st.sampled_from(TEXTS),
-    st.integers(1, 14),
-    st.lists(st.integers(0, 1), max_size=3),
-)
-picks = st.integers(0, 1000)
-
-
-@dataclasses.dataclass(eq=False)
-class Live:
-    """What the model knows of one live table. `node` is the identity of the prefix its chain has reached."""
-
-    table: BlockTable
-    tokens: list[int]
-    root: bytes
-    computed: int = 0
-    extended: int = 0
-    chained: int = 0
-    node: Any = None
-    uncounted: tuple[int, int] = (0, 0)
-    withdrawn: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -9,9 +9,10 @@ prompts that come once does not push out what is used.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvboost_edge.tiers.disk.sidecar import Record, padded
@@ -129,27 +130,39 @@ class Index:
         """Fill an empty index with the records of segments, in the order they were written; the later of two of one
         hash counts. `uses`, oldest first, is what counted when the manifest was written; of what is before `frontier`
         nothing else does, and what is behind it is younger."""
-        places: dict[tuple[int, int], Entry] = {}
+        places: dict[int, dict[int, Record]] = {}
         young: list[Entry] = []
         for number, records in segments:
-            entries = [Entry(number, record) for record in records]
-            if (number, 0) > frontier:
-                young += entries
-            elif number < frontier[0]:
-                places.update({(number, entry.offset): entry for entry in entries})
-            else:
-                young += (entry for entry in entries if entry.offset > frontier[1])
-                places.update({(number, entry.offset): entry for entry in entries if entry.offset <= frontier[1]})
+            last = frontier[1] if number == frontier[0] else -1 if number > frontier[0] else math.inf
+            places[number] = {record[0]: record for record in records if record[0] <= last}
+            young += [Entry(number, record) for record in records if record[0] > last]
         with self._lock:
-            for segment, offset, proven in uses:
-                found = places.get((segment, offset))
-                if found is not None and found.prefix_hash not in self._entries:
-                    found.proven = proven
-                    self._insert(found)
+            self._fill(places, uses)
             for entry in young:
                 self._replace(entry)
             for prefix_hash in reversed(self._most_recent_first(entry.prefix_hash for entry in young)):
                 self._renew(self._entries[prefix_hash], False)
+
+    def _fill(self, places: Mapping[int, Mapping[int, Record]], uses: Sequence[Use]) -> None:
+        """`_insert` what counted when the manifest was written: tens of thousands at a start, which waits for it."""
+        entries, uses_before, nothing = self._entries, self._uses, dict[int, Record]()
+        live, probation = self.live, 0
+        for segment, offset, proven in uses:
+            record = places.get(segment, nothing).get(offset)
+            if record is None or record[3] in entries:
+                continue
+            entry = Entry(segment, record)
+            entry.proven = proven
+            uses_before += 1
+            entry.last_use = uses_before
+            entries[entry.prefix_hash] = entry
+            live[segment] += entry.nbytes
+            probation += 0 if proven else entry.nbytes
+        # In the order of insertion, which is that of use.
+        for is_proven, order in enumerate(self._orders):
+            order.update((hash_, entry) for hash_, entry in entries.items() if entry.proven == is_proven)
+        self._uses, self.nbytes, self._probation_bytes = uses_before, live.total(), probation
+        self._frontier = max([self._frontier, *((entry.segment, entry.offset) for entry in entries.values())])
 
     def snapshot(self) -> tuple[list[Use], tuple[int, int]]:
         """What `load` wants of the manifest."""

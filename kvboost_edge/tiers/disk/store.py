@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.memory import uncollected
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk.cleaning import Cleaner
 from kvboost_edge.tiers.disk.directory import SpaceDirectory
@@ -77,7 +78,8 @@ class Store:
         path = self.directory.path
         segments, index = Segments(path, self._space, self._files, owned=self.directory.owned), Index()
         uses, frontier = decode_manifest(read_file(self._files, path / ORDER) or b"", self._space)
-        index.load(segments.load(frontier[0]), uses, frontier)
+        with uncollected():
+            index.load(segments.load(frontier[0]), uses, frontier)
         self._segments, self.index = segments, index
         self.cleaner = Cleaner(index, segments, self.room)
 

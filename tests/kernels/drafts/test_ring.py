@@ -57,9 +57,9 @@ def test_what_was_overwritten_is_not_found() -> None:
     run = list(range(100, 100 + GRAM))
     append_tokens(np.array([*run, 1], np.int32), *ring)
     assert look(ring, run) == (GRAM, GRAM)
-    append_tokens(np.arange(ROOM - GRAM - 1, dtype=np.int32), *ring)
+    append_tokens(np.zeros(ROOM - GRAM - 1, np.int32), *ring)
     assert look(ring, run) == (GRAM, GRAM)
-    append_tokens(np.array([2], np.int32), *ring)
+    append_tokens(np.zeros(1, np.int32), *ring)
     assert look(ring, run) == (0, 0)
 
 

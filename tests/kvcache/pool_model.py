@@ -1,0 +1,41 @@
+"""What the model of a pool knows of tables, and prompts that often begin alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvboost_edge.kvcache.block_table import BlockTable
+
+__all__ = ["POISON", "ROOTS", "Live", "Prefix", "picks", "tokens_lists"]
+
+Prefix = tuple[bytes, tuple[int, ...]]
+POISON: Prefix = (b"poison", ())
+ROOTS = [b"A" * 32, b"B" * 32]
+
+# Prompts that often begin alike: a stretch of one of two texts, then up to three tokens of their own.
+TEXTS = [[0] * 16, [0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1]]
+tokens_lists = st.builds(
+    lambda text, length, tail: text[:length] + tail,
+    st.sampled_from(TEXTS),
+    st.integers(1, 14),
+    st.lists(st.integers(0, 1), max_size=3),
+)
+picks = st.integers(0, 1000)
+
+
+@dataclasses.dataclass(eq=False)
+class Live:
+    """What the model knows of one live table. `node` is the identity of the prefix its chain has reached."""
+
+    table: BlockTable
+    tokens: list[int]
+    root: bytes
+    computed: int = 0
+    extended: int = 0
+    chained: int = 0
+    node: Any = None
+    uncounted: tuple[int, int] = (0, 0)
+    withdrawn: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
