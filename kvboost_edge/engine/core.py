@@ -29,6 +29,7 @@ from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.retention import Retention, pin_prompt
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.tiering import Untiered
 from kvboost_edge.engine.work import ScheduledTokens
@@ -38,7 +39,6 @@ from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
-    from kvboost_edge.text.tokenizer import Tokenizer
     from kvboost_edge.tiers.mover import Piece
 
 __all__ = ["EngineCore"]
@@ -66,15 +66,14 @@ class EngineCore:
         runner: Runner,
         backend: Backend,
         scheduler: Scheduler,
-        tokenizer: Tokenizer,
-        *,
+        sequences: Sequences,
         debug_checks: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         self.scheduler = scheduler
         self._runner = runner
         self._backend = backend
-        self._tokenizer = tokenizer
+        self._sequences = sequences
         self._prober = Prober(runner, scheduler.manager, scheduler.max_batch_tokens)
         self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else Unwatched()
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
@@ -155,8 +154,7 @@ class EngineCore:
 
     def _submit(self, request: Request) -> Sequence:
         self.scheduler.check_fits(request)
-        handle = RequestHandle(request.index, self.cancel)
-        sequence = Sequence(request, handle, self._tokenizer, self.scheduler.speculation.drafter(request))
+        sequence = self._sequences.make(request, RequestHandle(request.index, self.cancel))
         with self._gate:
             self.check_open()
             message = Submit(sequence)  # first: Ctrl-C must find no place between the next two

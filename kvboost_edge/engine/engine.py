@@ -26,6 +26,7 @@ from kvboost_edge.engine.prompts import Document, Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tiering import make_tiering
 from kvboost_edge.engine.verify import verify
@@ -79,9 +80,9 @@ class CPUPagedEngine:
             min_chunk_tokens=config.min_chunk_tokens,
             closes_blocks=parts.backend.spec.is_quantized,
         )
-        self._core = EngineCore(
-            parts.runner, parts.backend, self._scheduler, parts.tokenizer, debug_checks=config.debug_checks
-        )
+        info, speculation = parts.runner.info, self._scheduler.speculation
+        sequences = Sequences(parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids)
+        self._core = EngineCore(parts.runner, parts.backend, self._scheduler, sequences, config.debug_checks)
         self._core.use_tiers(tiering)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         self._calls = Calls(self._core)
@@ -350,8 +351,6 @@ class CPUPagedEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    # Inside.
 
     def _read_all(
         self,

@@ -14,6 +14,7 @@ from kvboost_edge.config import MAX_WEIGHT, MOST_DRAFT_TOKENS, EngineConfig, Gen
 from kvboost_edge.engine.answers import AnswerStore
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.drafting import prepare_drafts
+from kvboost_edge.engine.grammars import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
 from kvboost_edge.engine.seeds import Seeds
@@ -236,8 +237,16 @@ class Intake:
             repair=repair,
             gate="" if repair is None else _GATES[self._config.reuse_gate],
             max_draft_tokens=0 if prefill_only or logits_start is not None else self._most_drafted(terms),
+            grammar=self._grammar(params, needs_logits=prefill_only or logits_start is not None),
             always_drafts=(terms.speculation or self._config.speculation) == "on",
         )
+
+    def _grammar(self, params: SamplingParams, *, needs_logits: bool) -> Grammar | None:
+        """What the answer has to fit; RequestError where there will be none."""
+        grammar = read_grammar({kind: getattr(params, kind) for kind in KINDS})
+        if grammar is not None and needs_logits:
+            raise RequestError(f"{grammar.kind} is what an answer fits, and none is generated here")
+        return grammar
 
     def _most_drafted(self, terms: Terms) -> int:
         """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it

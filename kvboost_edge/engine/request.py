@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair
 
@@ -42,6 +43,8 @@ class SamplingParams:
     prompt_logprobs      the same for the prompt's tokens; the prompt is then computed, not taken from the cache
     stop                 strings that end the output; they are not part of it
     stop_token_ids       tokens that end the output like EOS; they end even when `ignore_eos` is set
+    json_schema, regex, grammar, choice   one of them, which the whole output fits: a JSON schema (a dict, or its JSON),
+                         a regular expression, a grammar in Lark or GBNF, a list of strings; extra [structured]
     """
 
     temperature: float | None = None
@@ -60,6 +63,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_new_tokens: int | None = 64
+    json_schema: Mapping[str, Any] | str | bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingParams:
@@ -140,6 +147,7 @@ class Request:
     repair           how what it shares at other positions is repaired; None: its mode shares nothing there
     gate             whether that was tested on this model before, see `GenerationResult`
     max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
+    grammar          what its answer fits
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
@@ -170,6 +178,7 @@ class Request:
     repair: Repair | None = None
     gate: str = ""
     max_draft_tokens: int = 0
+    grammar: Grammar | None = None
     always_drafts: bool = False
 
     @property

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.phases import phase_times
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
@@ -22,6 +23,7 @@ from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.drafting import Drafter
+    from kvboost_edge.engine.structure import Structure
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -56,6 +58,7 @@ class Sequence:
     found           [start, stop) of the runs found at other positions, when it was let in
     num_span_tokens, num_found_tokens   prompt tokens shared there, and in all those runs
     drafter         proposes drafts; None: it has none
+    structure       what its answer has to fit; None: nothing
     drafted         what the next step computes behind its last token
     probe           looks at its spans first: until it is done nothing else is computed
 
@@ -63,10 +66,16 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, handle: RequestHandle, tokenizer: Tokenizer, drafter: Drafter | None = None
+        self,
+        request: Request,
+        handle: RequestHandle,
+        tokenizer: Tokenizer,
+        drafter: Drafter | None = None,
+        structure: Structure | None = None,
     ) -> None:
         self.request = request
         self.drafter = drafter
+        self.structure = structure
         self.drafted: list[int] = []
         self.num_drafted = self.num_accepted = 0
         self.handle = handle
@@ -296,33 +305,36 @@ class Sequence:
     def accept(self, logits: Floats) -> str | None:
         """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish reason, or None."""
         request = self.request
-        token_id = self._sample(logits, self.token_ids, request.num_prompt_tokens)
+        possible = logits if self.structure is None else self.structure.masked(logits)
+        token_id = self._sample(possible, self.token_ids, request.num_prompt_tokens)
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = token_logprobs(logits, token_id, request.params.logprobs)
             self._logprobs.append(logprobs)
         self.token_ids.append(token_id)
-        text, reason = self._read(token_id)
+        is_whole = self.structure is not None and self.structure.advance(token_id)
+        text, reason = self._read(token_id, is_whole)
         now = time.perf_counter()
         self._token_times.append(now)
         self._text.append(text)
         self.handle._push(TokenEvent(token_id, text, (now - request.entered_at) * 1e3, logprobs))
         return reason
 
-    def _read(self, token_id: int) -> tuple[str, str | None]:
-        """The text that is certain now, and why the output ends with this token (None: it goes on)."""
+    def _read(self, token_id: int, is_whole: bool) -> tuple[str, str | None]:
+        """The text that is certain now, and why the output ends with this token (None: it goes on). is_whole: nothing
+        can follow."""
         if token_id in self.request.stop_ids:
             text, stopped = self._stops.push(self._detokenizer.flush())
             return (text if stopped else text + self._stops.flush()), "stop"
         text, stopped = self._stops.push(self._detokenizer.push(token_id))
         if stopped:
             return text, "stop"
-        if self.num_tokens < self.request.max_tokens:
+        if self.num_tokens < self.request.max_tokens and not is_whole:
             return text, None
         rest, stopped = self._stops.push(self._detokenizer.flush())
         if stopped:
             return text + rest, "stop"
-        return text + rest + self._stops.flush(), "length"
+        return text + rest + self._stops.flush(), "stop" if is_whole else "length"
 
     def answer(self) -> tuple[str, list[int]]:
         """The output's text, and the ids it was written with: without the token that ended it."""
@@ -333,7 +345,16 @@ class Sequence:
         """The outcome as of now. The text is what was handed out: a cancelled request keeps back what was uncertain."""
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])
-        phases = self._phases(time.perf_counter())
+        phases = phase_times(
+            request,
+            time.perf_counter(),
+            looked_up=self.looked_up_at,
+            admitted=self.admitted_at,
+            repaired=self._repaired_at,
+            first_token=self._token_times[0] if self._token_times else None,
+            load_seconds=self._load_seconds,
+            probe_seconds=self._probe_seconds,
+        )
         total_ms = sum(phases.values())
         times = tuple((t - request.entered_at) * 1e3 for t in self._token_times)
         return GenerationResult(
@@ -377,23 +398,3 @@ class Sequence:
             found[tier] = min(count, rest)
             rest -= found[tier]
         return {"pool": rest, **found}
-
-    def _phases(self, now: float) -> dict[str, float]:
-        """Milliseconds between the marks of the request's life; a mark that was never reached takes the next one's
-        time."""
-        request = self.request
-        first_token = self._token_times[0] if self._token_times else now
-        admitted = first_token if self.admitted_at is None else self.admitted_at
-        looked_up = admitted if self.admitted_at is None or self.looked_up_at is None else self.looked_up_at
-        probed = admitted + self._probe_seconds
-        repaired = min(max(self._repaired_at or probed, probed), max(first_token, probed))
-        return {
-            "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
-            "queue": (looked_up - request.tokenized_at - self._load_seconds) * 1e3,
-            "lookup": (admitted - looked_up) * 1e3,
-            "load": self._load_seconds * 1e3,
-            "probe": self._probe_seconds * 1e3,
-            "repair": (repaired - probed) * 1e3,
-            "prefill": (first_token - repaired) * 1e3,
-            "decode": (now - first_token) * 1e3,
-        }

@@ -15,6 +15,8 @@ from kvboost_edge.engine.sequence import Sequence
 
 __all__ = ["Speculation"]
 
+_FORCED = 0.98  # a grammar leaves one text, and the model may cut it into other tokens
+
 
 class Speculation:
     """Drafts of all sequences of an engine: who gets how many, and what became of them."""
@@ -41,7 +43,7 @@ class Speculation:
         proposed: list[tuple[Sequence, Draft]] = []
         for sequence in decoding:
             most = self.room(sequence, block_size) if sequence.drafter is not None else 0
-            draft = sequence.drafter.propose(sequence.token_ids, most) if sequence.drafter and most > 0 else None
+            draft = _propose(sequence, most) if most > 0 else None
             if draft is not None:
                 proposed.append((sequence, draft))
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
@@ -62,3 +64,11 @@ class Speculation:
         self.num_accepted += num_accepted
         if sequence.drafter is not None:
             sequence.drafter.learn(num_drafted, num_accepted)
+
+
+def _propose(sequence: Sequence, most: int) -> Draft | None:
+    """What is sure to follow by the sequence's grammar, else what its drafter proposes."""
+    forced = [] if sequence.structure is None else sequence.structure.forced()[:most]
+    if forced:
+        return Draft(forced, _FORCED)
+    return None if sequence.drafter is None else sequence.drafter.propose(sequence.token_ids, most)

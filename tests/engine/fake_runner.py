@@ -28,6 +28,7 @@ from kvboost_edge.engine.ledger import MemoryLedger
 from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import CopyOp
@@ -262,9 +263,8 @@ class Bench:
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
         )
-        self.core = EngineCore(
-            self.parts.runner, self.parts.backend, self.scheduler, self.parts.tokenizer, debug_checks=debug_checks
-        )
+        sequences = Sequences(self.parts.tokenizer, self.scheduler.speculation, VOCAB_SIZE, self.parts.eos_token_ids)
+        self.core = EngineCore(self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks)
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
         self.num_requests = 0

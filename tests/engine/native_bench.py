@@ -19,6 +19,7 @@ from kvboost_edge.engine.loads import Loads, NoShelf
 from kvboost_edge.engine.request import Request, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.engine.scheduler import Scheduler
+from kvboost_edge.engine.sequences import Sequences
 from kvboost_edge.engine.tiering import MoverShelf, Tiering
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -83,7 +84,8 @@ class NativeBench:
             loads=loads,
             closes_blocks=bits != (16, 16),
         )
-        self.core = EngineCore(runner, self.backend, self.scheduler, fake_tokenizer(), debug_checks=True)
+        sequences = Sequences(fake_tokenizer(), self.scheduler.speculation, runner.info.vocab_size, frozenset())
+        self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))
         self._num_requests = 0
