@@ -19,7 +19,7 @@ def main() -> None:
     model, threads, capacity = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     common = {"n_ctx": capacity, "n_threads": threads, "n_threads_batch": threads, "verbose": False, "seed": 0}
     engines = {
-        True: Llama(model, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_DRAFTED), **common),
+        True: Llama(model, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_DRAFTED), logits_all=True, **common),
         False: Llama(model, **common),
     }
     print(json.dumps({"ready": True}), flush=True)

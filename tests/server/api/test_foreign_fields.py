@@ -25,12 +25,10 @@ OTHER_SERVERS: list[tuple[str, Any, str]] = [
     ("mirostat", 2, "top_p"),
     ("min_tokens", 5, "ignore_eos"),
     ("n_probs", 5, "logprobs"),
-    ("guided_json", {}, "guided decoding"),
-    ("grammar", "root ::= 1", "guided decoding"),
     ("use_beam_search", True, "best_of"),
     ("options", {"num_ctx": 5}, "beside"),
     ("think", False, "chat_template_kwargs"),
-    ("format", "json", "guided decoding"),
+    ("format", "json", "use response_format"),
     ("dry_multiplier", True, "penalty"),
 ]
 MEANINGLESS: dict[str, Any] = {

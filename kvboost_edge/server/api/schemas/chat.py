@@ -85,11 +85,6 @@ def _check_template_value(item: Any) -> None:
         raise field_error("chat_template_kwargs", "must map names to strings, numbers or booleans")
 
 
-def _response_format(value: Any) -> None:
-    if value is not None and value != {"type": "text"}:
-        raise field_error("not_built", "anything but {'type': 'text'} is not built in this server")
-
-
 def _modalities(value: Any) -> None:
     if value is not None and value != ["text"]:
         raise field_error("not_built", "anything but ['text'] is not built in this server")
@@ -109,7 +104,6 @@ _PARTS_SCHEMA = {
 }
 
 
-ResponseFormat = Annotated[None, PlainValidator(_response_format), or_null({"const": {"type": "text"}})]
 Modalities = Annotated[None, PlainValidator(_modalities), or_null({"const": ["text"]})]
 TemplateVariables = Annotated[
     dict[str, Any],
@@ -159,7 +153,6 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, bounded("max_completion_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounded("top_logprobs")] | None = None
-    response_format: ResponseFormat = None
     modalities: Modalities = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = Field(None, description="false: the model continues the messages as they are")

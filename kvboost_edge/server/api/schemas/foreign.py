@@ -37,7 +37,6 @@ SAME_AS = {
 
 _IGNORED = Foreign("", ignored=True)
 _SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
-_GUIDED = "guided decoding is not built in this server"
 _TEMPLATE = "the model's own chat template is used; its variables go in chat_template_kwargs"
 
 GENERATING: dict[str, Foreign] = {
@@ -72,8 +71,6 @@ GENERATING: dict[str, Foreign] = {
     "response_fields": Foreign("answers are always whole", ([],)),
     "lora": Foreign("adapters are not built in this server", ([],)),
     "image_data": Foreign("images are not built in this server", ([],)),
-    "grammar": Foreign(_GUIDED, ("",)),
-    "json_schema": Foreign(_GUIDED),
     # vLLM
     "min_tokens": Foreign("use ignore_eos with max_tokens for an answer of one length", (0,)),
     "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
@@ -88,11 +85,6 @@ GENERATING: dict[str, Foreign] = {
     "bad_words": Foreign("use logit_bias", ([],)),
     "logits_processors": Foreign("use logit_bias", ([],)),
     "return_tokens_as_token_ids": Foreign("use return_token_ids", (False,)),
-    "guided_json": Foreign(_GUIDED),
-    "guided_regex": Foreign(_GUIDED),
-    "guided_choice": Foreign(_GUIDED),
-    "guided_grammar": Foreign(_GUIDED),
-    "structured_outputs": Foreign(_GUIDED),
     "chat_template": Foreign(_TEMPLATE),
     "documents": Foreign("put them into a message", ([],)),
     "mm_processor_kwargs": Foreign("images are not built in this server", ({},)),
@@ -102,7 +94,7 @@ GENERATING: dict[str, Foreign] = {
     "options": Foreign("put its fields beside the others"),
     "num_ctx": Foreign("the context is the model's, see max_model_len of /v1/models"),
     "keep_alive": _IGNORED,
-    "format": Foreign(_GUIDED, ("",)),
+    "format": Foreign("use response_format", ("",)),
     "raw": Foreign("use /v1/completions", (False,)),
     "system": Foreign("send a message with role 'system' to /v1/chat/completions", ("",)),
     "template": Foreign(_TEMPLATE, ("",)),

@@ -20,6 +20,7 @@ from pydantic import (
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
+from kvboost_edge.server.api.schemas.answer_format import ResponseFormat, Schema, Structured, Text, Texts, merged
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.foreign import GENERATING
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
@@ -262,6 +263,14 @@ class SamplingFields(Strict):
     priority: Annotated[int, bounded("priority")] | None = None
     cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
     kvboost: CacheUse | None = None
+    response_format: ResponseFormat = Field(default_factory=dict)
+    json_schema: Schema | None = None
+    grammar: Text | None = Field(None, description="Lark or GBNF")
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    structured_outputs: Structured | None = None
     prompt_cache_key: Label | None = Field(
         None,
         description="names prompts that begin alike: what two requests under it have in common is given up after all "
@@ -285,6 +294,8 @@ class SamplingFields(Strict):
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         if self.kvboost is not None:
             self.kvboost.check_together(self.cache_prompt)
+        if isinstance(found := self._answer_formats(), tuple):
+            raise bad_field(found[1], f"{found[0]} and {found[1]} are both given; an answer fits one of them")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ApiError for a token id that the model does not have."""
@@ -321,6 +332,25 @@ class SamplingFields(Strict):
         """Seconds that the prompt is retained."""
         return _DAY_SECONDS if self.prompt_cache_retention == "24h" else None
 
+    def _answer_formats(self) -> dict[str, Any] | tuple[str, str]:
+        spelled = {
+            "response_format": self.response_format,
+            "json_schema": {"json_schema": self.json_schema},
+            "grammar": {"grammar": self.grammar or None},
+            "guided_json": {"json_schema": self.guided_json},
+            "guided_regex": {"regex": self.guided_regex},
+            "guided_choice": {"choice": self.guided_choice},
+            "guided_grammar": {"grammar": self.guided_grammar},
+            "structured_outputs": self.structured_outputs or {},
+        }
+        return merged({name: {k: v for k, v in one.items() if v is not None} for name, one in spelled.items()})
+
+    @property
+    def answer_format(self) -> dict[str, Any]:
+        """What the answer has to fit: keywords of the engine's parameters."""
+        found = self._answer_formats()
+        return {} if isinstance(found, tuple) else found
+
     def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, **more: Any) -> SamplingParams:
         """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless given; choice i of a
         seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine; others count modulo 2^64."""
@@ -340,5 +370,6 @@ class SamplingFields(Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             max_new_tokens=max_new_tokens,
+            **self.answer_format,
             **more,
         )
