@@ -1,5 +1,5 @@
-"""What an answer has to fit, as OpenAI, llama.cpp and vLLM spell it: one of the engine's json_schema, regex, grammar and
-choice. What is in a schema or a grammar is judged by the engine."""
+"""What an answer has to fit, as OpenAI, llama.cpp and vLLM spell it: one of the engine's json_schema, regex, grammar
+and choice. What is in a schema or a grammar is judged by the engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from kvboost_edge.engine.grammars import KINDS
 from kvboost_edge.server.api.schemas.strict import field_error
 
 __all__ = ["ResponseFormat", "Schema", "Structured", "Text", "Texts", "merged"]
 
-_NAMES = {
-    "json": "json_schema",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-}
+_NAMES = {"json": "json_schema", **{name: name for name in KINDS}}
 _ANY_OBJECT = {"type": "object"}
 
 
