@@ -29,6 +29,18 @@ def test_a_repetition_goes_on() -> None:
     assert proposed([9] * 10, most=4) == [9] * 4
 
 
+def test_behind_a_word_that_was_exchanged_the_old_text_goes_on() -> None:
+    drafter = Drafter(b"a", Memory())
+    text = [*SAID, 7, *SAID[:5]]
+    assert drafter.propose(text, 4).token_ids == SAID[5:9]  # type: ignore[union-attr]
+    text += [SAID[5], 999]  # where SAID has SAID[6]
+    assert drafter.propose(text, 4).token_ids == SAID[7:11]  # type: ignore[union-attr]
+    for _ in range(3):
+        drafter.learn(4, 0)
+    assert drafter.propose([*text, 998], 4) is None, "it is another text by now"
+    assert drafter.propose([*text, 998, *SAID[20:24]], 4).token_ids == SAID[24:28]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("text", [[1], [1, 2, 3, 4, 5], [*SAID, 7, *SAID[:2]]])
 def test_too_short_a_match_proposes_nothing(text: list[int]) -> None:
     assert proposed(text) is None
