@@ -23,7 +23,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatErro
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
 from kvboost_edge.models.config.file import context_length
-from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
+from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, PagedPass, ProbePass
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.plan import compute_dtype
@@ -87,6 +87,9 @@ class TorchRunner:
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
+        raise BackendUnavailable(str(self.moved_keys_refusal))
+
+    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
         raise BackendUnavailable(str(self.moved_keys_refusal))
 
     @classmethod
