@@ -95,9 +95,16 @@ def oracle() -> Oracle:
     return Oracle()
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[CPUPagedEngine]:
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", weights="f32", num_blocks=128) as made:
+RUNNERS: dict[str, dict[str, Any]] = {
+    "native": {"weights": "f32"},
+    "torch": {"runner": "torch", "backend": "torch", "dtype": "float32", "num_threads": 1},
+}
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **RUNNERS[request.param]) as made:
+        assert made.runner_info.name == request.param
         prepare_search()
         yield made
 
@@ -213,15 +220,15 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
     assert seen.result.phases["probe"] > 0
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("given", [{}, {"kv_cache_bits": 8}, RUNNERS["torch"]], ids=["native", "KV 8", "torch"])
 @pytest.mark.parametrize("repair", [BLOCKS, QUERY], ids=["values", "query"])
 def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(
-    repair: Repair, bits: int, monkeypatch: pytest.MonkeyPatch
+    repair: Repair, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces that are computed and not looked at are there for those behind them."""
     chosen = []
     for budget in (512, 48, 16):
-        options: dict[str, Any] = {"kv_cache_bits": bits, "max_batch_tokens": budget, "debug_checks": True}
+        options: dict[str, Any] = {**given, "max_batch_tokens": budget, "debug_checks": True}
         with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **options) as made:
             served, ids = prompts(made)
             made.generate(served, max_new_tokens=0)
