@@ -73,6 +73,7 @@ _LATER: dict[str, dict[str, str]] = {
 _LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 _MOST_PRIMER_TOKENS = 65536
+_MOST_CHUNK_TOKENS = 65536
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
@@ -234,7 +235,7 @@ class EngineConfig:
             names = ", ".join(repr(one.value) for one in RecomputeStrategy)
             raise ConfigError(f"recompute_strategy={self.recompute_strategy!r} is not one of {names}") from None
         _check_int("recompute_overlap", self.recompute_overlap, low=0)
-        _check_int("min_chunk_tokens", self.min_chunk_tokens, low=1)
+        _check_int("min_chunk_tokens", self.min_chunk_tokens, low=1, high=_MOST_CHUNK_TOKENS)
         ratio = self.recompute_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise ConfigError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")

@@ -239,7 +239,7 @@ def _remote_code(config: Mapping[str, Any]) -> str:
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:
     """Types of rope that a config names, for some or all of its layers; empty where it names none."""
-    parts = _rope_parts(config.get("text_config") or config)
+    parts = _rope_parts(text_config(config))
     return {str(kind) for part in parts if (kind := part.get("rope_type", part.get("type"))) is not None}
 
 
