@@ -39,11 +39,13 @@ class GenerationMode(enum.StrEnum):
 class RecomputeStrategy(enum.StrEnum):
     """Which tokens found at other positions are computed all the same: NONE; SELECTIVE, the first `recompute_overlap`
     behind every seam; CACHEBLEND, those and the `recompute_ratio` of blocks whose values deviate most (after Yao et
-    al., "CacheBlend", EuroSys 2025)."""
+    al., "CacheBlend", EuroSys 2025); QUERY, those and the `recompute_ratio` of blocks that the end of the prompt
+    attends to most."""
 
     NONE = "none"
     SELECTIVE = "selective"
     CACHEBLEND = "cacheblend"
+    QUERY = "query"
 
 
 class ChunkStrategy(enum.StrEnum):
@@ -74,6 +76,7 @@ _LEAST_DISK_BYTES = 1 << 20
 _MAX_THREADS = 1024  # more than any machine has cores: each takes a stack, and beyond some number the system refuses
 _MOST_PRIMER_TOKENS = 65536
 MOST_DRAFT_TOKENS = 63
+_MOST_CHUNK_TOKENS = 65536
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
@@ -242,7 +245,7 @@ class EngineConfig:
             names = ", ".join(repr(one.value) for one in RecomputeStrategy)
             raise ConfigError(f"recompute_strategy={self.recompute_strategy!r} is not one of {names}") from None
         _check_int("recompute_overlap", self.recompute_overlap, low=0)
-        _check_int("min_chunk_tokens", self.min_chunk_tokens, low=1)
+        _check_int("min_chunk_tokens", self.min_chunk_tokens, low=1, high=_MOST_CHUNK_TOKENS)
         ratio = self.recompute_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
             raise ConfigError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")

@@ -86,7 +86,9 @@ OverlapOption = Annotated[
 RatioOption = Annotated[
     float | None,
     typer.Option(
-        "--recompute-ratio", metavar="SHARE", help="Of the other tokens, with cacheblend: 0 to 1, 0.1 unless given."
+        "--recompute-ratio",
+        metavar="SHARE",
+        help="Of the other tokens, with cacheblend or query: 0 to 1, 0.1 unless given.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -278,12 +280,17 @@ def evaluate(
     epilog="[b]Examples[/b]\n\nkvboost-edge warmup\n\n"
     "kvboost-edge warmup -m ./my-model\n\nkvboost-edge warmup -m ./my-model -o weights=int4 --kv-cache-bits 8"
 )
-def warmup(model: ModelOption = DEMO_MODEL, kv_cache_bits: KVBitsOption = None, option: EngineOptions = None) -> None:
+def warmup(
+    model: ModelOption = DEMO_MODEL,
+    kv_cache_bits: KVBitsOption = None,
+    mode: ModeOption = None,
+    option: EngineOptions = None,
+) -> None:
     """Compile the kernels for this machine and keep them, so that later starts are quick. Packs the model's weights."""
     from kvboost_edge.cli.options import engine_options
     from kvboost_edge.cli.warmup import run_warmup
 
-    run_warmup(model, engine_options(option, kv_cache_bits))
+    run_warmup(model, engine_options(option, kv_cache_bits), mode)
 
 
 class CacheAction(enum.StrEnum):

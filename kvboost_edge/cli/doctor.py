@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.runners.choice import RUNNERS, plan_of
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -122,6 +124,19 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
     try:
         with found_model(model, options, Console(stderr=True)) as path:
             checkpoint = Checkpoint.open(path)
-            return installed_route(checkpoint, config)
+            found = installed_route(checkpoint, config)
+            return {**found, "chunk_reuse": _chunk_reuse(checkpoint, config, found)}
     except KVBoostError as error:
         return {"problem": str(error)}
+
+
+def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]) -> str:
+    """Whether mode="chunk_kv_reuse" would be taken, as far as is known before a model is loaded."""
+    if found["runner"] not in RUNNERS:
+        return "no: no runner takes this model"
+    refusal = plan_of(found["runner"]).moved_keys_refusal(checkpoint.config, found["backend"])
+    if refusal is not None:
+        return f"no: {refusal}"
+    if config.reuse_gate == "off":
+        return "yes, untested: reuse_gate='off'"
+    return "yes, if the model passes a test at the first request for it; `warmup --mode chunk_kv_reuse` runs it"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvboost_edge.cli.session import found_model, loaded_engine
-from kvboost_edge.config import KV_BIT_PAIRS
+from kvboost_edge.config import KV_BIT_PAIRS, GenerationMode
 from kvboost_edge.models.locate import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -23,10 +23,11 @@ _SIZES = ("num_blocks", "max_cache_bytes", "max_chunks")
 _OF_ONE_MODEL = (*_SIZES, "revision", "token", "local_files_only", "strict")
 
 
-def run_warmup(model: str, options: dict[str, Any]) -> None:
+def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None = None) -> None:
     """Compile the kernels of every form of cache and weights, or of those that options ask for, with short prompts
     through the bundled model; then run `model` as it would be used, so that its weights are packed in that one format.
-    Says where compiled code lies and how long it took."""
+    Says where compiled code lies and how long it took. With mode chunk_kv_reuse `model` is tested for it, so that its
+    first such request need not wait for that; a model that is refused it is said so, with the figures."""
     console = Console()
     started = time.perf_counter()
     with found_model(model, options, console):
@@ -41,10 +42,13 @@ def run_warmup(model: str, options: dict[str, Any]) -> None:
             bar.advance(task)
     if forms:
         _compile_packing()
-    if model != BUNDLED_MODEL or not forms:
-        small = {} if any(name in options for name in _SIZES) else {"num_blocks": 64}
+    tests = mode is GenerationMode.CHUNK_KV_REUSE
+    if model != BUNDLED_MODEL or not forms or tests:
+        small = {} if tests or any(name in options for name in _SIZES) else {"num_blocks": 64}
         with loaded_engine(model, {"max_num_seqs": 4, **small, **options}, console) as engine:
             _answer(engine)
+            if tests:
+                _test_reuse(engine, console)
     from kvboost_edge.kernels.jit import cache_path
 
     seconds = time.perf_counter() - started
@@ -87,3 +91,11 @@ def _compile_packing() -> None:
 def _answer(engine: CPUPagedEngine) -> None:
     engine.generate_batch(list(_PROMPTS), max_new_tokens=3, ignore_eos=True)
     engine.generate(_PROMPTS[0], max_new_tokens=2, ignore_eos=True)
+
+
+def _test_reuse(engine: CPUPagedEngine, console: Console) -> None:
+    if engine.config.reuse_gate == "off":
+        console.print("reuse at other positions is not tested: reuse_gate='off'")
+        return
+    verdict = engine.check_reuse()
+    console.print(f"reuse at other positions {'passed its test' if verdict.passed else 'is refused'}: {verdict}")

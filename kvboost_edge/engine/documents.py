@@ -19,6 +19,7 @@ from kvboost_edge.config import ChunkStrategy, EngineConfig
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.calls import Calls
 from kvboost_edge.engine.core import EngineCore
+from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
 from kvboost_edge.engine.prompts import Document, Prompt, encode_document, encode_prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
@@ -114,10 +115,10 @@ class Documents:
             )
         return Alone([LoneText(self.lead(position), tuple(ids))], len(ids))
 
-    def warm(self, alone: Alone, whose: Terms) -> WarmResult:
-        """Compute what is not there yet; what of it can be found then."""
+    def warm(self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None) -> WarmResult:
+        """Compute what is not there yet; what of it can be found then. `handles` gets those of what is computed."""
         texts, root = alone.texts, self._intake.root(whose)
-        self.compute(texts, whose)
+        self.compute(texts, whose, handles)
         held = [text for text in texts if self._context_of(text, root) is not None]
         total, stored = (sum(len(text.tokens) for text in some) for some in (texts, held))
         return WarmResult.of_chunks(len(held), stored, total, alone.chunk_size, self._config.min_chunk_tokens)
@@ -176,7 +177,7 @@ class Documents:
         others = _end_of_others(documents, chunk.document, primer_tokens)
         return LoneText((*self.lead(count, others), *tokens[:before]), tuple(tokens[before:]))
 
-    def compute(self, texts: Sequence[LoneText], whose: Terms) -> None:
+    def compute(self, texts: Sequence[LoneText], whose: Terms, handles: list[RequestHandle] | None = None) -> None:
         """Compute texts so that prompts of this tenant and salt share them, those that are there already left out, and
         those too short to be looked for. What they were computed behind is forgotten."""
         root = self._intake.root(whose)
@@ -190,10 +191,14 @@ class Documents:
         for request in requests:
             self._core.scheduler.check_fits(request)
         try:
-            self._calls.run(requests)
+            self._calls.run(requests, functools.partial(self._submit, [] if handles is None else handles))
         finally:
             with contextlib.suppress(KVBoostError):  # the engine was closed: nothing is left to be forgotten
                 self.forget(*dict.fromkeys(request.root for request in requests))
+
+    def _submit(self, handles: list[RequestHandle], request: Request) -> RequestHandle:
+        handles.append(self._core.submit(request))
+        return handles[-1]
 
     def forget(self, *roots: bytes) -> None:
         """Forget the idle blocks that prompts of these roots may share, or nobody (`LoneRoot`)."""

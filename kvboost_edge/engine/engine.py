@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tiering import make_tiering
 from kvboost_edge.engine.verify import verify
 from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.gate import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -57,8 +58,8 @@ class CPUPagedEngine:
         """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no network).
 
         progress: called with (bytes done, bytes in all) while the native runner packs the weights, once per model.
-        Raises ConfigError for options, ModelFormatError for what is wrong with the files, CapacityError when weights
-        and pool do not fit, BackendUnavailable for a backend that is not on this machine.
+        ConfigError for options, ModelFormatError for wrong files, CapacityError for weights and pool that do not fit,
+        BackendUnavailable for a backend that is not on this machine.
         """
         config = EngineConfig.from_options(**options)
         return cls._from_parts(build_from_path(path_or_id, config, progress), config)
@@ -131,8 +132,8 @@ class CPUPagedEngine:
         return self._submit(self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options}, entry))
 
     def check(self, prompt: Prompt, **options: Any) -> int:
-        """Raise what `submit` would raise for these arguments, and hold nothing; the number of prompt tokens. A model
-        whose reuse at other positions is not tested yet is not tested here."""
+        """Raise what `submit` would raise for these arguments, and hold nothing; the number of prompt tokens. No model
+        is tested here for reuse at other positions."""
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
         self._gate.recall(request)
@@ -220,26 +221,26 @@ class CPUPagedEngine:
         position_offset: int = 0,
         *,
         documents: Sequence[Document] | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        pin: bool = False,
-        ttl: float | None = None,
-        **chunks: Any,
+        handles: list[RequestHandle] | None = None,
+        **options: Any,
     ) -> WarmResult:
         """Compute a text (or token ids, or messages) once, so that prompts that begin with it find it in the cache.
-        pin, ttl: as `pin` below.
+        Options are those of `Terms`: tenant, cache_salt, priority, ...; pin, ttl: as `pin` below.
         For mode="chunk_kv_reuse", which finds them anywhere: `documents`, each a text or token ids, cut by the options
-        of `EngineConfig` or those given here; or a text that will stand behind `position_offset` other tokens, without
-        special tokens. What they are computed behind is not kept. RequestError where that mode is refused."""
-        terms = Terms(tenant=tenant, cache_salt=cache_salt, pin=pin, ttl=ttl)
-        alone = self._documents.read(text, position_offset, documents, terms, chunks)
+        of `EngineConfig` or those given here; or a text that will stand behind `position_offset` others, without the
+        special tokens. RequestError where that mode is refused. `handles` gets those of what is computed, to cancel."""
+        terms = Terms.taken_from(options)
+        alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
             self._gate.require_repair(self._intake.own_repair())
-            return self._documents.warm(alone, terms)
-        assert text is not None
-        request = self._intake.make(text, terms, SamplingParams(), prefill_only=True)
+            return self._documents.warm(alone, terms, handles)
+        request = self._intake.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])
-        return self.warm_result(request.prompt_ids, tenant=tenant, cache_salt=cache_salt)
+        return self.warm_result(request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt)
+
+    def check_reuse(self, **options: Any) -> Verdict:
+        """The test that stands before mode="chunk_kv_reuse": its kept outcome, or one of now. Options: recompute_*."""
+        return self._gate.verdict(self._intake.own_repair(options))
 
     def pin(
         self, prompt: Prompt, ttl: float | None = None, *, tenant: str | None = None, cache_salt: str | None = None

@@ -51,6 +51,10 @@ class RunnerPlan(Protocol):
         """What "needs ..." to be installed to load this model; None where nothing is missing."""
         ...
 
+    def moved_keys_refusal(self, model_config: Mapping[str, Any], backend: str) -> str | None:
+        """What `Runner.moved_keys_refusal` will be on this backend, as far as the config tells."""
+        ...
+
     def choose_weights(
         self, config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
     ) -> tuple[str, str]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.config import _CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
-from kvboost_edge.runners.base import ModelTraits
-from kvboost_edge.runners.choice import RUNNERS, choose_runner, plan_of
+from kvboost_edge.runners.base import LoadOptions, ModelTraits
+from kvboost_edge.runners.choice import RUNNERS, choose_runner, load_runner, plan_of
 from kvboost_edge.runners.native.plan import choose_weights, native_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
+from tiny_models import save_tiny_model
 
 LLAMA = {
     "model_type": "llama",
@@ -195,3 +200,29 @@ def test_deciding_loads_no_runner_and_nothing_heavy() -> None:
         "assert not found, found\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"hidden_size": 80, "intermediate_size": 104}),
+        ("llama-llama3rope", {}),
+        ("gemma3", {}),
+    ],
+    ids=["llama", "padded heads", "llama3", "gemma3"],
+)
+@pytest.mark.parametrize(
+    ("runner_name", "backend"),
+    [("native", "cpu"), ("native", "reference"), ("torch", "cpu"), ("torch", "reference"), ("torch", "torch")],
+)
+def test_what_is_said_of_reuse_before_loading_holds_when_loaded(
+    runner_name: str, name: str, overrides: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    directory = save_tiny_model(name, tmp_path, **overrides)
+    options = LoadOptions("f32" if runner_name == "native" else "", "auto", "cpu", 1, 16, (16, 16))
+    runner = load_runner(runner_name, Checkpoint.open(directory), options)
+    runner.bind(make_backend(choose_backend(backend), runner.info.kv_spec, 4, num_threads=1))
+    said = plan_of(runner_name).moved_keys_refusal(json.loads((directory / "config.json").read_text()), backend)
+    assert (said is None) == (runner.moved_keys_refusal is None), said
+    runner.close()

@@ -17,6 +17,7 @@ __all__ = [
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
+    "moved_keys_refusal",
     "native_kv_spec",
     "unsupported_reason",
     "wish",
@@ -27,6 +28,7 @@ AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
+_GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
@@ -50,6 +52,17 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
     """None: every install has what this runner needs."""
+    return None
+
+
+def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
+    """Where a pass is one call of a kernel attention finds the queries before rotation, and turns them."""
+    spec = describe_model(model_config)
+    if backend != AUTO_BACKEND:
+        return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
+    width = spec.num_heads * spec.head_dim
+    if width % _GROUP:
+        return f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries before rotation"
     return None
 
 

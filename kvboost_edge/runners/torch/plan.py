@@ -9,6 +9,7 @@ from typing import Any
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.models.config.architectures import rope_types
 from kvboost_edge.runners.base import ModelTraits
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "choose_weights",
     "compute_dtype",
     "missing_package",
+    "moved_keys_refusal",
     "unsupported_reason",
     "wish",
 ]
@@ -53,6 +55,16 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
         if importlib.util.find_spec(package) is None:
             how = "install the extra [torch]" if package in _PACKAGES else f"it reads {method} weights; install it"
             return f"needs {package}, which is not installed; {how}"
+    return None
+
+
+def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
+    """Of what only a loaded model shows, pairs of neighbouring channels and learned positions, nothing is known."""
+    others = sorted(rope_types(model_config) - {"default"})
+    if others:
+        return f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is; use runner='native'"
+    if array_kind_of(backend) != "torch":
+        return f"the torch runner on backend {backend!r} attends keys only where they were computed; use 'torch'"
     return None
 
 

@@ -225,10 +225,14 @@ class Detokenized(_Answer):
     prompt: str
 
 
-class Warmed(_Figures):
-    """What a warmed text left in the cache; `alignment_warning` says what of it was not kept, if it matters."""
+class Warmed(_Answer):
+    """What a warmed text, or documents, left in the cache; `alignment_warning` says what of it was not kept, if it
+    matters. `timings` and `kvboost` are null where documents are there already and nothing had to be computed."""
 
     object: Literal["warm"]
+    usage: Usage
+    timings: Timings | None
+    kvboost: Costs | None
     chunks_stored: int
     token_count: int
     chunk_size: int

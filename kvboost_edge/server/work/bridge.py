@@ -38,6 +38,7 @@ __all__ = [
     "merged",
     "off_loop",
     "running",
+    "to_its_end",
     "wait_all",
 ]
 
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 _SHORT = 1000  # characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as long
 _FEW = 8  # sequences submitted without such a hop
+_STOPPING_SECONDS = 0.05
 _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 
 
@@ -115,6 +117,19 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
     if size > _LONG:
         return await asyncio.get_running_loop().run_in_executor(_long_workers(), work)
     return await asyncio.to_thread(work)
+
+
+async def to_its_end(work: Callable[[], T], size: int, stop: Callable[[], object]) -> T:
+    """The same for work that computes: a cancelled caller stops it, and waits for it all the same."""
+    task = asyncio.ensure_future(off_loop(work, size))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            stop()  # again and again: there may be more of it by now
+            await asyncio.wait([task], timeout=_STOPPING_SECONDS)
+        task.exception()  # nobody else asks for it
+        raise
 
 
 @functools.cache

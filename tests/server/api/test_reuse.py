@@ -125,6 +125,10 @@ async def test_how_it_is_repaired_is_asked_for_too(app: Any) -> None:
     names = ("reused_span_tokens", "recomputed_tokens")
     found = {told["hit_tokens"]["pool"] + sum(told[name] for name in names) for told in shared.values()}
     assert found == {159}
+    asked = {**REUSE, "recompute_strategy": "query", "recompute_overlap": 0, "recompute_ratio": 0.5}
+    told = (await post(app, document(8, 32) + TWO + ONE, asked))["kvboost"]
+    assert told["probe_ms"] > 0
+    assert min(told["reused_span_tokens"], told["recomputed_tokens"]) >= 48
 
 
 async def test_a_stream_and_several_choices_say_it_at_their_end(app: Any) -> None:

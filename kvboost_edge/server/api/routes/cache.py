@@ -13,8 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.engine.results import WarmResult
+from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.answers import (
     ERRORS,
     BlockCounts,
@@ -34,7 +36,7 @@ from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, War
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
-from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, wait_all
+from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 from kvboost_edge.text.answers import FindAnswer
 
@@ -51,10 +53,14 @@ _MOST_DETAILS = 4096  # a larger pool shows its states only: reading references 
 
 @router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": Warmed}})
 async def warm(request: Request, body: WarmRequest) -> Response:
-    """Compute a text once, so that prompts which begin with it find it in the cache."""
+    """Compute a text once, so that prompts which begin with it find it in the cache; or documents, which prompts with
+    kvboost.mode "chunk_kv_reuse" find anywhere."""
 
     async def work(state: ServerState, send: Send) -> None:
         body.check_together()
+        if body.alone is not None:
+            await send_json(send, dumps(await _warm_alone(state, request, body)))
+            return
         engine, job = state.engine, _warm_job(state, body)
         estimate = estimate_messages(body.messages or []) + estimate_tokens(body.text or "")
         async with state.admit(request, estimate) as ticket, running(engine, job, ticket) as run:
@@ -108,6 +114,45 @@ async def blocks(request: Request) -> Response:
     """The pool as a picture: one byte for each block. No text, no token."""
     state = state_of(request)
     return json_response(await _of_engine(state, lambda: _blocks(state)), headers=_NO_STORE)
+
+
+async def _warm_alone(state: ServerState, request: Request, body: WarmRequest) -> dict[str, Any]:
+    """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that has stopped."""
+    engine, param = state.engine, str(body.alone)
+    if engine.reuse_refusal is not None:
+        raise bad_field(
+            param, f"{param} is for kvboost.mode 'chunk_kv_reuse', which is refused: {engine.reuse_refusal}"
+        )
+    priority, documents = check_priority(state, body.priority), body.documents
+    texts = [body.text or ""] if documents is None else documents
+    estimate = sum(estimate_tokens(text) if isinstance(text, str) else len(text) for text in texts)
+    before = engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
+    async with state.admit(request, estimate + before) as ticket:
+        handles: list[RequestHandle] = []
+        whose = {"tenant": ticket.tenant, "weight": ticket.weight, "cache_salt": body.cache_salt}
+
+        def compute() -> WarmResult:
+            try:
+                return engine.warm(
+                    body.text,
+                    body.position_offset,
+                    documents=documents,
+                    handles=handles,
+                    priority=priority,
+                    deadline=ticket.deadline,
+                    **whose,
+                )
+            except RequestError as error:
+                raise bad_field(param, str(error)) from error
+
+        def stop() -> None:
+            for handle in list(handles):
+                handle.cancel()
+
+        stored = await to_its_end(compute, sum(map(len, texts)), stop)
+        results = await wait_all(ticket, handles)
+    figures = costs(results, 1, 0.0) if results else {"timings": None, "kvboost": None}
+    return {"object": "warm", **dataclasses.asdict(stored), "usage": usage_of(results, 1), **figures}
 
 
 async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:

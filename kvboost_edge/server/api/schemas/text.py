@@ -88,15 +88,35 @@ class UnpinRequest(Strict):
             raise bad_field("chat_template_kwargs", "chat_template_kwargs goes with messages, not with text")
 
 
-class WarmRequest(UnpinRequest):
-    """The same, to be computed now; `pin`: it stays, for `ttl` seconds or until it is unpinned."""
+Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
 
+
+class WarmRequest(UnpinRequest):
+    """The same, to be computed now; `pin`: it stays, for `ttl` seconds or until it is unpinned. For kvboost.mode
+    "chunk_kv_reuse": `documents`, or a text as it stands behind `position_offset` others."""
+
+    documents: Annotated[list[Document], counted("documents")] | None = None
+    position_offset: Annotated[int, bounded("position_offset")] = 0
     priority: Annotated[int, bounded("priority")] | None = None
     pin: bool = False
     ttl: Annotated[float, bounded("ttl")] | None = None
 
+    @property
+    def alone(self) -> str | None:
+        """The field by which it is computed alone, for reuse at other positions."""
+        return "documents" if self.documents is not None else "position_offset" if self.position_offset else None
+
     def check_together(self) -> None:
-        super().check_together()
+        if self.documents is None:
+            super().check_together()
+        elif (self.text, self.messages) != (None, None):
+            raise bad_field("documents", "give exactly one of text, messages and documents")
+        if self.position_offset and self.text is None:
+            raise bad_field("position_offset", "position_offset goes with text")
+        if self.alone is not None and self.pin:
+            raise bad_field("pin", f"pin keeps prompts that are found from their beginning, not {self.alone}")
+        if self.documents is not None and self.chat_template_kwargs is not None:
+            raise bad_field("chat_template_kwargs", "chat_template_kwargs goes with messages, not with documents")
         if self.ttl is not None and not self.pin:
             raise bad_field("ttl", "ttl is how long a pin lasts; it goes with pin: true")
 

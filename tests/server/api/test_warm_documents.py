@@ -1,0 +1,161 @@
+"""/v1/warm computes documents, and texts behind others, for reuse at other positions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.fake_runner import fake_engine, runner_of
+from kvboost_edge.engine.request import Request
+from kvboost_edge.server.api.answers import Warmed
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+WARM, COMPLETIONS = "/v1/warm", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+TEXT = "A text of several blocks, which is to be there before anybody asks. "
+
+
+def document(number: int, length: int) -> list[int]:
+    return random.Random(number).choices(range(256), k=length)
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[httpx.AsyncClient]:
+    """`app.engine` is the engine, `app.served` the application."""
+    with fake_engine(primer_tokens=32) as engine:
+        served = create_app(engine, ServerSettings(api_keys=("one", "two weight=3"), admin_api_keys=("admin",)))
+        transport = httpx.ASGITransport(app=served)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            client.engine, client.served = engine, served  # type: ignore[attr-defined]
+            client.headers["x-api-key"] = "one"
+            yield client
+
+
+async def warm(app: Any, key: str = "one", **body: Any) -> dict[str, Any]:
+    answer = await app.post(WARM, json=body, headers={"x-api-key": key})
+    assert answer.status_code == 200, answer.text
+    Warmed.model_validate_json(answer.content, strict=True)
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def shared(app: Any, prompt: list[int], key: str = "one", **body: Any) -> int:
+    asked = {"prompt": prompt, "max_tokens": 2, "kvboost": {"mode": "chunk_kv_reuse", "recompute_strategy": "none"}}
+    answer = await app.post(COMPLETIONS, json={**asked, **body}, headers={"x-api-key": key})
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["kvboost"]["reused_span_tokens"])
+
+
+async def test_documents_are_found_in_any_order_and_once(app: Any) -> None:
+    texts: list[Any] = [document(1, 64), TEXT, document(2, 48)]
+    told = await warm(app, documents=texts)
+    assert (told["object"], told["chunks_stored"], told["token_count"]) == ("warm", 3, 64 + len(TEXT) + 48)
+    assert told["usage"]["prompt_tokens"] > told["token_count"]  # with what stands before them
+    assert told["timings"]["prompt_n"] > 0
+    prompt = [*document(9, 16), *texts[2], *app.engine.tokenizer.encode(TEXT, False), *texts[0], 7]
+    assert await shared(app, prompt) >= told["token_count"] - 3 * 15
+    computed = runner_of(app.engine).computed
+    again = await warm(app, documents=texts)
+    assert runner_of(app.engine).computed == computed
+    assert (again["chunks_stored"], again["timings"], again["kvboost"]) == (3, None, None)
+    assert again["usage"]["prompt_tokens"] == 0
+
+
+async def test_a_text_is_computed_as_it_will_stand(app: Any) -> None:
+    told = await warm(app, text=TEXT, position_offset=33)
+    assert told["token_count"] == len(TEXT)
+    assert told["usage"]["prompt_tokens"] >= 33 + len(TEXT)
+    assert await shared(app, [*document(3, 20), *app.engine.tokenizer.encode(TEXT, False), 7]) > len(TEXT) - 32
+    assert (await warm(app, text=TEXT, position_offset=0))["chunks_stored"] == len(TEXT) // 16
+
+
+async def test_they_belong_to_the_key_and_salt_they_came_with(app: Any) -> None:
+    doc = document(4, 80)
+    await warm(app, documents=[doc], cache_salt="s")
+    prompt = [*document(5, 20), *doc, 1]
+    assert await shared(app, prompt) == await shared(app, prompt, key="two", cache_salt="s") == 0
+    assert await shared(app, prompt, cache_salt="s") > 60
+
+
+async def test_they_run_with_the_terms_of_their_key(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Request] = []
+    submit = app.engine._core.submit
+    monkeypatch.setattr(app.engine._core, "submit", lambda request: seen.append(request) or submit(request))
+    await warm(app, "two", documents=[document(6, 40)], priority=2)
+    (request,) = seen
+    assert (request.weight, request.priority, request.deadline is not None) == (3.0, 2, True)
+
+
+async def test_who_goes_takes_his_documents_along(app: Any) -> None:
+    """What is computed stops, the place in the queue is held until then, and nothing is left behind."""
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def wait(batch: Any) -> None:
+        begun.set()
+        assert may_go_on.wait(20)
+
+    runner_of(app.engine).on_forward = wait
+    task = asyncio.ensure_future(warm(app, documents=[document(number, 200) for number in range(5)]))
+    assert await asyncio.to_thread(begun.wait, 20)
+    task.cancel()
+    await asyncio.sleep(0.2)
+    admission = app.served.state.kv.admission
+    assert (task.done(), admission.sequences) == (False, 1)
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 20)
+    assert admission.sequences == 0
+    assert runner_of(app.engine).computed < 600
+    assert app.engine.paged_stats()["used_blocks"] == 0
+    runner_of(app.engine).on_forward = None
+    assert (await warm(app, documents=[document(1, 40)]))["chunks_stored"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"documents": []}, "documents", ""),
+        ({"documents": [""]}, "documents", ""),
+        ({"documents": ["a"] * 257}, "documents", ""),
+        ({"documents": "words"}, "documents", ""),
+        ({"documents": [[1.5]]}, "documents", ""),
+        ({"documents": [[]]}, "documents", "document 0 is empty"),
+        ({"documents": [[1, 260]]}, "documents", "token 1 of document 0 is 260"),
+        ({"documents": [[1] * 390]}, "documents", "primer_tokens=32"),
+        ({"documents": ["a"], "text": "b"}, "documents", "exactly one of"),
+        ({"documents": ["a"], "messages": MESSAGES}, "documents", "exactly one of"),
+        ({"documents": ["a"], "pin": True}, "pin", "documents"),
+        ({"documents": ["a"], "ttl": 3}, "ttl", "pin: true"),
+        ({"documents": ["a"], "position_offset": 3}, "position_offset", "goes with text"),
+        ({"documents": ["a"], "chat_template_kwargs": {}}, "chat_template_kwargs", "not with documents"),
+        ({"documents": ["a"], "priority": -1}, "priority", "other tenants"),
+        ({"text": "a", "position_offset": -1}, "position_offset", ""),
+        ({"text": "a", "position_offset": 1.5}, "position_offset", ""),
+        ({"text": "a", "position_offset": 400}, "position_offset", "context of 400"),
+        ({"text": "a", "position_offset": 3, "pin": True}, "pin", "position_offset"),
+        ({"messages": MESSAGES, "position_offset": 3}, "position_offset", "goes with text"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_named(app: Any, body: dict[str, Any], param: str, words: str) -> None:
+    answer = await app.post(WARM, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"].partition(".")[0] == param
+    assert words in error["message"]
+    assert runner_of(app.engine).computed == 0
+
+
+async def test_a_runner_that_cannot_says_why(app: Any) -> None:
+    runner_of(app.engine).moved_keys_refusal = "this runner cannot; use another one"
+    for body, param in (({"documents": ["a"]}, "documents"), ({"text": "a", "position_offset": 3}, "position_offset")):
+        error = (await app.post(WARM, json=body)).json()["error"]
+        assert (error["param"], "this runner cannot" in error["message"]) == (param, True)
+    assert (await warm(app, text=TEXT))["chunks_stored"] > 0
