@@ -30,7 +30,13 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
 
     Raises ConfigError, ModelFormatError or BackendUnavailable where what was asked for cannot be had.
     """
-    model = ModelTraits(checkpoint.config, checkpoint.is_gguf, checkpoint.is_quantized)
+    model = ModelTraits(
+        checkpoint.config,
+        checkpoint.is_gguf,
+        checkpoint.is_quantized,
+        checkpoint.native_refusal,
+        checkpoint.onnx_refusal,
+    )
     runner = choose_runner(config, model)
     plan = plan_of(runner.name)
     is_auto = config.backend == "auto"

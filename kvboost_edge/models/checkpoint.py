@@ -1,4 +1,4 @@
-"""A model on disk, opened once: the one place that asks whether it is a directory of safetensors or a GGUF file."""
+"""A model on disk, opened once: the one place that asks whether it is safetensors, a GGUF file or an ONNX file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,22 @@ from kvboost_edge.models.config.file import (
     read_generation_config,
     stored_dtype,
 )
-from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_files, fingerprinted_files
+from kvboost_edge.models.fingerprint import (
+    fingerprint_of_directory,
+    fingerprint_of_files,
+    fingerprint_of_onnx,
+    fingerprinted_files,
+)
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.gguf.split import read_gguf_model
-from kvboost_edge.models.packed.plan import STORED, is_quantized, pack_plan, plan_bytes
+from kvboost_edge.models.onnx.check import check_onnx, onnx_types
+from kvboost_edge.models.onnx.config import outer_config
+from kvboost_edge.models.onnx.file import read_onnx
+from kvboost_edge.models.onnx.folder import OnnxFolder, find_onnx
+from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
+from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
@@ -40,6 +50,10 @@ class Checkpoint(abc.ABC):
     """
 
     is_gguf: bool
+    native_refusal = ""
+    """Why the native runner cannot read the files, whatever the config says; "" where it can."""
+    onnx_refusal: str | None = None
+    """Why the ONNX runner cannot run the file; "" where it can, None where there is no ONNX file."""
 
     def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
         self.path = path
@@ -56,6 +70,9 @@ class Checkpoint(abc.ABC):
         if isinstance(model, Checkpoint):
             return model
         path = Path(model)
+        onnx = find_onnx(path)
+        if onnx is not None:
+            return _OnnxFile(onnx, cache_dir)
         return _GgufFile(path, cache_dir) if path.is_file() else _Directory(path, cache_dir)
 
     @property
@@ -236,3 +253,74 @@ class _GgufFile(Checkpoint):
 
     def _read_fingerprint(self, cache_dir: Path | None) -> str:
         return fingerprint_of_files(self._files(), cache_dir=cache_dir)
+
+
+class _OnnxFile(Checkpoint):
+    """An ONNX file with its external data, beside config.json or genai_config.json and the files of a tokenizer. Its
+    graph is read on opening, and recognised when that is first asked for."""
+
+    is_gguf = False
+
+    def __init__(self, folder: OnnxFolder, cache_dir: Path | None = None) -> None:
+        super().__init__(folder.root, cache_dir)
+        self._folder = folder
+        self._model = read_onnx(folder.model)
+        self._small = tuple(FileStamp.of(path) for path in fingerprinted_files(folder.root, []))
+        self._stamps = (*self._small, *(part.stamp for part in self._model.files))
+
+    @functools.cached_property
+    def _decoder(self) -> OnnxDecoder | ModelFormatError:
+        """What the native runner needs; the error that says why there is none."""
+        try:
+            decoder = native_decoder(self._folder, self._model)
+            with decoder.open_source() as source:
+                check_tensors(pack_plan(decoder.spec, "f32"), source)
+        except ModelFormatError as error:
+            return error
+        return decoder
+
+    @property
+    def native_refusal(self) -> str:  # type: ignore[override]
+        return str(self._decoder) if isinstance(self._decoder, ModelFormatError) else ""
+
+    @functools.cached_property
+    def onnx_refusal(self) -> str:  # type: ignore[override]
+        return "the ONNX runner is not built yet"
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        if isinstance(self._decoder, ModelFormatError):
+            return outer_config(self._folder)
+        return self._decoder.config
+
+    @functools.cached_property
+    def is_quantized(self) -> bool:
+        if isinstance(self._decoder, ModelFormatError):
+            return False
+        with self._decoder.open_source() as source:
+            return is_quantized(source)
+
+    @property
+    def format(self) -> str:
+        return f"ONNX {', '.join(sorted(onnx_types(self._model)))}"
+
+    def gguf_metadata(self) -> None:
+        return None
+
+    def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
+        return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)
+
+    def summary(self) -> WeightSummary:
+        found = None if isinstance(self._decoder, ModelFormatError) else self._decoder
+        return check_onnx(self._model, found, self.config, cache_dir=self.cache_dir)
+
+    def open_source(self) -> WeightSource:
+        if isinstance(self._decoder, ModelFormatError):
+            raise self._decoder
+        return self._decoder.open_source()
+
+    def _files(self) -> list[Path]:
+        return fingerprinted_files(self.path, [part.path for part in self._model.files])
+
+    def _read_fingerprint(self, cache_dir: Path | None) -> str:
+        return fingerprint_of_onnx(self.path, [part.path for part in self._model.files], cache_dir=cache_dir)

@@ -18,7 +18,13 @@ from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.weights.safetensors_check import weight_files
 
-__all__ = ["fingerprint_of_directory", "fingerprint_of_files", "fingerprint_of_module", "fingerprinted_files"]
+__all__ = [
+    "fingerprint_of_directory",
+    "fingerprint_of_files",
+    "fingerprint_of_module",
+    "fingerprint_of_onnx",
+    "fingerprinted_files",
+]
 
 # Files that change what the same prompt means; those that are there are hashed.
 _SMALL_FILES = (
@@ -32,6 +38,7 @@ _SMALL_FILES = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
+    "genai_config.json",
 )
 _PART_BYTES = 64 << 20
 
@@ -42,11 +49,20 @@ def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) 
     The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's cache directory)
     and computed again when the file's size, times or inode change. Raises ModelFormatError when files are missing.
     """
-    digest = hashlib.sha256(b"kvboost-edge model 1")
-    for path in _small_files(model_dir):
+    return _of_all(b"kvboost-edge model 1", model_dir, weight_files(model_dir), cache_dir)
+
+
+def fingerprint_of_onnx(root: Path, files: Sequence[Path], *, cache_dir: Path | None = None) -> str:
+    """As `fingerprint_of_directory`, of an ONNX file and its external data; `root` holds configs and tokenizer."""
+    return _of_all(b"kvboost-edge onnx 1", root, files, cache_dir)
+
+
+def _of_all(kind: bytes, root: Path, weights: Sequence[Path], cache_dir: Path | None) -> str:
+    digest = hashlib.sha256(kind)
+    for path in _small_files(root):
         _add(digest, path.name.encode())
         _add(digest, _read(path))
-    for path in weight_files(model_dir):
+    for path in weights:
         _add(digest, path.name.encode())
         _add(digest, _file_digest(path, cache_dir).encode())
     return digest.hexdigest()
@@ -59,9 +75,10 @@ def fingerprint_of_files(paths: Sequence[Path], *, cache_dir: Path | None = None
     return hashlib.sha256(b"kvboost-edge gguf 1" + digests.encode()).hexdigest()
 
 
-def fingerprinted_files(model_dir: Path) -> list[Path]:
-    """Every file of a directory that its fingerprint covers: as long as none changes, it stays the same."""
-    return [*_small_files(model_dir), *weight_files(model_dir)]
+def fingerprinted_files(model_dir: Path, weights: Sequence[Path] | None = None) -> list[Path]:
+    """Every file of a directory that its fingerprint covers: as long as none changes, it stays the same. `weights`:
+    None for its safetensors."""
+    return [*_small_files(model_dir), *(weight_files(model_dir) if weights is None else weights)]
 
 
 def _small_files(directory: Path) -> list[Path]:

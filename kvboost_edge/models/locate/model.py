@@ -53,7 +53,7 @@ def locate_model(
     file = _HUB_FILE.fullmatch(name)
     if isinstance(path_or_id, str) and file is not None and ".." not in name:
         return gguf_file(HubName(file["id"], revision, token, local_files_only), file["wanted"])
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() in (".gguf", ".onnx"):
         raise ModelFormatError(f"there is no file {name}")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
         raise ModelFormatError(f"there is no model directory {name}, and it is not a hub id such as 'owner/name'")
@@ -62,17 +62,17 @@ def locate_model(
 
 
 def _file(path: Path) -> Path:
-    """A GGUF file, told by its name or its first bytes (Ollama's have no name). The hub's cache holds links whose names
-    matter, so they are not followed."""
+    """A GGUF file, told by its name or its first bytes (Ollama's have no name), or an ONNX file. The
+    hub's cache holds links whose names matter, so they are not followed."""
     try:
         with open(path, "rb") as file:
             is_gguf = file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
-    if is_gguf or path.suffix.lower() == ".gguf":
+    if is_gguf or path.suffix.lower() in (".gguf", ".onnx"):
         return path.absolute()
     raise ModelFormatError(
-        f"{path} is a file; give the model directory with config.json and model.safetensors, or a .gguf file"
+        f"{path} is a file; give the model directory with config.json and model.safetensors, or a .gguf or .onnx file"
     )
 
 

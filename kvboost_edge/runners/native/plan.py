@@ -43,6 +43,8 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 def unsupported_reason(model: ModelTraits) -> str | None:
     """Why the model is not known to this runner, None where it is."""
+    if model.native_refusal:
+        return model.native_refusal
     try:
         describe_model(model.config)
     except ModelFormatError as error:

@@ -43,8 +43,8 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """None: what transformers cannot run shows when it is loaded."""
-    return None
+    """Of an ONNX file; else None: what transformers cannot run shows when it is loaded."""
+    return None if model.onnx_refusal is None else "transformers does not load ONNX files"
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,78 @@
+"""Folders with ONNX files: onnxruntime-genai's (genai_config.json), the hub's (config.json and onnx/model_q4.onnx)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.json_file import read_json_object
+
+__all__ = ["GENAI_CONFIG", "OnnxFolder", "find_onnx"]
+
+GENAI_CONFIG = "genai_config.json"
+# Of several files of the same weights the smallest that loses little; others are named by whoever wants them.
+_PREFERRED = ("model_q4.onnx", "model_q4f16.onnx", "model.onnx", "model_fp16.onnx")
+_MAX_NAMED = 10
+
+
+class OnnxFolder(NamedTuple):
+    """Where a model is. `root`: of the configs and the tokenizer; `genai`: genai_config.json, if it is there."""
+
+    root: Path
+    model: Path
+    genai: Mapping[str, Any] | None
+
+    @property
+    def has_config(self) -> bool:
+        return (self.root / "config.json").is_file()
+
+
+def find_onnx(path: Path) -> OnnxFolder | None:
+    """The ONNX model that a path is: a file, or a folder that holds no other weights; None where it is something else.
+
+    ModelFormatError where it is one but cannot be told: no config beside it, or several files of no known name.
+    """
+    if path.is_file():
+        return _of_file(path)
+    if (path / GENAI_CONFIG).is_file():
+        return _of_genai(path)
+    if not (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return None
+    found = {file.name: file for folder in (path / "onnx", path) for file in sorted(folder.glob("*.onnx"))}
+    for name in _PREFERRED:
+        if name in found:
+            return OnnxFolder(path, found[name], None)
+    if len(found) > 1:
+        names = ", ".join(sorted(found)[:_MAX_NAMED])
+        raise ModelFormatError(f"{path} holds several ONNX files ({names}); give the one that is meant as the model")
+    return OnnxFolder(path, next(iter(found.values())), None) if found else None
+
+
+def _of_file(path: Path) -> OnnxFolder | None:
+    if path.suffix.lower() != ".onnx":
+        return None
+    folders = [path.parent, path.parent.parent] if path.parent.name == "onnx" else [path.parent]
+    for root in folders:
+        if (root / GENAI_CONFIG).is_file():
+            return OnnxFolder(root, path, read_json_object(root / GENAI_CONFIG))
+        if (root / "config.json").is_file():
+            return OnnxFolder(root, path, None)
+    raise ModelFormatError(f"{path} has neither config.json nor {GENAI_CONFIG} beside it, which say what it computes")
+
+
+def _of_genai(path: Path) -> OnnxFolder:
+    config = path / GENAI_CONFIG
+    fields = read_json_object(config)
+    model = fields.get("model")
+    decoder = model.get("decoder") if isinstance(model, Mapping) else None
+    name = decoder.get("filename") if isinstance(decoder, Mapping) else None
+    if not isinstance(name, str) or not name or name in (".", "..") or any(char in name for char in "/\\:\0"):
+        raise ModelFormatError(
+            f"{config}: model.decoder.filename={name!r:.80} must be the name of a file in that folder; models of "
+            "several files are not read"
+        )
+    if not (path / name).is_file():
+        raise ModelFormatError(f"{path / name} is missing, which {config} names")
+    return OnnxFolder(path, path / name, fields)

@@ -1,0 +1,145 @@
+"""The values of ONNX tensors: floats of every width as float32, and the matrices that MatMulNBits multiplies by.
+
+MatMulNBits (com.microsoft) holds B as uint8 [N, blocks, block_size * bits / 8], low nibble first, where
+blocks = ceil(K / block_size); scales [N, blocks]; zero points, if any, [N, ceil(blocks * bits / 8)] packed like the
+codes, or in the dtype of the scales. weight[n, k] = scale * (code - zero), zero = 2^(bits - 1) where none is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.onnx.file import DTYPE_BITS, OnnxTensor
+
+__all__ = ["BLOCK_SIZES", "FLOATS", "Matrix", "as_float32", "bit_matrix", "float_matrix", "read_rows", "read_whole"]
+
+Floats = npt.NDArray[np.float32]
+FLOATS = ("F32", "F16", "BF16")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+_STORED: dict[str, npt.DTypeLike] = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "I8": "i1",
+}  # fmt: skip
+_SMALL = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix, or a vector, of the file. `shape` as torch has it: [outputs, inputs] or [size].
+
+    bits        of a code; 0: the weights are floats
+    transposed  floats that the file holds as [inputs, outputs]
+    """
+
+    weight: OnnxTensor
+    shape: tuple[int, ...]
+    bits: int = 0
+    block: int = 0
+    scales: OnnxTensor | None = None
+    zeros: OnnxTensor | None = None
+    transposed: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.shape[1] // self.block)
+
+    @property
+    def has_float_zeros(self) -> bool:
+        return self.zeros is not None and self.zeros.dtype in FLOATS
+
+    @property
+    def label(self) -> str:
+        """What a person calls how it is stored."""
+        if not self.bits:
+            return self.weight.dtype
+        zeros = " with zero points" if self.zeros is not None else ""
+        return f"{self.bits} bit in blocks of {self.block}{zeros}"
+
+
+def bit_matrix(
+    where: str,
+    size: tuple[int, int, int, int],
+    weight: OnnxTensor,
+    scales: OnnxTensor,
+    zeros: OnnxTensor | None,
+) -> Matrix:
+    """The matrix of a MatMulNBits or GatherBlockQuantized. `size`: outputs, inputs, bits and block size.
+    ModelFormatError that begins with `where` for tensors that do not fit them, and for forms that are not read."""
+    outputs, inputs, bits, block = size
+    if bits not in (4, 8):
+        raise ModelFormatError(f"{where}: bits={bits} are not read; 4 and 8 are")
+    if block not in BLOCK_SIZES:
+        raise ModelFormatError(f"{where}: block_size={block} is not one of {BLOCK_SIZES}")
+    if not (0 < outputs < 1 << 31 and 0 < inputs < 1 << 31):
+        raise ModelFormatError(f"{where}: {outputs} outputs of {inputs} inputs are no matrix")
+    found = Matrix(weight, (outputs, inputs), bits, block, scales, zeros)
+    groups = found.blocks
+    if weight.dtype not in ("U8", "U4") or weight.stop - weight.start != outputs * groups * block * bits // 8:
+        raise ModelFormatError(
+            f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, which does not hold {outputs} rows of "
+            f"{groups} blocks of {block} codes of {bits} bit"
+        )
+    if scales.dtype not in FLOATS or scales.count != outputs * groups:
+        raise ModelFormatError(
+            f"{where}: tensor {scales.name!r} is {scales.dtype} {scales.shape}, expected {outputs} x {groups} floats"
+        )
+    if zeros is not None:
+        packed = zeros.dtype in ("U8", "U4") and zeros.stop - zeros.start == outputs * -(-groups * bits // 8)
+        if not packed and not (zeros.dtype in FLOATS and zeros.count == outputs * groups):
+            raise ModelFormatError(
+                f"{where}: tensor {zeros.name!r} is {zeros.dtype} {zeros.shape}, expected a zero point for each of "
+                f"{outputs} x {groups} blocks"
+            )
+    return found
+
+
+def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> Matrix:
+    """A float tensor as a matrix or a vector."""
+    if weight.dtype not in FLOATS or not 1 <= len(weight.shape) <= 2 or not weight.count:
+        raise ModelFormatError(f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, expected floats")
+    shape = tuple(reversed(weight.shape)) if transposed else weight.shape
+    return Matrix(weight, shape, transposed=transposed)
+
+
+def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
+    """A small tensor, floats as float32. ModelFormatError where it has more than `limit` elements."""
+    if tensor.values is not None:
+        return np.array(tensor.values, dtype=np.int64).reshape(tensor.shape)
+    if tensor.dtype not in _STORED or tensor.count > limit:
+        raise ModelFormatError(
+            f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape}, expected up to {limit} numbers"
+        )
+    return as_float32(tensor.dtype, _bytes(tensor.path, tensor.start, tensor.stop)).reshape(tensor.shape)
+
+
+def as_float32(dtype: str, data: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """Bytes as numbers: float types become float32, integers stay."""
+    stored = np.frombuffer(data, dtype=_STORED[dtype])
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32) if dtype in FLOATS else stored
+
+
+def read_rows(tensor: OnnxTensor, start: int, stop: int) -> Floats:
+    """Rows [start, stop) of a float tensor of two dimensions."""
+    width = tensor.shape[1] * DTYPE_BITS[tensor.dtype] // 8
+    data = _bytes(tensor.path, tensor.start + start * width, tensor.start + stop * width)
+    return as_float32(tensor.dtype, data).reshape(stop - start, tensor.shape[1])
+
+
+def _bytes(path: Path, start: int, stop: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+    if len(data) != stop - start:
+        raise ModelFormatError(f"{path} was cut short while it was read")
+    return data

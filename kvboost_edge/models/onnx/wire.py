@@ -1,0 +1,140 @@
+"""Protobuf's wire format, as far as ONNX files use it: fields with their numbers, never past the end of a message.
+
+Nothing is copied and nothing is nested here: a field that is a message or a string is a range of bytes, which its
+reader reads or passes over.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["Field", "Message"]
+
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_NAMES = {_VARINT: "a number", _EIGHT: "8 bytes", _BYTES: "a range of bytes", _FOUR: "4 bytes"}
+_FLOAT = struct.Struct("<f")
+
+
+class Field(NamedTuple):
+    """One field: `value` of a varint, else bytes [start, stop) of the file."""
+
+    number: int
+    wire: int
+    value: int
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    """Bytes [start, stop) of a file, read as a message. ModelFormatError names file and place of what cannot be read;
+    `what` is what it is, for messages."""
+
+    data: mmap.mmap | bytes
+    path: str
+    start: int
+    stop: int
+    what: str
+
+    def fields(self) -> Iterator[Field]:
+        """The fields in the order of the file."""
+        at = self.start
+        while at < self.stop:
+            key, at = self._varint(at)
+            number, wire = key >> 3, key & 7
+            if not number:
+                raise self.error(f"has a field of number 0 before byte {at}")
+            if wire == _VARINT:
+                begin = at
+                value, at = self._varint(at)
+                yield Field(number, wire, value, begin, at)
+                continue
+            if wire == _BYTES:
+                size, at = self._varint(at)
+            elif wire in (_EIGHT, _FOUR):
+                size = 8 if wire == _EIGHT else 4
+            else:
+                raise self.error(f"has a field of the unknown kind {wire} before byte {at}")
+            if size > self.stop - at:
+                raise self.error(f"has a field of {size} bytes at {at}, where {self.stop - at} are left")
+            yield Field(number, wire, 0, at, at + size)
+            at += size
+
+    def error(self, problem: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.path}: {self.what} {problem}; the file is truncated or damaged, or is not ONNX")
+
+    def inner(self, field: Field, what: str) -> Message:
+        """A field as a message."""
+        self._expect(field, _BYTES)
+        return Message(self.data, self.path, field.start, field.stop, what)
+
+    def text(self, field: Field, limit: int) -> str:
+        """A field as a string of at most `limit` bytes."""
+        self._expect(field, _BYTES)
+        if field.stop - field.start > limit:
+            raise self.error(f"has a text of {field.stop - field.start} bytes, over the limit of {limit}")
+        try:
+            return str(self.data[field.start : field.stop], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"has a text that is not UTF-8 at byte {field.start}") from error
+
+    def number(self, field: Field) -> int:
+        """A varint as a signed integer of 64 bits."""
+        self._expect(field, _VARINT)
+        return _signed(field.value)
+
+    def real(self, field: Field) -> float:
+        """A float of 4 bytes."""
+        self._expect(field, _FOUR)
+        return float(_FLOAT.unpack_from(self.data, field.start)[0])
+
+    def numbers(self, field: Field, limit: int) -> list[int]:
+        """A repeated integer, packed or one of many; at most `limit`."""
+        if field.wire == _VARINT:
+            return [_signed(field.value)]
+        self._expect(field, _BYTES)
+        found: list[int] = []
+        at = field.start
+        piece = self._replace(stop=field.stop)
+        while at < field.stop:
+            value, at = piece._varint(at)
+            found.append(_signed(value))
+            if len(found) > limit:
+                raise self.error(f"has more than {limit} numbers in one list")
+        return found
+
+    def reals(self, field: Field, limit: int) -> list[float]:
+        """A repeated float, packed or one of many; at most `limit`."""
+        if field.wire == _FOUR:
+            return [self.real(field)]
+        self._expect(field, _BYTES)
+        count, rest = divmod(field.stop - field.start, _FLOAT.size)
+        if rest or count > limit:
+            raise self.error(f"has a list of {field.stop - field.start} bytes of floats (at most {limit} are read)")
+        return [value for (value,) in _FLOAT.iter_unpack(self.data[field.start : field.stop])]
+
+    def _expect(self, field: Field, wire: int) -> None:
+        if field.wire != wire:
+            raise self.error(f"has {_NAMES[field.wire]} as field {field.number}, where {_NAMES[wire]} belongs")
+
+    def _varint(self, at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            if at >= self.stop:
+                raise self.error("ends inside a number")
+            byte = self.data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value & ((1 << 64) - 1), at
+            shift += 7
+            if shift > 63:
+                raise self.error(f"has a number of more than 10 bytes before byte {at}")
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,300 @@
+"""Damaged and hostile ONNX files: each is refused by name, none is read past its end or costs more than it weighs."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onnx_wire as wire
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.onnx.file import read_onnx
+from onnx_models import Decoder, Form, write_onnx
+from tiny_models import build_tiny_model
+
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
+def one_tensor(folder: Path, entries: dict[str, str], shape: tuple[int, ...] = (4,), kind: int = 1) -> Path:
+    """A file whose only tensor lies outside."""
+    graph = wire.graph_of([], [wire.Weights.outside("w", shape, kind, entries)], [], [])
+    (folder / "model.onnx").write_bytes(wire.model(graph))
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    "location", ["../data", "/etc/hostname", "sub/data", "sub\\data", "..", ".", "", "C:data", "a\0b"]
+)
+def test_external_data_only_beside_the_file(location: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    for place in (tmp_path / "data", folder / "sub" / "data", folder / "data"):
+        place.write_bytes(bytes(16))
+    path = one_tensor(folder, {"location": location, "offset": "0", "length": "16"})
+    with pytest.raises(ModelFormatError, match="only from a file of the model's own folder"):
+        read_onnx(path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"offset": "8", "length": "16"}, "bytes 8 to 24 of data, which has 16"),
+        ({"offset": "17"}, "which has 16"),
+        ({"length": "12"}, "takes 16 bytes, and 12 are given"),
+        ({"offset": "-1"}, "offset='-1', which is no size"),
+        ({"length": "1e3"}, "length='1e3', which is no size"),
+        ({"offset": "9" * 30}, "is no size"),
+        ({"location": "nothing"}, "is missing; fetch it, too"),
+    ],
+)
+def test_external_data_inside_its_file(entries: dict[str, str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(16))
+    path = one_tensor(tmp_path, {"location": "data", "offset": "0", **entries})
+    with pytest.raises(ModelFormatError, match=message):
+        read_onnx(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "too few"),
+        (b"\0" * 64, "field of number 0"),
+        (b"\x80" * 64, "more than 10 bytes"),
+        (wire.number(1, 10) * 20, "has no graph"),
+        (wire.blob(7, b"\x0a\xff\xff\xff\xff\x0f" + bytes(20)), "bytes at"),
+        (wire.blob(7, b"") + wire.blob(7, b"") + wire.number(1, 10) * 10, "two graphs"),
+        (wire.number(7, 5) * 20, "where a range of bytes belongs"),
+        (wire.blob(7, wire.blob(1, wire.blob(4, b"\xff\xfe") + bytes(16))), "not UTF-8|number 0"),
+        (b"\x3b" * 40, "unknown kind 3"),
+    ],
+)
+def test_messages_that_cannot_be_read(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(data)
+    with pytest.raises(ModelFormatError, match=message):
+        read_onnx(tmp_path / "m.onnx")
+
+
+def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path: Path) -> None:
+    """A name, a list and a shape that claim gigabytes are refused for what they claim."""
+    huge = wire.message(*[wire.number(1, 1 << 40)] * 2, wire.number(2, 1), wire.blob(8, "w"))
+    many = wire.message(*[wire.number(1, 1)] * 9, wire.number(2, 1), wire.blob(8, "w"))
+    negative = wire.message(wire.number(1, -1), wire.number(2, 1), wire.blob(8, "w"))
+    long = wire.message(wire.number(2, 1), wire.blob(8, "w" * 5000))
+    listed = wire.node("Op", [], ["x"], axes=[1] * 70_000)
+    for tensor, match in (
+        (huge, "bad shape"),
+        (many, "more than 8"),
+        (negative, "bad shape"),
+        (long, "over the limit"),
+    ):
+        (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([], [tensor], [], [])))
+        with pytest.raises(ModelFormatError, match=match):
+            read_onnx(tmp_path / "m.onnx")
+    (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([listed], [], [], [])))
+    with pytest.raises(ModelFormatError, match="more than 65536"):
+        read_onnx(tmp_path / "m.onnx")
+
+
+def test_a_file_of_more_than_2_gb_is_refused_unread(tmp_path: Path) -> None:
+    with open(tmp_path / "m.onnx", "wb") as file:
+        file.truncate(1 << 31)
+    start = time.monotonic()
+    with pytest.raises(ModelFormatError, match="2 GB, protobuf's limit"):
+        read_onnx(tmp_path / "m.onnx")
+    assert time.monotonic() - start < 1
+
+
+def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    """The weights inside a file stay there: reading the graph costs what the graph weighs."""
+    weights = wire.tensor("w", np.zeros((4096, 4096), dtype=np.float32))
+    (tmp_path / "m.onnx").write_bytes(wire.model(wire.graph_of([], [weights], [], [])))
+    tracemalloc.start()
+    found = read_onnx(tmp_path / "m.onnx")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.tensors["w"].stop - found.tensors["w"].start == 4 * 4096**2
+    assert peak < 1_000_000
+
+
+def written(folder: Path, change: Callable[[Decoder], None] | None = None, form: Form | None = None) -> Path:
+    """A folder of a one-layer Llama, its graph changed before it is written."""
+    model = build_tiny_model("llama", **ONE_LAYER)
+    if change is None:
+        return write_onnx(model, folder, form)
+
+    class Changed(Decoder):
+        def build(self) -> None:
+            super().build()
+            change(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onnx_models.Decoder", Changed)
+        return write_onnx(model, folder, form)
+
+
+def refusal(folder: Path) -> str:
+    return Checkpoint.open(folder).native_refusal
+
+
+def replaced(old: str, new: str) -> Callable[[Decoder], None]:
+    """A change: every operator of one type becomes another one of as many letters."""
+    assert len(old) == len(new)
+
+    def change(decoder: Decoder) -> None:
+        decoder.nodes = [node.replace(old.encode(), new.encode()) for node in decoder.nodes]
+
+    return change
+
+
+def test_operators_that_are_not_known_are_named(tmp_path: Path) -> None:
+    extra = written(tmp_path / "extra", lambda d: d.nodes.append(wire.node("Bernoulli", ["input_ids"], ["other"])))
+    assert "of type Bernoulli is not part of a decoder" in refusal(extra)
+    assert "product of an activation" in refusal(written(tmp_path / "act", replaced("Sigmoid", "Sigmoic")))
+    assert "GroupQueryAttentiox" in refusal(
+        written(tmp_path / "attention", replaced("GroupQueryAttention", "GroupQueryAttentiox"))
+    )
+    assert "ReduceMul" in refusal(written(tmp_path / "lengths", replaced("ReduceSum", "ReduceMul")))
+    domain = written(tmp_path / "domain", replaced("com.microsoft", "com.elsewhere"))
+    assert "unknown domain 'com.elsewhere'" in refusal(domain)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (Form(block=24), "block_size=24 is not one of"),
+        (Form(block=8), "block_size=8 is not one of"),
+        (Form(bits=2), "bits=2 are not read"),
+    ],
+)
+def test_blocks_that_are_not_read_are_named(form: Form, message: str, tmp_path: Path) -> None:
+    assert message in refusal(written(tmp_path / "m", form=form))
+
+
+def test_codes_and_scales_of_other_sizes_are_named(tmp_path: Path) -> None:
+    def fewer_rows(decoder: Decoder) -> None:
+        decoder.nodes = [node.replace(wire.number(3, 96), wire.number(3, 80)) for node in decoder.nodes]
+
+    assert "does not hold 80 rows" in refusal(written(tmp_path / "m", fewer_rows))
+
+
+def test_a_decoder_without_past_inputs_is_refused(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "past", lambda self: [])
+        folder = written(tmp_path / "m")
+    assert "0 inputs are past keys and values, but there are 1 layers" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, "the rope of layer 0 is not the config's"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "the rope of layer 0"),
+        ("num_key_value_heads", 4, "num_key_value_heads of layer 0=4, and the graph computes 2"),
+        ("rms_norm_eps", 1e-5, "rms_norm_eps"),
+        ("hidden_act", "gelu_pytorch_tanh", "the activation of layer 0"),
+        ("num_hidden_layers", 2, "num_hidden_layers=2, and the graph computes 1"),
+        ("vocab_size", 301, "vocab_size=301"),
+        ("intermediate_size", 128, "intermediate_size of layer 0"),
+        ("model_type", "gemma", "the factor of embeddings|head_dim"),
+        ("model_type", "qwen2", "lacks tensor 'model.layers.0.self_attn.q_proj.bias'"),
+        ("model_type", "mamba", "is not known to the native runner"),
+        ("max_position_embeddings", 1024, "ends at position 512, the context at 1024"),
+    ],
+)
+def test_a_config_that_means_something_else(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "m", form=Form(genai=False))
+    assert refusal(folder) == ""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    assert any(part in refusal(folder) for part in message.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder": {"filename": "../model.onnx"}}, "must be the name of a file in that folder"),
+        ({"decoder": {"filename": "other.onnx"}}, "is missing, which"),
+        ({"decoder": None}, "must be the name of a file"),
+    ],
+)
+def test_genai_config_that_cannot_be_followed(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "m")
+    fields = json.loads((folder / "genai_config.json").read_text())
+    fields["model"] |= change
+    (folder / "genai_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelFormatError, match=message):
+        Checkpoint.open(folder)
+
+
+def test_folders_that_cannot_be_told(tmp_path: Path) -> None:
+    folder = written(tmp_path / "m", form=Form(genai=False))
+    (folder / "onnx" / "model_q4.onnx").rename(folder / "onnx" / "model_a.onnx")
+    assert Checkpoint.open(folder).native_refusal == ""  # the only one there is
+    (folder / "onnx" / "model_b.onnx").write_bytes(b"")
+    with pytest.raises(ModelFormatError, match=r"several ONNX files \(model_a.onnx, model_b.onnx\)"):
+        Checkpoint.open(folder)
+    (tmp_path / "alone.onnx").write_bytes(bytes(64))
+    with pytest.raises(ModelFormatError, match=r"neither config.json nor genai_config.json beside it"):
+        Checkpoint.open(tmp_path / "alone.onnx")
+
+
+def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
+    folder = written(tmp_path / "m")
+    tensor = read_onnx(folder / "model.onnx").tensors["model.layers.0.o_proj.MatMul.weight_scales"]
+    data = bytearray((folder / "model.onnx.data").read_bytes())
+    data[tensor.start + 8 : tensor.start + 12] = np.float32(np.inf).tobytes()
+    (folder / "model.onnx.data").write_bytes(data)
+    with pytest.raises(
+        ModelFormatError, match=r"o_proj.MatMul.weight_scales' \(F32\) holds NaN or infinity.* element 2"
+    ):
+        Checkpoint.open(folder).summary()
+
+
+def test_files_that_change_after_they_were_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "m")
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.native_refusal == ""
+    data = folder / "model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-16])
+    with pytest.raises(ModelFormatError, match="changed since its graph was read"):
+        checkpoint.open_source()
+    with pytest.raises(ModelFormatError, match="changed while it was read"):
+        checkpoint.fingerprint()
+
+
+def test_1000_damaged_files(tmp_path: Path) -> None:
+    """Whatever bytes change, the model opens or is refused with our own error; nothing else happens, and soon."""
+    folder = written(tmp_path / "m", form=Form(quantized_embedding=False))
+    path, rng = folder / "model.onnx", random.Random(0)
+    sound = path.read_bytes()
+    refused = 0
+    for _ in range(1000):
+        damaged = bytearray(sound)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            at = rng.randrange(len(damaged))
+            kind = rng.random()
+            if kind < 0.7:
+                damaged[at] = rng.randrange(256)
+            elif kind < 0.8:
+                del damaged[at : at + rng.randrange(1, 20)]
+            elif kind < 0.9:
+                damaged[at:at] = rng.randbytes(rng.randrange(1, 20))
+            else:
+                del damaged[at:]
+                break
+        path.write_bytes(damaged)
+        try:
+            checkpoint = Checkpoint.open(folder)
+            refused += bool(checkpoint.native_refusal)
+            checkpoint.summary()
+        except ModelFormatError:
+            refused += 1
+    assert refused > 500

@@ -1,0 +1,214 @@
+"""ONNX decoders on the native runner: the tensors, the configs and the logits equal those of transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.packed.conversions import conversion_error
+from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.runners.native.runner import NativeRunner
+from native_oracle import assert_native_equals
+from onnx_models import Form, write_onnx
+from paged_driver import PagedDriver
+from tiny_models import build_tiny_model, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-llama3rope": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {"tie_word_embeddings": False},
+    "gemma2": {"num_hidden_layers": 2, "tie_word_embeddings": False},
+    "gemma3": {"num_hidden_layers": 3, "layer_types": LOCAL_GLOBAL, "tie_word_embeddings": False},
+    "phi3": {},
+    "granite": {},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("genai", [True, False], ids=["genai", "hub"])
+def test_families_equal_transformers(name: str, genai: bool, tmp_path: Path) -> None:
+    """Codes, scales, norms, biases, rope and all constants are where they belong: float32 weights of the file's own
+    values give transformers' logits, with the config that the graph tells as with the model's own."""
+    model = build_tiny_model(name, **FAMILIES[name])
+    folder = write_onnx(model, tmp_path / "m", Form(genai=genai, packed=genai))
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.native_refusal == ""
+    if genai and name != "mistral":
+        told, own = describe_model(checkpoint.config), describe_model(model.config.to_dict())
+        for field in set(told.__dataclass_fields__) - {"ropes", "tied"}:
+            ours, theirs = getattr(told, field), getattr(own, field)
+            assert ours == (pytest.approx(theirs, rel=1e-6) if isinstance(theirs, float) else theirs), field
+    assert_logits_equal(model, folder)
+
+
+def assert_logits_equal(model: Any, folder: Path) -> None:
+    """float32 weights of the file, against transformers with what the file holds; prefill in pieces."""
+    with torch.inference_mode():
+        expected = model.set_attn_implementation("eager") or model(torch.tensor([PROMPT])).logits[0].numpy()
+    assert np.linalg.norm(logits_of(folder, "f32") - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
+    model = build_tiny_model("qwen3")
+    assert_native_equals(model, write_onnx(model, tmp_path / "m"))
+
+
+FORMS = {
+    "4-16": (Form(block=16), "int8", 0.01),
+    "4-32": (Form(), "int4", 5e-4),
+    "4-64": (Form(block=64), "int4", 5e-4),
+    "4-128": (Form(block=128), "int4", 5e-4),
+    "4-32-zeros": (Form(zeros="codes"), "int4-asym", 2e-3),
+    "4-128-zeros": (Form(block=128, zeros="codes"), "int4-asym", 2e-3),
+    "4-64-float-zeros": (Form(block=64, zeros="floats"), "int4-asym", 2e-3),
+    "8-32": (Form(bits=8), "int8", 5e-4),
+    "8-128": (Form(bits=8, block=128), "int8", 5e-4),
+    "8-16": (Form(bits=8, block=16), "int8", 0.01),
+    "8-64-zeros": (Form(bits=8, block=64, zeros="codes"), "int8", 0.01),
+    "halves": (Form(block=64, halves=True), "int4", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_blocks(name: str, tmp_path: Path) -> None:
+    """Any rows are scale * (code - zero point) as the writer has them; packed they are as near as the table says, and
+    exact where nothing has to be rounded."""
+    form, kind, most = FORMS[name]
+    model = build_tiny_model("llama", hidden_size=96, intermediate_size=224, head_dim=32)
+    folder = write_onnx(model, tmp_path / "m", form)
+    with Checkpoint.open(folder).open_source() as source:
+        for tensor in ("self_attn.k_proj", "mlp.down_proj"):
+            full = f"model.layers.1.{tensor}.weight"
+            expected = model.state_dict()[full].numpy()
+            assert source.kind(full) == kind
+            np.testing.assert_array_equal(source.rows(full), expected)
+            np.testing.assert_array_equal(source.rows(full, 5, 30), expected[5:30])
+            stored = source.quant_rows(full, 5, 30)
+            assert stored.codes.shape == expected[5:30].shape
+            assert stored.scales.shape == (25, -(-expected.shape[1] // 32))
+            error = conversion_error(source, full, kind).relative
+            assert error <= most
+            assert (error > 0) == (most > 0)
+
+
+def logits_of(path: Path, weights: str) -> np.ndarray:
+    runner = NativeRunner.from_dir(path, weights=weights)
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    logits = driver.prefill(driver.open(PROMPT), 23)
+    runner.close()
+    return np.array(logits)
+
+
+def test_float_weights_equal_safetensors_to_the_bit(tmp_path: Path) -> None:
+    model = save_tiny_model("qwen2", tmp_path / "safetensors")
+    folder = write_onnx(build_tiny_model("qwen2"), tmp_path / "m", Form(bits=0))
+    assert not Checkpoint.open(folder).is_quantized
+    for weights in ("f32", "int8"):
+        np.testing.assert_array_equal(logits_of(folder, weights), logits_of(model, weights))
+
+
+VARIANTS = {
+    "no external data": ("llama", Form(external=False)),
+    "bias inside": ("qwen2", Form(bias_inside=True)),
+    "rope before attention": ("qwen3", Form(outer_rope=True)),
+    "quantized embedding": ("gemma2", Form(quantized_embedding=True)),
+    "8 bit": ("llama", Form(bits=8, block=64)),
+    "halves": ("llama", Form(halves=True, packed=False)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_graphs(name: str, tmp_path: Path) -> None:
+    family, form = VARIANTS[name]
+    model = build_tiny_model(family, num_hidden_layers=2)
+    folder = write_onnx(model, tmp_path / "m", form)
+    assert_logits_equal(model, folder)
+    tied = bool(Checkpoint.open(folder).config["tie_word_embeddings"])
+    assert tied == form.quantized_embedding
+
+
+def test_engine_keeps_the_files_formats_and_says_what_is_rounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_tiny_model("llama", hidden_size=128, num_hidden_layers=2)
+    folder = write_onnx(model, tmp_path / "m", Form(block=64, zeros="codes"))
+    found = []
+    for weights in ("auto", "f32"):
+        with (
+            caplog.at_level(logging.INFO, "kvboost_edge"),
+            CPUPagedEngine.from_pretrained(folder, weights=weights, num_blocks=16) as engine,
+        ):
+            assert engine.runner_info.name == "native"
+            found.append(engine.logits(list(range(40, 70))))
+            messages = [{"role": "user", "content": "hi"}]
+            assert engine.generate(messages, max_new_tokens=3).generated_tokens > 0
+    assert np.linalg.norm(found[0] - found[1]) <= 5e-2 * np.linalg.norm(found[1])
+    assert "4 bit in blocks of 64 with zero points: 15 tensors become int4-asym with a relative error of" in caplog.text
+    assert "F32: 1 tensors become int8 with a relative error of" in caplog.text
+    assert "runner native: the family is known to it; weights: as the checkpoint stores them" in caplog.text
+
+
+def test_results_do_not_depend_on_the_batch_or_on_reuse(tmp_path: Path) -> None:
+    """The promise of every native model: the same bits cold, from the pool, and beside others."""
+    folder = write_onnx(build_tiny_model("qwen2", num_hidden_layers=2), tmp_path / "m", Form())
+    prompt = list(range(30, 70))
+    with CPUPagedEngine.from_pretrained(folder, num_blocks=64, max_num_seqs=4) as engine:
+        cold = engine.generate(prompt, max_new_tokens=12)
+        warm = engine.generate(prompt, max_new_tokens=12)
+        many = engine.generate_batch([prompt, prompt[::-1], prompt[5:]], max_new_tokens=12)
+        assert warm.cached_tokens > 0
+        assert cold.output_token_ids == warm.output_token_ids == many[0].output_token_ids
+
+
+def test_a_file_is_taken_as_well_as_its_folder(tmp_path: Path) -> None:
+    folder = write_onnx(build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form(genai=False))
+    by_folder, by_file = Checkpoint.open(folder), Checkpoint.open(folder / "onnx" / "model_q4.onnx")
+    assert by_folder.path == by_file.path == folder
+    assert by_folder.fingerprint() == by_file.fingerprint()
+    assert by_folder.format == "ONNX 4 bit"
+    assert by_folder.generation().eos_token_ids == (258,)
+    assert by_folder.file_bytes > sum(path.stat().st_size for path in (folder / "onnx").iterdir())
+
+
+def test_changed_weights_are_another_model(tmp_path: Path) -> None:
+    folder = write_onnx(build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form())
+    before = Checkpoint.open(folder).fingerprint()
+    data = folder / "model.onnx.data"
+    raw = bytearray(data.read_bytes())
+    raw[-1] ^= 1
+    data.write_bytes(raw)
+    assert Checkpoint.open(folder).fingerprint() != before
+    settings = json.loads((folder / "genai_config.json").read_text())
+    settings["model"]["eos_token_id"] = [257, 258]
+    (folder / "genai_config.json").write_text(json.dumps(settings))
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.generation().eos_token_ids == (257, 258)
+    assert checkpoint.fingerprint() != before
+
+
+def test_the_plan_knows_every_tensor(tmp_path: Path) -> None:
+    """A head of its own beside an embedding that is looked up in floats: both are in the plan."""
+    folder = write_onnx(build_tiny_model("phi3", num_hidden_layers=1), tmp_path / "m", Form())
+    checkpoint = Checkpoint.open(folder)
+    with checkpoint.open_source() as source:
+        plan = pack_plan(describe_model(checkpoint.config), "auto", source)
+    kinds = {entry.name: entry.kind for entry in plan}
+    assert kinds["embed"] == "int8"
+    assert kinds["head"] == kinds["layer0.qkv"] == kinds["layer0.gate_up"] == "int4"
