@@ -1,0 +1,167 @@
+"""Answers that fit, in every spelling that clients have; and drafts, which no answer shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["ok", "n"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    with fake_engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+def body(path: str, **more: Any) -> dict[str, Any]:
+    ask = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
+    return {**ask, "max_tokens": 120, "seed": 3, **more}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        {"response_format": NAMED},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"response_format": NAMED, "json_schema": SCHEMA},
+    ],
+    ids=lambda spelled: "+".join(spelled),
+)
+async def test_a_schema_in_every_spelling(app: httpx.AsyncClient, path: str, spelled: dict[str, Any]) -> None:
+    answer = await app.post(path, json=body(path, **spelled))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    jsonschema_rs.validate(SCHEMA, json.loads(text_of(answer.json())))
+
+
+@pytest.mark.parametrize(
+    ("spelled", "form"),
+    [
+        ({"guided_regex": "[a-c]{3}!"}, "[a-c]{3}!"),
+        ({"structured_outputs": {"regex": "[a-c]{3}!"}}, "[a-c]{3}!"),
+        ({"guided_choice": ["up", "down"]}, "up|down"),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+        ({"grammar": 'root ::= "x" [0-9] "y"'}, "x[0-9]y"),
+        ({"guided_grammar": 'start: "x" /[0-9]/ "y"'}, "x[0-9]y"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/ "y"'}}, "x[0-9]y"),
+    ],
+    ids=str,
+)
+async def test_other_forms(app: httpx.AsyncClient, spelled: dict[str, Any], form: str) -> None:
+    answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, **spelled))
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch(form, text_of(answer.json()))
+
+
+@pytest.mark.parametrize(
+    "spelled", [{}, {"response_format": None}, {"response_format": {"type": "text"}}, {"grammar": ""}], ids=str
+)
+async def test_nothing_asked_for_leaves_the_answer_as_it_is(app: httpx.AsyncClient, spelled: dict[str, Any]) -> None:
+    plain = await app.post(CHAT, json=body(CHAT, max_tokens=8))
+    answer = await app.post(CHAT, json=body(CHAT, max_tokens=8, **spelled))
+    assert text_of(answer.json()) == text_of(plain.json())
+
+
+async def test_any_object(app: httpx.AsyncClient) -> None:
+    answer = await app.post(CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"}))
+    assert answer.status_code == 200
+    assert text_of(answer.json()).startswith("{")
+
+
+async def test_a_stream_is_the_whole(app: httpx.AsyncClient) -> None:
+    whole = await app.post(CHAT, json=body(CHAT, response_format=NAMED))
+    async with app.stream("POST", CHAT, json=body(CHAT, response_format=NAMED, stream=True)) as answer:
+        events = [json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: {")]
+    pieces = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+    assert "".join(pieces) == text_of(whole.json())
+
+
+async def test_several_choices_fit_each(app: httpx.AsyncClient) -> None:
+    answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, n=4, json_schema=SCHEMA))
+    texts = [choice["text"] for choice in answer.json()["choices"]]
+    assert len(set(texts)) > 1
+    for text in texts:
+        jsonschema_rs.validate(SCHEMA, json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "must be"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "an object"),
+        ({"response_format": "json"}, "response_format", "must be"),
+        ({"json_schema": 3}, "json_schema", "an object"),
+        ({"guided_choice": "a"}, "guided_choice", "a list of strings"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "with one of"),
+        ({"grammar": 'root ::= "a"', "guided_regex": "b"}, "guided_regex", "both given"),
+        ({"response_format": NAMED, "json_schema": {"type": "null"}}, "json_schema", "both given"),
+        ({"json_schema": {"type": "object", "not": {}}}, None, "not supported"),
+        ({"guided_regex": "("}, None, "regex is not supported"),
+        ({"kvboost": {"speculation": "often"}}, "kvboost.speculation", ""),
+        ({"kvboost": {"max_draft_tokens": 64}}, "kvboost.max_draft_tokens", ""),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_named(
+    app: httpx.AsyncClient, more: dict[str, Any], param: str | None, message: str
+) -> None:
+    answer = await app.post(CHAT, json=body(CHAT, **more))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert param is None or error["param"] == param
+
+
+async def test_drafts_are_counted_and_change_nothing(app: httpx.AsyncClient) -> None:
+    answers = {}
+    for way in ("off", "on"):
+        answer = await app.post(
+            COMPLETIONS, json=body(COMPLETIONS, json_schema=SCHEMA, kvboost={"speculation": way, "max_draft_tokens": 4})
+        )
+        answers[way] = answer.json()
+    assert text_of(answers["on"]) == text_of(answers["off"])
+    assert answers["off"]["timings"]["draft_n"] == 0
+    assert answers["on"]["timings"]["draft_n"] >= answers["on"]["timings"]["draft_n_accepted"] > 0
+    metrics = (await app.get("/metrics")).text
+    found = {
+        name: float(value) for name, value in re.findall(r"^(vllm:spec_decode_\w+)\{.*\} (\S+)$", metrics, re.MULTILINE)
+    }
+    assert found["vllm:spec_decode_num_draft_tokens_total"] >= answers["on"]["timings"]["draft_n"]
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] >= answers["on"]["timings"]["draft_n_accepted"]
