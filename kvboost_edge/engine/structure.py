@@ -101,11 +101,15 @@ class Structures:
                 "answers that fit a grammar need the bytes of all tokens, which this tokenizer does not tell; use a "
                 "model with a tokenizer.json"
             )
-        if not self._eos:
-            raise RequestError("answers that fit a grammar need an end-of-sequence token, and the model names none")
+        known = [token_id for token_id in self._eos if token_id < codec.vocab_size]
+        if not known:
+            raise RequestError(
+                "answers that fit a grammar need an end-of-sequence token, and the model names none that its tokenizer "
+                "has"
+            )
         from llguidance import LLTokenizer
 
-        return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=self._eos)
+        return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
 
 
 def _first_line(text: str) -> str:

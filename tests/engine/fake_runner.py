@@ -206,11 +206,12 @@ class FakeRunner:
 
 
 def fake_tokenizer() -> Tokenizer:
-    """Bytes are tokens 0..255 in the alphabet's order; no special tokens; ids from 256 on have no text."""
+    """Bytes are tokens 0..255 in the alphabet's order; those behind are special and have no text in answers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([f"<|special {number}|>" for number in range(256, VOCAB_SIZE)])
     return Tokenizer.from_transformers(raw)
 
 

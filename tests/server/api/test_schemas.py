@@ -78,8 +78,8 @@ def test_the_bounds_themselves_are_allowed(model: type[SamplingFields], base: di
 
 @pytest.mark.parametrize(("model", "base"), [(CompletionRequest, COMPLETIONS[1]), (ChatRequest, CHAT[1])])
 def test_every_number_of_the_schemas_is_in_the_table(model: type[SamplingFields], base: dict[str, Any]) -> None:
-    """A field that takes 10^30 has no bound."""
-    for name in model.model_fields:
+    """A field that takes 10^30 has no bound. What is in a JSON schema is the engine's to bound, by bytes and depth."""
+    for name in model.model_fields.keys() - {"json_schema", "guided_json"}:
         for huge in (10**30, 1e300, [10**30], {"1": 10**30}, {"1": 1e300}):
             with pytest.raises(ValidationError):
                 model.model_validate({**base, name: huge})
