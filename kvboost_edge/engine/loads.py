@@ -66,16 +66,20 @@ class NoShelf:
 
 
 class Load:
-    """One sequence's prefix on its way.
+    """One sequence's prefix on its way, or a text with a run that it shares elsewhere.
 
     table       holds the blocks that were in the pool, and those that arrived
     token_ids   the tokens of all blocks it may come to hold
+    is_prefix   whether they are the sequence's own first ones
     arrived     tokens by tier
     is_done     nothing more comes
     """
 
-    def __init__(self, ticket: int, sequence: Request, table: BlockTable, token_ids: list[int]) -> None:
+    def __init__(
+        self, ticket: int, sequence: Request, table: BlockTable, token_ids: list[int], *, is_prefix: bool
+    ) -> None:
         self.ticket, self.sequence, self.table, self.token_ids = ticket, sequence, table, token_ids
+        self.is_prefix = is_prefix
         self.arrived: Counter[str] = Counter()
         self.is_done = False
         self._began_at = self._news_at = time.perf_counter()
@@ -93,7 +97,7 @@ class Load:
         """Nothing more comes, or is wanted."""
         if not self.is_done:
             self.is_done = True
-            self.sequence.note_loaded(self.arrived, time.perf_counter() - self._began_at)
+            self.sequence.note_loaded(self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at)
 
 
 class Loads:
@@ -129,6 +133,11 @@ class Loads:
                 self._is_stuck = True
                 self.finish(load)
 
+    @property
+    def has_shelf(self) -> bool:
+        """Whether anything is kept outside the pool."""
+        return not isinstance(self._shelf, NoShelf)
+
     def of(self, sequence: Request) -> Load | None:
         """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
         return self._by_sequence.get(sequence.index)
@@ -141,27 +150,39 @@ class Loads:
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
         nothing, or where the whole sequence would find no room."""
+        return self._begin(sequence, sequence.cacheable_ids, sequence.request.root, spare_blocks, is_prefix=True)
+
+    def begin_run(self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int) -> Load | None:
+        """The same for a text of the chain of `root` that holds a run of the sequence's tokens, whole blocks."""
+        # One more token, because of a quantized pool the block of the last one is never served.
+        return self._begin(sequence, [*token_ids, 0], root, spare_blocks, is_prefix=False)
+
+    def _begin(
+        self, sequence: Request, ids: Sequence[int], root: bytes, spare_blocks: int, *, is_prefix: bool
+    ) -> Load | None:
         if self._is_stuck:
             return None
         manager, size = self._manager, self._manager.block_size
-        first, keys = manager.content.keys_after(sequence.cacheable_ids, sequence.request.root)
+        first, keys = manager.content.keys_after(ids, root)
         keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), keys))
         if not keys:
             return None
-        token_ids = sequence.token_ids[: (first + len(keys)) * size]
-        table = manager.open_table(token_ids, sequence.request.root, count=False, owner=sequence.tenant)
-        behind = manager.blocks_for(sequence.num_tokens) - first - len(keys)
+        token_ids = list(ids[: (first + len(keys)) * size])
+        table = manager.open_table(token_ids, root, count=False, owner=sequence.tenant)
+        behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
         if manager.blocks_needed(table, len(token_ids)) + behind > spare_blocks:
             manager.free(table)
             return None
-        load = Load(next(self._tickets), sequence, table, token_ids)
+        if (before := self._by_sequence.get(sequence.index)) is not None:
+            self.finish(before)
+        load = Load(next(self._tickets), sequence, table, token_ids, is_prefix=is_prefix)
         self._by_ticket[load.ticket] = self._by_sequence[sequence.index] = load
         self._shelf.fetch(load.ticket, keys)
         return load
 
     def used(self, table: BlockTable) -> None:
         """A sequence was let in on these blocks: copies of the cached ones count as used too."""
-        if table.num_cached_tokens and not isinstance(self._shelf, NoShelf):
+        if table.num_cached_tokens and self.has_shelf:
             self._shelf.touch(self._manager.content.chain(table))
 
     def finish(self, load: Load) -> None:

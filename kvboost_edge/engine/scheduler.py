@@ -67,9 +67,9 @@ class Scheduler:
         closes_blocks: bool = False,
     ) -> None:
         self.manager = manager
-        self.sharing = SpanSharing(manager, min_chunk_tokens)
         self.speculation = Speculation(closes_blocks=closes_blocks)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
+        self.sharing = SpanSharing(manager, min_chunk_tokens, remembers=self.loads.has_shelf)
         self.waiting: list[Sequence] = []  # by rank: priority, then arrival; preempted ones keep their place
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
@@ -214,6 +214,8 @@ class Scheduler:
         if load is None and sequence.uses_cache and not sequence.has_loaded:
             load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
             sequence.has_loaded = load is not None
+        if load is None or load.is_done:
+            load = self.sharing.bring(sequence, self.loads, self._spare_blocks_of(sequence)) or load
         return load is not None and not load.is_done
 
     def _end_load(self, sequence: Sequence) -> None:

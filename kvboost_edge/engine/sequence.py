@@ -18,6 +18,7 @@ from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.reuse.probe import Probe
+from kvboost_edge.reuse.remembered import Chain
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
@@ -55,6 +56,7 @@ class Sequence:
     blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
     awaited_hash    the block it waits for, which another sequence computes
     has_loaded      tiers were asked since it last lost its blocks
+    lost_runs       what they are still to be asked for of its runs, last first; None: not looked for yet
     found           [start, stop) of the runs found at other positions, when it was let in
     num_span_tokens, num_found_tokens   prompt tokens shared there, and in all those runs
     drafter         proposes drafts; None: it has none
@@ -90,6 +92,7 @@ class Sequence:
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
         self.has_loaded = False
+        self.lost_runs: list[Chain] | None = None
         self.num_span_tokens = self.num_found_tokens = 0
         self.found: list[tuple[int, int]] = []
         self.probe: Probe | None = None

@@ -9,9 +9,11 @@ import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.config import RecomputeStrategy
+from kvboost_edge.engine.loads import Load, Loads
 from kvboost_edge.engine.sequence import Sequence, SequenceStatus
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
+from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.harvest import Harvest
 from kvboost_edge.reuse.probe import Probe, ProbeRow, QueryProbe, num_probed_blocks
@@ -23,9 +25,23 @@ __all__ = ["Prober", "SpanSharing"]
 class SpanSharing:
     """Lets sequences share what their tokens have at other positions; runs of `min_chunk_tokens` at least."""
 
-    def __init__(self, manager: KVCacheManager, min_chunk_tokens: int) -> None:
+    def __init__(self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False) -> None:
         self._manager = manager
-        self.harvest = Harvest(manager, min_chunk_tokens)
+        self.harvest = Harvest(manager, min_chunk_tokens, remembers=remembers)
+
+    def bring(self, sequence: Sequence, loads: Loads, spare: int) -> Load | None:
+        """The load of the next run that the sequence could share if it were in the pool; each is tried once. What was
+        loaded for it before is in the cache."""
+        if sequence.request.repair is None or not loads.has_shelf:
+            return None
+        if sequence.lost_runs is None:
+            sequence.lost_runs = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)[::-1]
+        while sequence.lost_runs:
+            chain = sequence.lost_runs.pop()
+            load = loads.begin_run(sequence, decode_tokens(chain.tokens), chain.root, spare)
+            if load is not None:
+                return load
+        return None
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
         """Whether a sequence shares spans now: all its blocks are taken then. False, and no change, where `spare` free

@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["TOKEN_BYTES", "HashFn", "LoneRoot", "chain_hash", "encode_tokens", "narrowed_root", "root_hash"]
+__all__ = [
+    "TOKEN_BYTES",
+    "HashFn",
+    "LoneRoot",
+    "chain_hash",
+    "decode_tokens",
+    "encode_tokens",
+    "narrowed_root",
+    "root_hash",
+]
 
 HashFn = Callable[[bytes, bytes], bytes]
 
@@ -86,3 +95,11 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def decode_tokens(data: bytes) -> list[int]:
+    """The ids of `encode_tokens`."""
+    packed = array("I", data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

@@ -10,10 +10,13 @@ from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.finding import find_runs
 from kvboost_edge.reuse.plan import plan_spans
+from kvboost_edge.reuse.remembered import Chain, Remembered
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.reuse.spans import SpanIndex
 
 __all__ = ["Found", "Harvest"]
+
+_REMEMBERED = 4  # pools full of blocks that are gone, some 0.5 KB for each
 
 
 class Found(NamedTuple):
@@ -26,11 +29,23 @@ class Found(NamedTuple):
 
 class Harvest:
     """The published blocks of a pool, offered by their own tokens from the first question on. Published are blocks of
-    exact sequences alone, so what is approximate is never harvested."""
+    exact sequences alone, so what is approximate is never harvested. `remembers`: what leaves the pool from the first
+    question on is kept in mind, as a tier may have it."""
 
-    def __init__(self, manager: KVCacheManager, min_chunk_tokens: int) -> None:
+    def __init__(self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False) -> None:
         self._manager, self._least = manager, min_chunk_tokens
         self._index: SpanIndex | None = None
+        self._remembered: Remembered | None = None
+        if remembers:
+            self._remembered = Remembered(_REMEMBERED * manager.num_blocks, manager.block_size)
+
+    def lost(self, token_ids: Sequence[int], root: bytes) -> list[Chain]:
+        """What of a prompt's runs could be brought back from tiers: texts that hold them, from their beginnings."""
+        size = self._manager.block_size
+        if self._remembered is None or len(token_ids) <= size:
+            return []
+        self._offered()
+        return self._remembered.lost_chains(find_runs(token_ids, size, self._remembered.index, root, self._least))
 
     def find(self, token_ids: Sequence[int], start: int, root: bytes, repair: Repair) -> Found:
         """What can be shared of the tokens behind the first `start`, but for the last one. Valid until the pool's next
@@ -58,6 +73,8 @@ class Harvest:
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
         """A block was published."""
         assert self._index is not None
+        if self._remembered is not None:
+            self._remembered.entered(block_id, entry)
         if isinstance(entry.root, LoneRoot):  # only context for what follows it
             return
         size = self._manager.block_size
@@ -67,5 +84,7 @@ class Harvest:
     def left(self, block_id: int) -> None:
         """A block is published no more."""
         assert self._index is not None
+        if self._remembered is not None:
+            self._remembered.left(block_id)
         if block_id in self._index:
             self._index.withdraw(block_id)

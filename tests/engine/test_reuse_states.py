@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine.fake_runner import Bench, expected_tokens
+from engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.reuse.repair import Repair
@@ -36,9 +37,11 @@ class ReuseMachine(RuleBasedStateMachine):
         num_blocks=st.integers(12, 24),
         budget=st.sampled_from([1, 5, 16, 40]),
         max_num_seqs=st.integers(1, 4),
+        tier=st.sampled_from([None, 0.0, 0.1]),
     )
-    def start(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
-        self.bench = Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=budget)
+    def start(self, num_blocks: int, budget: int, max_num_seqs: int, tier: float | None) -> None:
+        tiers = [] if tier is None else [DictTier(losses=tier)]
+        self.bench = Bench(num_blocks, max_num_seqs=max_num_seqs, max_batch_tokens=budget, tiers=tiers)
         self.wanted: list[tuple[RequestHandle, list[int]]] = []
 
     def prompt(self, head: list[int], parts: list[list[int]], cut: int) -> list[int]:
@@ -60,6 +63,11 @@ class ReuseMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.bench.step()
+
+    @rule(count=st.integers(1, 4))
+    def move_blocks(self, count: int) -> None:
+        self.bench.core.tiering.save_more()
+        self.bench.mover.pump(count)
 
     @rule(pick=st.integers(0, 100))
     def cancel(self, pick: int) -> None:

@@ -1,0 +1,231 @@
+"""Runs at other positions whose blocks were driven out of the pool, and came back from a tier."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.fake_runner import Bench, expected_tokens, fake_engine
+from engine.hand_mover import DictTier
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.reuse.repair import Repair
+
+REUSE = GenerationMode.CHUNK_KV_REUSE
+BARE = Repair(strategy=RecomputeStrategy.NONE)
+NUM_BLOCKS = 24
+
+
+def document(number: int, length: int) -> list[int]:
+    return random.Random(number).choices(range(256), k=length)
+
+
+HEAD, ONE, TWO = document(0, 20), document(1, 70), document(2, 70)
+SERVED = [*HEAD, *ONE, *TWO]
+ASKED = [*document(3, 20), *TWO, *document(4, 5), *ONE, 7, 8]
+
+
+def flush(bench: Bench, first: int = 100) -> None:
+    """Others take every block."""
+    for number in range(first, first + 2):
+        bench.submit(document(number, 16 * (NUM_BLOCKS - 2)), 1)
+        bench.run()
+
+
+def served(*tiers: DictTier) -> Bench:
+    """What was served and asked about once, driven out since."""
+    bench = Bench(NUM_BLOCKS, tiers=tiers)
+    bench.submit([1] * 40, 1, REUSE, repair=BARE)  # from the first question on it is kept in mind
+    bench.submit(SERVED, 1)
+    bench.run()
+    flush(bench)
+    assert bench.manager.peek(SERVED, bench.parts.root) == 0
+    return bench
+
+
+def asked(bench: Bench, prompt: list[int] = ASKED, **options: object) -> GenerationResult:
+    handle: RequestHandle = bench.submit(prompt, 12, REUSE, repair=BARE, **options)
+    bench.run()
+    result = handle.result(0)
+    assert list(result.output_token_ids) == expected_tokens(prompt, 12)
+    assert bench.manager.used_block_count == 0
+    bench.manager.check_invariants([])
+    return result
+
+
+def test_what_was_driven_out_is_found_and_brought_back() -> None:
+    tier = DictTier()
+    bench = served(tier)
+    read = tier.num_read
+    result = asked(bench)
+    assert result.approximate
+    assert result.reused_span_tokens > 100
+    assert tier.num_read - read == len(SERVED) // 16
+    assert result.hit_tokens == {"pool": 0}, "an exact prefix is another thing"
+    assert result.load_ms > 0
+    read = tier.num_read
+    assert asked(bench, [*document(5, 17), *TWO, *ONE, 9]).reused_span_tokens > 100
+    assert tier.num_read == read, "it is in the pool by now"
+
+
+def test_without_a_tier_nothing_is_kept_in_mind() -> None:
+    bench = served()
+    assert bench.scheduler.sharing.harvest._remembered is None
+    assert not asked(bench).approximate
+
+
+def test_a_tier_that_lost_it_makes_no_difference_to_the_answer() -> None:
+    tier = DictTier()
+    bench = served(tier)
+    tier.blocks.clear()
+    assert not asked(bench).approximate
+    for losses in (0.2, 0.5):
+        shaky = DictTier("shaky", knows=False, losses=losses, seed=3)
+        asked(served(shaky))
+
+
+def test_only_what_is_gone_is_read() -> None:
+    """Chains lose their ends first."""
+    tier = DictTier()
+    bench = Bench(NUM_BLOCKS, tiers=[tier])
+    bench.submit([1] * 40, 1, REUSE, repair=BARE)
+    bench.submit(SERVED, 1)
+    bench.run()
+    bench.submit(document(50, 16 * (NUM_BLOCKS - 6)), 1)
+    bench.run()
+    kept = bench.manager.peek(SERVED, bench.parts.root) // 16
+    assert 0 < kept < len(SERVED) // 16
+    read = tier.num_read
+    assert asked(bench).reused_span_tokens > 100
+    assert tier.num_read - read == len(SERVED) // 16 - kept
+
+
+def test_runs_of_several_texts_come_one_after_another() -> None:
+    tier = DictTier()
+    bench = Bench(NUM_BLOCKS, tiers=[tier])
+    bench.submit([1] * 40, 1, REUSE, repair=BARE)
+    for text in (ONE, TWO):
+        bench.submit([*text, *document(9, 12)], 1)
+    bench.run()
+    flush(bench)
+    assert asked(bench).reused_span_tokens > 90
+
+
+def test_nobody_finds_what_another_tenant_had() -> None:
+    tier = DictTier()
+    bench = Bench(NUM_BLOCKS, tiers=[tier])
+    bench.submit([1] * 40, 1, REUSE, repair=BARE, tenant="a")
+    bench.submit(SERVED, 1, tenant="a")
+    bench.run()
+    flush(bench)
+    read = tier.num_read
+    assert not asked(bench, tenant="b").approximate
+    assert tier.num_read == read
+    assert asked(bench, tenant="a").approximate
+
+
+def test_an_exact_request_looks_for_no_runs() -> None:
+    tier = DictTier()
+    bench = served(tier)
+    read = tier.num_read
+    handle = bench.submit(ASKED, 4)
+    bench.run()
+    assert (handle.result(0).mode, tier.num_read) == (GenerationMode.PREFIX_CACHE, read)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_cancel_on_the_way_gives_everything_back(steps: int) -> None:
+    bench = served(DictTier())
+    handle = bench.submit(ASKED, 12, REUSE, repair=BARE)
+    for _ in range(steps):
+        bench.step()
+        bench.mover.pump(1)
+    handle.cancel()
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert bench.manager.used_block_count == 0
+    bench.manager.check_invariants([])
+    assert len(bench.scheduler.loads) == 0
+
+
+def test_what_does_not_fit_beside_the_prompt_is_not_brought() -> None:
+    tier = DictTier()
+    bench = Bench(NUM_BLOCKS, tiers=[tier])
+    bench.submit([1] * 40, 1, REUSE, repair=BARE)
+    long = [*document(20, 16 * 15), *TWO, *document(21, 16)]
+    bench.submit(long, 1)
+    bench.run()
+    flush(bench)
+    read = tier.num_read
+    result = asked(bench, [*document(22, 40), *TWO, *document(23, 16 * 5), 1])
+    assert (result.approximate, tier.num_read) == (False, read)
+
+
+def test_what_is_kept_in_mind_is_bounded() -> None:
+    tier = DictTier()
+    bench = served(tier)
+    for round_number in range(8):
+        flush(bench, 200 + 10 * round_number)
+    remembered = bench.scheduler.sharing.harvest._remembered
+    assert remembered is not None
+    assert len(remembered._places) == 4 * NUM_BLOCKS
+    remembered.index.check()
+    read = tier.num_read
+    assert not asked(bench).approximate
+    assert tier.num_read == read
+
+
+@pytest.fixture
+def small_engine() -> Iterator[tuple[CPUPagedEngine, DictTier]]:
+    tier = DictTier()
+    with fake_engine(48, tiers=[tier], primer_tokens=32, recompute_strategy="none") as engine:
+        yield engine, tier
+
+
+def test_documents_come_back_too(small_engine: tuple[CPUPagedEngine, DictTier]) -> None:
+    engine, tier = small_engine
+    documents = [document(number, 64) for number in range(30, 33)]
+    engine.generate([1] * 40, 1, mode=REUSE)
+    engine.warm(documents=documents)
+    prompt = [*document(3, 20), *documents[2], *documents[0], 7]
+    for number in range(8):
+        engine.generate(document(300 + number, 350), 1)
+    assert engine.warm_result(documents[0]).chunks_stored == 0
+    read = tier.num_read
+    result = engine.generate(prompt, 6, mode=REUSE)
+    assert list(result.output_token_ids) == expected_tokens(prompt, 6)
+    assert result.reused_span_tokens > 90
+    assert tier.num_read > read
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_came_back_from_disk_has_the_bits_it_left_with(bits: int, tmp_path: Path) -> None:
+    texts = [
+        f"Doc {number}.\n" + f"The owner of boat {number} is Dibel. Its colour is {colour}. " * 5
+        for number, colour in enumerate(("blue", "red", "green"))
+    ]
+    options = {"num_blocks": 64, "kv_cache_bits": bits, "reuse_gate": "off", "debug_checks": True}
+
+    def ask(engine: CPUPagedEngine) -> GenerationResult:
+        return engine.generate(texts[2] + texts[1] + "What is red?", 8, mode=REUSE, logprobs=3, temperature=0)
+
+    results = []
+    for directory in ("off", tmp_path):
+        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", disk_cache_dir=directory, **options) as engine:
+            engine.generate("Nothing is known of this yet.", 1, mode=REUSE)
+            served = "".join(texts)
+            engine.warm(served)
+            if directory != "off":
+                for number in range(2):
+                    engine.generate([50 + number] * 900, 1)
+                assert engine.warm_result(engine.tokenizer.encode(served)).chunks_stored == 0
+            results.append(ask(engine))
+    assert results[0].reused_span_tokens > 64
+    assert results[1].load_ms > 0
+    for name in ("output_token_ids", "logprobs", "reused_span_tokens", "recomputed_tokens"):
+        assert getattr(results[0], name) == getattr(results[1], name), name

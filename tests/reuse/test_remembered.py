@@ -1,0 +1,74 @@
+"""Blocks that are, or were, in a pool, and the texts to bring back for runs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvboost_edge.kvcache.hashing import LoneRoot, decode_tokens
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.reuse.finding import find_runs
+from kvboost_edge.reuse.remembered import Remembered
+
+SIZE = 16
+ROOT = b"r" * 32
+TEXT = list(range(100))  # 6 blocks and 4 tokens
+PROMPT = [*range(500, 520), *TEXT[20:90], 7]
+
+
+def publish(manager: KVCacheManager, tokens: Sequence[int], root: bytes = ROOT) -> None:
+    table = manager.open_table(tokens, root)
+    manager.extend(table, len(tokens))
+    manager.commit(table, list(tokens), len(tokens))
+    manager.free(table)
+
+
+def remembering(limit: int = 32) -> tuple[KVCacheManager, Remembered]:
+    manager, remembered = KVCacheManager(16, SIZE), Remembered(limit, SIZE)
+    manager.spans.watch(remembered)
+    return manager, remembered
+
+
+def lost(remembered: Remembered, prompt: Sequence[int] = PROMPT, root: bytes = ROOT) -> list[tuple[list[int], bytes]]:
+    runs = find_runs(prompt, SIZE, remembered.index, root, SIZE)
+    return [(decode_tokens(chain.tokens), chain.root) for chain in remembered.lost_chains(runs)]
+
+
+def test_what_is_there_is_not_lost_and_what_is_gone_is_told_from_its_beginning() -> None:
+    manager, remembered = remembering()
+    publish(manager, TEXT)
+    assert lost(remembered) == []
+    manager.reset()
+    assert lost(remembered) == [(TEXT[:96], ROOT)]
+    assert lost(remembered, [*range(500, 520), *TEXT[20:60], 7]) == [(TEXT[:64], ROOT)]
+    publish(manager, TEXT[:48])
+    assert lost(remembered) == [(TEXT[:96], ROOT)]
+    publish(manager, TEXT)
+    assert lost(remembered) == []
+    remembered.index.check()
+
+
+@pytest.mark.parametrize("num_hidden", [0, 2])
+def test_of_a_text_computed_alone_the_root_is_known(num_hidden: int) -> None:
+    manager, remembered = remembering()
+    root = LoneRoot.of(ROOT, num_hidden)
+    publish(manager, TEXT, root)
+    manager.reset()
+    found = lost(remembered, [*range(500, 520), *TEXT[40:90], 7])
+    assert found == [(TEXT[:96], root)]
+    assert isinstance(found[0][1], LoneRoot)
+    assert (found[0][1].user, found[0][1].num_hidden) == (ROOT, num_hidden)
+    assert lost(remembered, PROMPT, b"o" * 32) == []
+
+
+def test_the_oldest_are_forgotten_and_a_text_without_its_beginning_is_no_use() -> None:
+    manager, remembered = remembering(8)
+    publish(manager, TEXT)
+    manager.reset()
+    publish(manager, range(1000, 1048))  # three more: one of the first six goes
+    assert lost(remembered) == []
+    remembered.index.check()
+    publish(manager, TEXT)
+    manager.reset()
+    assert lost(remembered) == [(TEXT[:96], ROOT)]
