@@ -1,7 +1,8 @@
 """Decoders as ONNX files for tests, written from tiny transformers models without the `onnx` package.
 
 Two forms of graph: that of onnxruntime-genai's builder (MatMulNBits or MatMul, GroupQueryAttention, keys and values in
-one buffer), and that of a plain export (`concat`: attention in small operators, past keys and values concatenated).
+one buffer), and that of a plain export (onnx_concat.py: attention in small operators, keys and values
+concatenated).
 `write_onnx` sets the model's weights to what the file holds, so that transformers' own logits are the oracle.
 """
 
@@ -187,8 +188,6 @@ class Decoder:
 
     def build(self) -> None:
         """All nodes, from the token ids to the logits."""
-        if self.form.concat:
-            raise NotImplementedError
         one = self.constant(np.array([1], dtype=np.int64))
         total = self.op("ReduceSum", ["attention_mask", one], "/lengths/Sum", keepdims=0)
         last = self.op("Cast", [self.op("Sub", [total, one], "/lengths/Sub")], "/lengths/last", to=6)
@@ -314,10 +313,12 @@ class Decoder:
         return wire.model(wire.graph_of(self.nodes, self.weights.messages, inputs, outputs))
 
 
-def write_onnx(model: PreTrainedModel, folder: Path, form: Form | None = None) -> Path:
+def write_onnx(
+    model: PreTrainedModel, folder: Path, form: Form | None = None, kind: type[Decoder] | None = None
+) -> Path:
     """Write a folder with an ONNX model, and set the weights of `model` to what it holds. Returns the folder."""
     form = form or Form()
-    decoder = Decoder(model, form)
+    decoder = (kind or Decoder)(model, form)
     decoder.build()
     target = folder if form.genai else folder / "onnx"
     target.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ class CPUBackend(NumpyBlocks):
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
-        self._check_pairs(ops)
+        self._begin_copy(ops)
         if self._quant is not None:
             self._quant.copy_blocks(ops)
         for pool in self._pools:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,8 @@ class NumpyBlocks:
             raise ConfigError(problem)
         self.spec = spec
         self.num_blocks = num_blocks
+        self.changes = np.zeros(num_blocks, dtype=np.int64)
+        """How often each block was changed as a whole: copied to, written or poisoned. For runners with copies."""
         self._pools: list[KVPool] = []
         self._quant: QuantBlocks | None = None
         try:
@@ -84,6 +87,7 @@ class NumpyBlocks:
         ids = list(block_ids)
         if self._quant is not None:
             self._quant.poison(ids)
+        self.changes[ids] += 1
         for pool in self._pools:
             for array in pool:
                 array[ids] = to_storage(np.full(1, np.nan, dtype=np.float32), array.dtype)[0]
@@ -103,7 +107,17 @@ class NumpyBlocks:
         """Put bytes that were read into whole blocks; see `Backend`."""
         self._check_whole(block_ids)
         check_content(block_ids, data, self.spec.bytes_per_block)
+        self.changes[list(block_ids)] += 1
         scatter(self._byte_rows(), block_ids, data)
+
+    def gather_kv(self, block_ids: npt.NDArray[np.int32]) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Keys and values of blocks in a row, layer by layer, each [num_kv_heads, blocks * block_size, head_dim] in the
+        dtype of the storage. ConfigError where the pool is quantized."""
+        if self.spec.is_quantized:
+            raise ConfigError(f"keys of a quantized pool (bits {self.spec.bits}) are not given out as numbers")
+        return [
+            (_in_a_row(pool.keys[block_ids].swapaxes(2, 3)), _in_a_row(pool.values[block_ids])) for pool in self._pools
+        ]
 
     def _check_whole(self, block_ids: Sequence[int]) -> None:
         check_block_ids(block_ids, self.num_blocks)
@@ -140,10 +154,18 @@ class NumpyBlocks:
                 crc = zlib.crc32(array[block_id].reshape(-1).view(np.uint8), crc)
         return crc
 
-    def _check_pairs(self, ops: Sequence[tuple[int, int]]) -> None:
+    def _begin_copy(self, ops: Sequence[tuple[int, int]]) -> None:
+        """Check the blocks of a copy and count those that it changes."""
         for pair in ops:
             for block_id in pair:
                 check_block(block_id, self.num_blocks)
+            self.changes[pair[1]] += 1
+
+
+def _in_a_row(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[blocks, heads, block_size, dim] -> [heads, blocks * block_size, dim]."""
+    count, heads, size, dim = blocks.shape
+    return blocks.swapaxes(0, 1).reshape(heads, count * size, dim)
 
 
 def _layer_pool(spec: KVSpec, layer: LayerKVSpec, num_blocks: int) -> KVPool:

@@ -26,7 +26,7 @@ __all__ = ["doctor_report", "run_doctor"]
 
 _PACKAGES = (
     "kvboost-edge", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "torch",
-    "transformers",
+    "transformers", "onnxruntime",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.onnx.plan import onnx_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
 
 __all__ = ["installed_route", "model_report", "print_report", "route", "run_inspect", "shown"]
@@ -43,9 +44,10 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
     fields, weights = checkpoint.config, checkpoint.summary()
     inner = text_config(fields)
     path_taken = route(checkpoint, config)
-    kv = _kv_spec(fields, config, path_taken)
+    kv = _kv_spec(checkpoint, config, path_taken)
     return {
         "path": str(checkpoint.path),
+        "format": checkpoint.format,
         **path_taken,
         "layers": size_of(inner, "num_hidden_layers"),
         "hidden_size": size_of(inner, "hidden_size"),
@@ -77,7 +79,7 @@ def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
         "device": "none",
         "backend_reason": "no runner takes this model",
     }
-    if not compatibility.supported:
+    if not compatibility.supported and checkpoint.onnx_refusal is None:
         return report
     try:
         selected = select_path(checkpoint, config)
@@ -109,8 +111,11 @@ def _usable_context(fields: Mapping[str, Any]) -> int:
     return length if pinned is None else min(length, pinned.length)
 
 
-def _kv_spec(fields: Mapping[str, Any], config: EngineConfig, path_taken: Mapping[str, Any]) -> KVSpec:
+def _kv_spec(checkpoint: Checkpoint, config: EngineConfig, path_taken: Mapping[str, Any]) -> KVSpec:
     """How keys and values would be stored."""
+    fields = checkpoint.config
+    if path_taken["runner"] == "onnx":
+        return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
     if path_taken["runner"] == "native":
         return native_kv_spec(describe_model(fields), path_taken["weights"], config.block_size, config.kv_bits)
     inner = text_config(fields)

@@ -76,7 +76,8 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
     checkpoint = Checkpoint.open(model_path, cache_dir=None if config.pack_cache else NO_CACHE)
-    check_model_compatibility(checkpoint.config, strict=config.strict)
+    if checkpoint.onnx_refusal is None:  # an ONNX file is its own description; the runners say what they do not know
+        check_model_compatibility(checkpoint.config, strict=config.strict)
     summary = checkpoint.summary()
     selected = select_path(checkpoint, config)
     if selected.backend.device == "cpu":
@@ -134,10 +135,10 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
     from kvboost_edge.runners.torch.runner import TorchRunner
 
-    if config.runner == "native" or config.weights != "auto" or config.kv_bits != (16, 16):
+    if config.runner in ("native", "onnx") or config.weights != "auto" or config.kv_bits != (16, 16):
         raise ConfigError(
             "a loaded transformers model runs on the torch runner, which has no weights= and no kv_cache_bits=; give "
-            "a path for runner='native'"
+            "a path for another runner"
         )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
@@ -212,6 +213,8 @@ def _loaded_bytes(checkpoint: Checkpoint, summary: WeightSummary, selected: Runn
     """Bytes the weights will take on the CPU: packed, or in the dtype of the compute."""
     if selected.weights:
         return checkpoint.packed_bytes(selected.weights)
+    if selected.name == "onnx":
+        return summary.nbytes
     per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), "cpu"))
     return summary.nbytes if per_param is None else summary.num_params * per_param
 

@@ -34,6 +34,7 @@ from kvboost_edge.models.onnx.config import outer_config
 from kvboost_edge.models.onnx.file import read_onnx
 from kvboost_edge.models.onnx.folder import OnnxFolder, find_onnx
 from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
+from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.safetensors_check import check_weights
@@ -114,6 +115,15 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def open_source(self) -> WeightSource:
         """The tensors, as a context manager."""
+
+    @property
+    def onnx_file(self) -> Path:
+        """The ONNX file. ModelFormatError where there is none."""
+        raise ModelFormatError(f"{self.path} is no ONNX model")
+
+    def past_layout(self) -> PastLayout:
+        """How the ONNX file takes keys and values. ModelFormatError where it is not supported or there is none."""
+        raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
         """Bytes of the weights once they are packed in a format, head and embedding in theirs."""
@@ -285,7 +295,18 @@ class _OnnxFile(Checkpoint):
 
     @functools.cached_property
     def onnx_refusal(self) -> str:  # type: ignore[override]
-        return "the ONNX runner is not built yet"
+        try:
+            self.past_layout()
+        except ModelFormatError as error:
+            return str(error)
+        return ""
+
+    @property
+    def onnx_file(self) -> Path:
+        return self._folder.model
+
+    def past_layout(self) -> PastLayout:
+        return past_layout(self._model, self.config)
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ __all__ = ["RUNNERS", "RunnerChoice", "RunnerPlan", "choose_runner", "load_runne
 RUNNERS = {
     "native": "kvboost_edge.runners.native",
     "torch": "kvboost_edge.runners.torch",
+    "onnx": "kvboost_edge.runners.onnx",
 }
 
 

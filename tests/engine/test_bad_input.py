@@ -201,7 +201,7 @@ def test_bad_warm_logits_and_verify(engine: CPUPagedEngine) -> None:
         ({"max_cache_bytes": NAN}, "max_cache_bytes=nan"),
         ({"num_blocks": 4, "max_cache_bytes": 1e9}, "both size the pool"),
         ({"kv_cache_bits": 5}, "kv_cache_bits=5 is not offered"),
-        ({"runner": "onnx"}, "not built yet"),
+        ({"runner": "tflite"}, "runner='tflite' is not one of"),
         ({"backend": "tpu"}, "backend='tpu' is not one of"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_batch_tokens": 0}, "max_batch_tokens=0"),

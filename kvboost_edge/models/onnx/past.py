@@ -1,0 +1,126 @@
+"""How an ONNX decoder takes keys and values of earlier tokens and gives them back: what a runner has to bind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import size_of
+from kvboost_edge.models.onnx.file import OnnxModel, OnnxNode, OnnxValue
+
+__all__ = ["LayerPast", "PastLayout", "past_layout"]
+
+_PAST = re.compile(r"past_key_values\.(\d{1,5})\.(key|value)")
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_DTYPES = {"F32": "float32", "F16": "float16"}
+_SHARED = "GroupQueryAttention"
+
+
+class LayerPast(NamedTuple):
+    """Names of a layer's inputs and outputs, keys first, and the shape of its keys and values."""
+
+    past: tuple[str, str]
+    present: tuple[str, str]
+    num_kv_heads: int
+    head_dim: int
+
+
+class PastLayout(NamedTuple):
+    """dtype     of keys and values, "float32" or "float16"
+    inputs    the other inputs: name -> "I64" or "I32"
+    shared    past and present may be one buffer, longer than its content; else present is past with the new tokens
+    """
+
+    layers: tuple[LayerPast, ...]
+    dtype: str
+    inputs: Mapping[str, str]
+    shared: bool
+
+
+def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
+    """The layout of a graph; the width of a head is the config's where the graph leaves it open. ModelFormatError names
+    the input, output or operator that is not supported."""
+    _refuse_operators(model)
+    found: dict[tuple[int, str], OnnxValue] = {}
+    others: dict[str, str] = {}
+    for name, value in model.inputs.items():
+        match = _PAST.fullmatch(name)
+        if match is not None:
+            found[int(match[1]), match[2]] = value
+        elif name in _INPUTS and value.dtype in ("I64", "I32"):
+            others[name] = value.dtype
+        else:
+            raise ModelFormatError(f"{model.path}: the input {name!r} of type {value.dtype} is not known")
+    if "input_ids" not in others:
+        raise ModelFormatError(f"{model.path} has no input 'input_ids': it does not begin at token ids")
+    if not found:
+        raise ModelFormatError(
+            f"{model.path} has no inputs past_key_values.N.key and .value: a decoder without them computes every token "
+            "again; export it with its cache"
+        )
+    if "logits" not in model.outputs:
+        raise ModelFormatError(f"{model.path} has no output 'logits'")
+    num_layers = len(found) // 2
+    layers = tuple(_layer(model, config, found, index) for index in range(num_layers))
+    if len(found) != 2 * num_layers:
+        raise ModelFormatError(f"{model.path} has {len(found)} inputs of past keys and values, not two for each layer")
+    dtypes = {value.dtype for value in found.values()}
+    if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
+        raise ModelFormatError(f"{model.path}: past keys and values are of type {sorted(dtypes)}; F32 or F16 are taken")
+    return PastLayout(layers, _DTYPES[dtypes.pop()], others, _is_shared(model, {v.name for v in found.values()}))
+
+
+def _layer(
+    model: OnnxModel, config: Mapping[str, Any], found: Mapping[tuple[int, str], OnnxValue], index: int
+) -> LayerPast:
+    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    head_dim = size_of(config, "head_dim") or (hidden // heads if heads and hidden else 0)
+    shapes = set()
+    for kind in ("key", "value"):
+        value = found.get((index, kind))
+        if value is None:
+            raise ModelFormatError(f"{model.path} lacks the input 'past_key_values.{index}.{kind}'")
+        if f"present.{index}.{kind}" not in model.outputs:
+            raise ModelFormatError(f"{model.path} lacks the output 'present.{index}.{kind}'")
+        shape = value.shape or ()
+        if len(shape) != 4 or not isinstance(shape[1], int) or shape[1] < 1:
+            raise ModelFormatError(
+                f"{model.path}: input {value.name!r} has shape {shape}, expected [1, heads, past, dim]"
+            )
+        shapes.add((shape[1], shape[3] if isinstance(shape[3], int) else head_dim))
+    if len(shapes) != 1 or min(shapes)[1] < 1:
+        raise ModelFormatError(f"{model.path}: keys and values of layer {index} have the shapes {sorted(shapes)}")
+    num_kv_heads, dim = shapes.pop()
+    return LayerPast(
+        (f"past_key_values.{index}.key", f"past_key_values.{index}.value"),
+        (f"present.{index}.key", f"present.{index}.value"),
+        num_kv_heads,
+        dim,
+    )
+
+
+def _refuse_operators(model: OnnxModel) -> None:
+    for node in model.nodes:
+        if node.has_graph:
+            raise ModelFormatError(
+                f"{model.path}: {node} runs a part of the graph by a condition, so keys could depend on the length "
+                "of the sequence; such graphs are not shared between prompts"
+            )
+        if node.op == _SHARED:
+            _refuse_cache(model, node)
+
+
+def _refuse_cache(model: OnnxModel, node: OnnxNode) -> None:
+    for name in ("sliding_window_cache", "k_quant_type", "v_quant_type", "kv_cache_bit_width"):
+        value = node.attributes.get(name)
+        if value not in (None, 0, "", "NONE"):
+            raise ModelFormatError(
+                f"{model.path}: {node} has {name}={value!r:.20}: its cache is not plain keys and values"
+            )
+
+
+def _is_shared(model: OnnxModel, names: set[str]) -> bool:
+    readers = {node.op for node in model.nodes if names & set(node.inputs)}
+    return readers == {_SHARED}

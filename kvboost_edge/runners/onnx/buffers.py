@@ -1,0 +1,181 @@
+"""Keys and values of running sequences in one piece each, as onnxruntime takes them.
+
+The pool is the store of record; a buffer is a copy of the blocks of one table, gathered when a sequence comes and
+longer by each token that is computed. Before it is used again it is known to equal them: each block has a count of its
+changes.
+
+Of a graph with shared past and present, a buffer of a layer is [1, heads, capacity, dim] and grows in place. Else the
+past is one array [1, heads, count, dim], the present the next one, in two pieces of memory by turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.models.onnx.past import LayerPast, PastLayout
+
+__all__ = ["Buffer", "Buffers"]
+
+Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+_LEAST = 64  # tokens; a buffer that is full is made twice as large
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Buffer:
+    """Keys and values of the first `count` tokens of a table, layer by layer, keys first.
+
+    memory   one piece a layer and kind, or two where past and present are not one
+    blocks   ids of the blocks that they are a copy of, and `marks`, how often each had changed
+    turn     which piece holds the past
+    """
+
+    capacity: int
+    memory: list[list[Array]]
+    count: int = 0
+    turn: int = 0
+    blocks: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
+    marks: Ints = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for pieces in self.memory for piece in pieces)
+
+
+class Buffers:
+    """The buffers of the sequences that ran last. Together they take at most `most_bytes`, or one buffer alone.
+
+    gather(blocks): keys and values of these blocks, layer by layer, [heads, len(blocks) * block_size, dim] each.
+    """
+
+    def __init__(
+        self,
+        layout: PastLayout,
+        block_size: int,
+        most_bytes: int,
+        gather: Callable[[npt.NDArray[np.int32]], list[tuple[Array, Array]]],
+    ) -> None:
+        self._layout, self._block_size, self._most_bytes, self._gather = layout, block_size, most_bytes, gather
+        self._dtype = np.dtype(layout.dtype)
+        self._kept: list[Buffer] = []  # the last one used at the end
+        self.num_gathered = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._kept)
+
+    def take(self, table: npt.NDArray[np.int32], start: int, stop: int, marks: Ints) -> Buffer:
+        """A buffer that holds the first `start` tokens of a table and has room for `stop`; `marks` of all blocks."""
+        buffer = self._find(table, start, marks)
+        if buffer is not None and stop <= buffer.capacity:
+            self._cut(buffer, start)
+            return buffer
+        if buffer is not None:
+            self._kept.remove(buffer)
+            self._cut(buffer, start)
+        found = self._make(stop)
+        if buffer is not None:
+            for layer, index in self._pieces():
+                self._past(found, layer, index, start)[...] = self._past(buffer, layer, index, start)
+        elif start:
+            self._fill(found, table, start)
+        found.count = start
+        self._kept.append(found)
+        return found
+
+    def past(self, buffer: Buffer, layer: int, index: int) -> Array:
+        """The array to bind as a layer's past keys (index 0) or values (1)."""
+        if self._layout.shared:
+            return buffer.memory[2 * layer + index][0]
+        return self._past(buffer, layer, index, buffer.count)
+
+    def present(self, buffer: Buffer, layer: int, index: int, stop: int) -> Array:
+        """The array to bind as a layer's present keys or values, which will hold the first `stop` tokens."""
+        if self._layout.shared:
+            return buffer.memory[2 * layer + index][0]
+        return self._view(buffer.memory[2 * layer + index][1 - buffer.turn], layer, stop)
+
+    def advance(self, buffer: Buffer, stop: int) -> None:
+        """The presents are computed: they are the past from now on."""
+        buffer.count = stop
+        if not self._layout.shared:
+            buffer.turn = 1 - buffer.turn
+
+    def added(self, buffer: Buffer, layer: int, index: int, start: int) -> Array:
+        """Keys or values from token `start` on: [heads, tokens, dim], a view."""
+        return self._past(buffer, layer, index, buffer.count)[0, :, start : buffer.count]
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def _find(self, table: npt.NDArray[np.int32], start: int, marks: Ints) -> Buffer | None:
+        """The buffer of this table: all its blocks are the table's, unchanged."""
+        for buffer in reversed(self._kept):
+            count = len(buffer.blocks)
+            if (
+                start
+                and buffer.count >= start
+                and count <= len(table)
+                and np.array_equal(buffer.blocks, table[:count])
+                and np.array_equal(buffer.marks, marks[buffer.blocks])
+            ):
+                self._kept.remove(buffer)
+                self._kept.append(buffer)
+                return buffer
+        return None
+
+    def _make(self, stop: int) -> Buffer:
+        capacity = _LEAST
+        while capacity < stop:
+            capacity *= 2
+        copies = 1 if self._layout.shared else 2
+        per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self._layout.layers)
+        needed = capacity * per_token * self._dtype.itemsize * copies
+        while self._kept and self.nbytes + needed > self._most_bytes:
+            self._kept.pop(0)
+        memory = [[self._empty(layer, capacity) for _ in range(copies)] for layer, _ in self._named()]
+        return Buffer(capacity, memory)
+
+    def _named(self) -> list[tuple[LayerPast, int]]:
+        return [(layer, index) for layer in self._layout.layers for index in (0, 1)]
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        return [(layer, index) for layer in range(len(self._layout.layers)) for index in (0, 1)]
+
+    def _empty(self, layer: LayerPast, capacity: int) -> Array:
+        # Zeros, not what was there: masked scores must not be NaN.
+        return np.zeros((1, layer.num_kv_heads, capacity, layer.head_dim), dtype=self._dtype)
+
+    def _view(self, memory: Array, layer: int, count: int) -> Array:
+        """The beginning of a piece of memory as an array of `count` tokens, in one piece."""
+        one = self._layout.layers[layer]
+        return memory.reshape(-1)[: one.num_kv_heads * count * one.head_dim].reshape(
+            1, one.num_kv_heads, count, one.head_dim
+        )
+
+    def _past(self, buffer: Buffer, layer: int, index: int, count: int) -> Array:
+        if self._layout.shared:
+            return buffer.memory[2 * layer + index][0][:, :, :count]
+        return self._view(buffer.memory[2 * layer + index][buffer.turn], layer, count)
+
+    def _cut(self, buffer: Buffer, start: int) -> None:
+        """Forget the tokens from `start` on."""
+        if start == buffer.count:
+            return
+        if not self._layout.shared:
+            for layer, index in self._pieces():
+                kept = self._past(buffer, layer, index, buffer.count)[:, :, :start].copy()
+                self._past(buffer, layer, index, start)[...] = kept
+        buffer.count = start
+
+    def _fill(self, buffer: Buffer, table: npt.NDArray[np.int32], start: int) -> None:
+        self.num_gathered += 1
+        blocks = table[: -(-start // self._block_size)]
+        for layer, both in enumerate(self._gather(blocks)):
+            for index, values in enumerate(both):
+                self._past(buffer, layer, index, start)[0] = values[:, :start]

@@ -1,0 +1,64 @@
+"""What the ONNX runner takes, what must be installed for it, and how it stores keys. Loads no onnxruntime."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.models.onnx.past import PastLayout
+from kvboost_edge.runners.base import ModelTraits
+
+__all__ = [
+    "AUTO_BACKEND",
+    "AUTO_BACKEND_REASON",
+    "WORKS_WITH",
+    "choose_weights",
+    "missing_package",
+    "onnx_kv_spec",
+    "unsupported_reason",
+    "wish",
+]
+
+WORKS_WITH = "backend='cpu' and 'reference'"
+AUTO_BACKEND = "cpu"
+AUTO_BACKEND_REASON = "blocks in NumPy arrays, between which and onnxruntime the ONNX runner copies"
+
+
+def wish(config: EngineConfig, model: ModelTraits) -> str:
+    """Empty: no option but its name asks for this runner."""
+    return ""
+
+
+def unsupported_reason(model: ModelTraits) -> str | None:
+    """Why the graph cannot be run; None where it can, as far as it tells."""
+    if model.onnx_refusal is None:
+        return "the model is no ONNX file"
+    return model.onnx_refusal or None
+
+
+def missing_package(model_config: Mapping[str, Any]) -> str | None:
+    """onnxruntime, where it is not installed."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "needs onnxruntime, which is not installed; install the extra [onnx]"
+    return None
+
+
+def choose_weights(
+    config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
+) -> tuple[str, str]:
+    """No format of its own: the weights and the compute are the file's. ConfigError for a dtype that was asked for."""
+    if config.dtype != "auto":
+        raise ConfigError(
+            f"dtype={config.dtype!r} does not apply to the ONNX runner, which computes as the file says; leave it out"
+        )
+    return "", ""
+
+
+def onnx_kv_spec(layout: PastLayout, block_size: int) -> KVSpec:
+    """How the pool stores what the graph computes: in its own dtype."""
+    layers = tuple(LayerKVSpec(layer.num_kv_heads, layer.head_dim) for layer in layout.layers)
+    return KVSpec(layers, block_size, layout.dtype)

@@ -1,0 +1,89 @@
+"""Which graphs the ONNX runner takes: what it must bind is found, and what it cannot do is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import onnx_wire as wire
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.onnx.file import OnnxModel, read_onnx
+from kvboost_edge.models.onnx.past import past_layout
+
+CONFIG = {"num_attention_heads": 4, "hidden_size": 64}
+IDS = wire.value("input_ids", "int64", ["batch", "sequence"])
+BRANCH = wire.node("If", ["x"], ["y"]) + wire.blob(5, wire.blob(1, "then_branch") + wire.blob(6, b""))
+LOGITS = wire.value("logits", "float32", ["batch", "sequence", 300])
+
+
+def model(folder: Path, inputs: Sequence[bytes], outputs: Sequence[bytes], nodes: Sequence[bytes] = ()) -> OnnxModel:
+    path = folder / "model.onnx"
+    path.write_bytes(wire.model(wire.graph_of(nodes, [], inputs, outputs)))
+    return read_onnx(path)
+
+
+def past(shape: Sequence[int | str] = ("batch", 2, "past", 16), kind: str = "float32", layers: int = 1) -> list[bytes]:
+    names = [f"past_key_values.{index}.{name}" for index in range(layers) for name in ("key", "value")]
+    return [wire.value(name, kind, shape) for name in names]
+
+
+def present(layers: int = 1) -> list[bytes]:
+    names = [f"present.{index}.{name}" for index in range(layers) for name in ("key", "value")]
+    return [wire.value(name, "float32", ["batch", 2, "total", 16]) for name in names]
+
+
+def attention(**attributes: object) -> bytes:
+    inputs = ["q", "", "", "past_key_values.0.key", "past_key_values.0.value"]
+    return wire.node("GroupQueryAttention", inputs, ["out"], "com.microsoft", num_heads=4, kv_num_heads=2, **attributes)
+
+
+def test_both_forms_are_told_apart(tmp_path: Path) -> None:
+    mask = wire.value("attention_mask", "int32", ["batch", "total"])
+    concat = [wire.node("Concat", ["past_key_values.0.key", "new"], ["present.0.key"], axis=2)]
+    for nodes, shared in (([attention()], True), (concat, False), ([attention(), *concat], False)):
+        found = past_layout(model(tmp_path, [IDS, mask, *past()], [LOGITS, *present()], nodes), CONFIG)
+        assert found.shared is shared
+        assert found.inputs == {"input_ids": "I64", "attention_mask": "I32"}
+        assert [(layer.num_kv_heads, layer.head_dim) for layer in found.layers] == [(2, 16)]
+        assert found.dtype == "float32"
+
+
+def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path: Path) -> None:
+    found = model(tmp_path, [IDS, *past(("batch", 2, "past", "dim"), "float16")], [LOGITS, *present()])
+    assert past_layout(found, CONFIG).layers[0].head_dim == 16
+    assert past_layout(found, {**CONFIG, "head_dim": 32}).layers[0].head_dim == 32
+    assert past_layout(found, CONFIG).dtype == "float16"
+    with pytest.raises(ModelFormatError, match="have the shapes"):
+        past_layout(found, {})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "nodes", "message"),
+    [
+        ([IDS], [LOGITS], [], "has no inputs past_key_values.N.key and .value"),
+        ([*past()], [LOGITS, *present()], [], "has no input 'input_ids'"),
+        ([IDS, *past()], present(), [], "has no output 'logits'"),
+        ([IDS, *past()], [LOGITS], [], "lacks the output 'present.0.key'"),
+        ([IDS, past()[0]], [LOGITS, *present()], [], "two for each layer"),
+        ([IDS, past()[0], past(layers=2)[2]], [LOGITS, *present(2)], [], "lacks the input 'past_key_values.0.value'"),
+        ([IDS, *past((2, "past", 16))], [LOGITS, *present()], [], "expected .1, heads, past, dim."),
+        ([IDS, *past(("batch", "heads", "past", 16))], [LOGITS, *present()], [], "expected .1, heads, past, dim."),
+        ([IDS, *past(kind="int8")], [LOGITS, *present()], [], "F32 or F16 are taken"),
+        ([IDS, wire.value("use_cache_branch", "bool", [1]), *past()], [LOGITS, *present()], [],
+         "the input 'use_cache_branch' of type BOOL is not known"),
+        ([wire.value("inputs_embeds", "float32", ["b", "s", 64]), *past()], [LOGITS, *present()], [],
+         "the input 'inputs_embeds'"),
+        ([IDS, *past()], [LOGITS, *present()], [attention(sliding_window_cache=1)], "sliding_window_cache=1"),
+        ([IDS, *past()], [LOGITS, *present()], [attention(k_quant_type="PER_TENSOR")], "k_quant_type='PER_TENSOR'"),
+        ([IDS, *past()], [LOGITS, *present()],
+         [BRANCH],
+         "runs a part of the graph by a condition"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_named(
+    inputs: list[bytes], outputs: list[bytes], nodes: list[bytes], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        past_layout(model(tmp_path, inputs, outputs, nodes), CONFIG)

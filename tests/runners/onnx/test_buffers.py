@@ -1,0 +1,130 @@
+"""Copies of running sequences beside the pool: gathered once, given up when a block changes, bounded in bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge.models.onnx.past import LayerPast, PastLayout
+from kvboost_edge.runners.onnx.buffers import Buffer, Buffers
+
+BLOCK, HEADS, DIM, BLOCKS = 16, 2, 4, 40
+LAYERS = 2
+
+
+class Pool:
+    """Blocks with random keys and values, and the runner's part: append tokens to both the buffer and the blocks."""
+
+    def __init__(self, *, shared: bool, most_bytes: int = 1 << 30) -> None:
+        layers = tuple(LayerPast(("", ""), ("", ""), HEADS, DIM) for _ in range(LAYERS))
+        self.rng = np.random.default_rng(0)
+        self.blocks = self.rng.standard_normal((LAYERS, 2, BLOCKS, HEADS, BLOCK, DIM)).astype(np.float32)
+        self.marks = np.zeros(BLOCKS, dtype=np.int64)
+        self.shared = shared
+        layout = PastLayout(layers, "float32", {"input_ids": "I64"}, shared)
+        self.buffers = Buffers(layout, BLOCK, most_bytes, self.gather)
+
+    def gather(self, ids: np.ndarray) -> list[tuple[Any, Any]]:
+        def row(blocks: np.ndarray) -> np.ndarray:
+            return blocks[ids].swapaxes(0, 1).reshape(HEADS, len(ids) * BLOCK, DIM)
+
+        return [(row(keys), row(values)) for keys, values in self.blocks]
+
+    def compute(self, table: list[int], start: int, stop: int) -> Buffer:
+        """What a pass does: new keys into the present, from there into the blocks."""
+        ids = np.array(table, dtype=np.int32)
+        buffer = self.buffers.take(ids, start, stop, self.marks)
+        buffer.blocks = buffer.blocks[:0]
+        new = self.rng.standard_normal((LAYERS, 2, HEADS, stop - start, DIM)).astype(np.float32)
+        for layer in range(LAYERS):
+            for kind in (0, 1):
+                past = self.buffers.past(buffer, layer, kind)
+                present = self.buffers.present(buffer, layer, kind, stop)
+                assert present.flags.c_contiguous
+                assert past.flags.c_contiguous
+                if not self.shared:
+                    assert past.shape[2] == start
+                    assert present.shape[2] == stop
+                    present[0, :, :start] = past[0]
+                present[0, :, start:stop] = new[layer, kind]
+        self.buffers.advance(buffer, stop)
+        for token in range(start, stop):
+            self.blocks[:, :, ids[token // BLOCK], :, token % BLOCK] = new[:, :, :, token - start]
+        self.marks[np.unique(ids[np.arange(start, stop) // BLOCK])] += 1
+        buffer.blocks = ids[: -(-stop // BLOCK)].copy()
+        buffer.marks = self.marks[buffer.blocks]
+        self.check(buffer, ids, stop)
+        return buffer
+
+    def check(self, buffer: Buffer, ids: np.ndarray, stop: int) -> None:
+        """The buffer holds what the blocks do."""
+        assert buffer.count == stop
+        for layer, both in enumerate(self.gather(ids[: -(-stop // BLOCK)])):
+            for kind in (0, 1):
+                np.testing.assert_array_equal(self.buffers.added(buffer, layer, kind, 0), both[kind][:, :stop])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
+def test_a_sequence_is_gathered_once_and_then_grows(shared: bool) -> None:
+    pool = Pool(shared=shared)
+    pool.compute([3, 1, 4, 7], 32, 50)  # a prefix of two blocks from the pool
+    for token in range(50, 60):
+        pool.compute([3, 1, 4, 7], token, token + 1)
+    assert pool.buffers.num_gathered == 1
+    pool.compute([5, 9], 0, 20)  # nothing to gather for a fresh one
+    pool.compute([3, 1, 4, 7], 60, 61)
+    assert pool.buffers.num_gathered == 1
+    table = list(range(10, 32))
+    for start in range(0, 340, 20):  # past several capacities
+        pool.compute(table, start, start + 20)
+    assert pool.buffers.num_gathered == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
+def test_rejected_tokens_are_forgotten(shared: bool) -> None:
+    pool = Pool(shared=shared)
+    pool.compute([3, 1], 0, 25)
+    pool.compute([3, 1], 21, 24)
+    pool.compute([3, 1], 24, 32)
+    assert pool.buffers.num_gathered == 0
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
+def test_a_block_that_changed_is_gathered_again(shared: bool) -> None:
+    """A copy into it, or another sequence that took it: the numbers are those of the pool in any case."""
+    pool = Pool(shared=shared)
+    pool.compute([3, 1], 0, 20)
+    pool.blocks[:, :, 3] = 7.0
+    pool.marks[3] += 1
+    pool.compute([3, 1], 20, 22)
+    assert pool.buffers.num_gathered == 1
+    pool.compute([6, 1], 0, 20)  # block 1 was freed and belongs to this one now
+    pool.compute([3, 8], 16, 20)
+    assert pool.buffers.num_gathered == 2
+
+
+def test_sequences_of_one_prefix_do_not_take_each_others_buffer() -> None:
+    pool = Pool(shared=True)
+    pool.compute([3, 1], 0, 20)
+    pool.compute([3, 2], 16, 30)
+    for token in range(20, 22):
+        pool.compute([3, 1], token, token + 1)
+        pool.compute([3, 2], token + 10, token + 11)
+    assert pool.buffers.num_gathered == 1
+
+
+def test_bytes_are_bounded_by_the_oldest_giving_way() -> None:
+    one = 2 * LAYERS * HEADS * DIM * 4 * 64
+    pool = Pool(shared=True, most_bytes=2 * one)
+    for block in range(5):
+        pool.compute([block, block + 10], 0, 20)
+        assert pool.buffers.nbytes <= 2 * one
+    pool.compute([3, 13], 20, 21)
+    pool.compute([4, 14], 20, 21)
+    assert pool.buffers.num_gathered == 0
+    pool.compute([0, 10], 20, 21)
+    assert pool.buffers.num_gathered == 1
+    pool.buffers.clear()
+    assert pool.buffers.nbytes == 0

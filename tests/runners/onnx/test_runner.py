@@ -1,0 +1,235 @@
+"""The ONNX runner against transformers: both forms of graph, in pieces, in batches, with blocks that are shared."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.backends.select import choose_backend, make_backend
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.runners.base import LoadOptions
+from kvboost_edge.runners.onnx.runner import OnnxRunner, load
+from onnx_blocks import Form
+from onnx_concat import ConcatDecoder
+from onnx_models import Decoder, write_onnx
+from paged_driver import PagedDriver
+from tiny_models import build_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+NEW_TOKENS = 12
+KINDS: dict[str, type[Decoder]] = {"shared": Decoder, "concat": ConcatDecoder}
+FAMILIES: dict[str, tuple[dict[str, Any], Form]] = {
+    "llama": ({}, Form(bits=0)),
+    "qwen2": ({}, Form()),
+    "qwen3": ({}, Form(bits=8, block=64)),
+    "gemma": ({"tie_word_embeddings": False}, Form(bits=0)),
+    "gemma2": ({"num_hidden_layers": 2, "tie_word_embeddings": False}, Form(bits=0, genai=False)),
+    "phi3": ({}, Form(zeros="codes")),
+    "mistral": ({}, Form(bits=0)),
+}
+
+
+def written(folder: Path, kind: str = "shared", family: str = "llama", **overrides: Any) -> tuple[Any, Path]:
+    """A transformers model and the folder of the same as ONNX."""
+    fields, form = FAMILIES[family]
+    model = build_tiny_model(family, **{**fields, **overrides})
+    model.set_attn_implementation("eager")
+    form = Form(**{**form.__dict__, "concat": kind == "concat"})
+    return model, write_onnx(model, folder, form, KINDS[kind])
+
+
+def loaded(folder: Path) -> OnnxRunner:
+    return load(Checkpoint.open(folder), LoadOptions("", "auto", "cpu", 1, 16, (16, 16)))
+
+
+def drive(runner: OnnxRunner, backend: str = "cpu", num_blocks: int = 32) -> PagedDriver:
+    return PagedDriver(runner, make_backend(choose_backend(backend), runner.info.kv_spec, num_blocks, num_threads=1))
+
+
+def greedy(model: Any, prompt: list[int], count: int = NEW_TOKENS) -> tuple[list[int], np.ndarray]:
+    """All tokens, and the logits of the prompt."""
+    with torch.inference_mode():
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        )[0].tolist()  # fmt: skip
+        return whole, model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_equal_transformers(family: str, kind: str, tmp_path: Path) -> None:
+    """Logits within 1e-4 in pieces that end inside of blocks, and the same greedy tokens, beside another sequence."""
+    model, folder = written(tmp_path / "m", kind, family)
+    whole, expected = greedy(model, PROMPT)
+    other, _ = greedy(model, PROMPT[::-1][:37])
+    runner = loaded(folder)
+    driver = drive(runner)
+    first, second = driver.open(PROMPT), driver.open(PROMPT[::-1][:37])
+    logits = driver.prefill(first, 23)
+    assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)
+    last = driver.prefill(second, 16)[-1]
+    driver.decode([first, second], [logits[-1], last], NEW_TOKENS)
+    assert first.token_ids == whole
+    assert second.token_ids == other
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_backends_hold_the_same_keys(kind: str, tmp_path: Path) -> None:
+    """What is gathered from the pool is what was computed, whichever NumPy backend holds it."""
+    _, folder = written(tmp_path / "m", kind)
+    found = []
+    for backend in ("cpu", "reference"):
+        runner = loaded(folder)
+        driver = drive(runner, backend)
+        sequence = driver.open(PROMPT)
+        logits = driver.prefill(sequence, 61)
+        again = driver.open(PROMPT)
+        assert again.table.num_computed_tokens == 48
+        warm = driver.prefill(again, 61)
+        assert runner.buffers.num_gathered == 1
+        assert np.linalg.norm(warm - logits[48:]) <= 1e-5 * np.linalg.norm(warm)
+        found.append(logits)
+        runner.close()
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_shares_prefixes_streams_and_samples(kind: str, tmp_path: Path) -> None:
+    model, folder = written(tmp_path / "m", kind)
+    whole, _ = greedy(model, PROMPT)
+    with CPUPagedEngine.from_pretrained(
+        folder, runner="onnx", num_blocks=64, max_num_seqs=4, debug_checks=True, max_batch_tokens=40
+    ) as engine:
+        assert engine.runner_info.name == "onnx"
+        cold = engine.generate(PROMPT, max_new_tokens=NEW_TOKENS)
+        warm = engine.generate(PROMPT, max_new_tokens=NEW_TOKENS)
+        assert list(cold.output_token_ids) == list(warm.output_token_ids) == whole[len(PROMPT) :]
+        assert (cold.cached_tokens, warm.cached_tokens) == (0, 48)
+        streamed = list(engine.stream(PROMPT, max_new_tokens=NEW_TOKENS))
+        assert streamed
+        batch = engine.generate_batch([PROMPT, PROMPT[:40], PROMPT[::-1], PROMPT], max_new_tokens=NEW_TOKENS)
+        assert list(batch[0].output_token_ids) == list(batch[3].output_token_ids) == whole[len(PROMPT) :]
+        for prompt, result in ((PROMPT[:40], batch[1]), (PROMPT[::-1], batch[2])):
+            assert list(result.output_token_ids) == greedy(model, prompt)[0][len(prompt) :]
+        seeded = [engine.generate(PROMPT, max_new_tokens=8, temperature=0.8, seed=3).output_token_ids for _ in range(2)]
+        assert seeded[0] == seeded[1]
+        assert engine.verify_correctness([PROMPT])
+
+
+def test_more_sequences_than_the_pool_holds(tmp_path: Path) -> None:
+    """Sequences that are pushed out of the pool and computed again, and more of them than buffers have room for."""
+    model, folder = written(tmp_path / "m")
+    prompts = [[(17 * i + j) % 250 for j in range(20 + i)] for i in range(6)]
+    with CPUPagedEngine.from_pretrained(
+        folder, runner="onnx", num_blocks=9, max_num_seqs=6, max_batch_tokens=24, debug_checks=True
+    ) as engine:
+        results = engine.generate_batch(prompts, max_new_tokens=40)
+        assert engine.paged_stats()["preemptions"] > 0
+        assert engine._core._runner.buffers.nbytes <= engine.paged_stats()["pool_bytes"]
+    for prompt, result in zip(prompts, results, strict=True):
+        found = list(result.output_token_ids)  # an answer may end before
+        assert found == greedy(model, prompt, 40)[0][len(prompt) :][: len(found)]
+        assert len(found) == 40 or result.finish_reason == "stop"
+
+
+def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, known = written(tmp_path / "known")
+    _, other = written(tmp_path / "other", "concat")
+    with caplog.at_level(logging.INFO, "kvboost_edge"):
+        with CPUPagedEngine.from_pretrained(known, num_blocks=16) as engine:
+            assert engine.runner_info.name == "native"
+        assert "runner native: the family is known to it" in caplog.text
+        caplog.clear()
+        with CPUPagedEngine.from_pretrained(other, num_blocks=16) as engine:
+            assert engine.runner_info.name == "onnx"
+    line = next(record for record in caplog.records if record.getMessage().startswith("runner onnx:"))
+    assert line.levelno == logging.WARNING
+    assert "not the native runner:" in line.getMessage()
+    assert "is not known where" in line.getMessage()
+    assert "transformers does not load ONNX files" in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "bfloat16"}, ConfigError, "dtype='bfloat16' does not apply to the ONNX runner"),
+        ({"weights": "int8"}, ConfigError, "needs the native runner"),
+        ({"kv_cache_bits": 8}, ConfigError, "needs the native runner"),
+        ({"backend": "torch"}, ConfigError, "needs the torch runner"),
+    ],
+)
+def test_options_that_it_does_not_have(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    _, folder = written(tmp_path / "m")
+    with pytest.raises(error, match=message):
+        CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=16, **options)
+
+
+def test_other_models_and_missing_packages(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelFormatError, match="the model is no ONNX file; runner='onnx' needs the onnx runner"):
+        CPUPagedEngine.from_pretrained(tiny_model_dir, runner="onnx", num_blocks=16)
+    _, folder = written(tmp_path / "m", "concat")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        BackendUnavailable, match=r"needs onnxruntime, which is not installed; install the extra \[onnx\]"
+    ):
+        CPUPagedEngine.from_pretrained(folder, num_blocks=16)
+
+
+def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path: Path) -> None:
+    """Nor does running it natively."""
+    _, folder = written(tmp_path / "m")
+    code = (
+        "import sys; from kvboost_edge import CPUPagedEngine; "
+        f"e = CPUPagedEngine.from_pretrained({str(folder)!r}, num_blocks=16); e.generate([1, 2, 3], max_new_tokens=2); "
+        "e.close(); print([n for n in ('onnx', 'onnxruntime', 'torch') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_keys_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> None:
+    model, _ = written(tmp_path / "first", "concat")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    folder = write_onnx(model, tmp_path / "m", Form(bits=0, concat=True), ConcatDecoder)
+    with CPUPagedEngine.from_pretrained(folder, num_blocks=16, max_num_seqs=2) as engine:
+        bad, good = engine.submit([1, 7, 2], max_new_tokens=3), engine.submit([1, 2, 3], max_new_tokens=3)
+        with pytest.raises(KVBoostError, match="NaN"):
+            bad.result()
+        assert good.result().generated_tokens == 3
+
+
+def test_a_backend_of_tensors_is_refused(tmp_path: Path) -> None:
+    runner = loaded(written(tmp_path / "m")[1])
+    backend: Backend = make_backend(choose_backend("torch"), runner.info.kv_spec, 4)
+    with pytest.raises(ConfigError, match="works with backend='cpu' and 'reference'"):
+        runner.bind(backend)
+    runner.close()
+
+
+def test_files_that_onnxruntime_refuses(tmp_path: Path) -> None:
+    """A type that does not fit, found by onnxruntime, is our own error with the file's name."""
+    _, folder = written(tmp_path / "m", "concat")
+    path = folder / "model.onnx"
+    path.write_bytes(path.read_bytes().replace(b"LessOrEqual", b"LessXrEqual"))
+    with pytest.raises(ModelFormatError, match=r"model.onnx: onnxruntime cannot load this model"):
+        loaded(folder)
