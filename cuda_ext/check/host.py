@@ -10,9 +10,9 @@ from pathlib import Path
 
 from check.nvrtc import CSRC, SITE
 
-__all__ = ["NVCC_ARCHITECTURES", "NvccError", "call_launchers", "compile_sources", "disassembled_hmma", "link"]
+__all__ = ["NvccError", "call_launchers", "compile_source", "disassembled_hmma", "link"]
 
-NVCC_ARCHITECTURES = ("sm_75", "sm_80")
+_ARCHITECTURES = ("sm_75", "sm_80")  # a form of wmma and one of mma
 _HOME = SITE / "cu13"
 _FUNCTIONS = ("attention", "write_kv", "copy_blocks")
 
@@ -21,15 +21,12 @@ class NvccError(Exception):
     """What nvcc said."""
 
 
-def compile_sources(names: Sequence[str], folder: Path, architectures: Sequence[str]) -> list[Path]:
-    """Object files of those sources, in `folder`."""
-    targets = []
-    for name in names:
-        target = folder / f"{name}.o"
-        codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in architectures]
-        _nvcc(["-c", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", *codes, str(CSRC / f"{name}.cu"), "-o", str(target)])
-        targets.append(target)
-    return targets
+def compile_source(name: str, folder: Path) -> Path:
+    """The object file of a source, host and device code, in `folder`."""
+    target = folder / f"{name}.o"
+    codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES]
+    _nvcc(["-c", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", *codes, str(CSRC / f"{name}.cu"), "-o", str(target)])
+    return target
 
 
 def link(objects: Sequence[Path], folder: Path) -> Path:

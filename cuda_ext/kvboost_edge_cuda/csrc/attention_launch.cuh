@@ -4,8 +4,13 @@
 
 #include <cuda_runtime.h>
 
+// nvcc hands the initializers of device constructors to the host's compiler, which does not know this function.
+#if !defined(__CUDA_ARCH__) && defined(__GNUC__)
+#define __ffs __builtin_ffs
+#endif
 #include "attention_mma.cuh"
 #include "attention_wmma.cuh"
+#undef __ffs
 
 namespace kvboost_edge_cuda {
 
