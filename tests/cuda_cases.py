@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cuda_on_cpu import BF16, F16, AttentionParams, Form, Library, Schedule
 
-__all__ = ["Case", "Result", "bound_of_error", "from_bits", "oracle", "run", "to_bits"]
+__all__ = ["Case", "Result", "bound_of_error", "check", "from_bits", "make_inputs", "oracle", "run", "to_bits"]
 
 Bits = npt.NDArray[np.uint16]
 Doubles = npt.NDArray[np.float64]
@@ -42,7 +42,8 @@ def from_bits(bits: Bits, dtype: int) -> Doubles:
 class Case:
     """One call. `lens`: (queries, keys) of each sequence. block_size 0: keys in rows, not in blocks. `is_flat`: tensors
     [total, heads, dim] with cu_seqlens, else [batch, rows, heads, dim], all sequences with as many queries. `shared`:
-    that many leading blocks are the same ones for all sequences. `is_strided`: heads before rows, gaps between rows."""
+    that many leading blocks are the same ones for all sequences. `is_strided`: heads before rows, gaps between rows.
+    `is_indexed`: keys of sequence i are not at row i of the batch, see cache_batch_idx."""
 
     lens: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (2, 1)
@@ -54,6 +55,7 @@ class Case:
     shared: int = 0
     is_flat: bool = True
     is_strided: bool = False
+    is_indexed: bool = False
     num_splits: int = 1
     scale: float | None = None
     magnitude: float = 1.0
@@ -167,9 +169,16 @@ def _rows(case: Case, tensor: _Tensor, which: int) -> list[npt.NDArray[Any]]:
     """The sequences' rows in a tensor of queries (which 0) or keys (1): views [len, heads, dim]."""
     lens = [pair[which] for pair in case.lens]
     if not case.is_flat:
-        return [tensor.view[i, :length] for i, length in enumerate(lens)]
+        places = _places(case) if which else range(len(lens))
+        return [tensor.view[place, :length] for place, length in zip(places, lens, strict=True)]
     stops = np.cumsum(lens)
     return [tensor.view[0, stop - length : stop] for length, stop in zip(lens, stops, strict=True)]
+
+
+def _places(case: Case) -> npt.NDArray[np.int32]:
+    """Where in a batch of keys each sequence's lie."""
+    num = len(case.lens)
+    return np.arange(num, 0, -1, dtype=np.int32) if case.is_indexed else np.arange(num, dtype=np.int32)
 
 
 def _starts(lens: list[int]) -> npt.NDArray[np.int32]:
@@ -224,7 +233,7 @@ class _Call:
         if case.block_size:
             self.k, self.v, self.table = _in_blocks(case, inputs, np.random.default_rng(seed + 1))
         else:
-            batch_k, rows_k = (1, sum(lens_k)) if case.is_flat else (num, max(lens_k) + 3)
+            batch_k, rows_k = (1, sum(lens_k)) if case.is_flat else (num + case.is_indexed, max(lens_k) + 3)
             self.k, self.v = (_empty(batch_k, rows_k, num_kv_heads, dim, case.is_strided) for _ in range(2))
             for tensor, sequences in ((self.k, inputs.k), (self.v, inputs.v)):
                 for view, rows in zip(_rows(case, tensor, 1), sequences, strict=True):
@@ -233,7 +242,7 @@ class _Call:
         shape = (rows_q, num_q_heads) if case.is_flat else (num, num_q_heads, rows_q)
         self.lse = np.full(shape, np.nan, dtype=np.float32)
         self.starts_q, self.starts_k = _starts(lens_q), _starts(lens_k)
-        self.used = np.array(lens_k, dtype=np.int32)
+        self.used, self.places = np.array(lens_k, dtype=np.int32), _places(case)
         parts = (case.num_splits, self.total_q, num_q_heads)
         self.partial_out = np.full((*parts, dim), np.nan, dtype=np.float32)
         self.partial_lse = np.full(parts, np.nan, dtype=np.float32)
@@ -266,9 +275,13 @@ class _Call:
         strides = (0, heads, 1) if case.is_flat else (heads * rows, 1, rows)
         params.lse_batch_stride, params.lse_row_stride, params.lse_head_stride = strides
         if case.is_flat:
-            params.cu_seqlens_q, params.cu_seqlens_k = self.starts_q.ctypes.data, self.starts_k.ctypes.data
-        else:
-            params.seqused_k = self.used.ctypes.data
+            params.cu_seqlens_q = self.starts_q.ctypes.data
+        if case.is_flat and not case.block_size:
+            params.cu_seqlens_k = self.starts_k.ctypes.data
+        elif case.block_size or len(set(self.used.tolist())) > 1:
+            params.seqused_k = self.used.ctypes.data  # else all have seqlen_k
+        if case.is_indexed:
+            params.cache_batch_idx = self.places.ctypes.data
         if self.table is not None:
             params.block_table, params.block_table_stride = self.table.ctypes.data, self.table.shape[1]
         if self.inputs.sinks is not None:
@@ -300,3 +313,11 @@ def run(kernels: Library, case: Case, form: Form, inputs: Inputs, schedule: Sche
     if call.touched_elsewhere():
         raise AssertionError(f"{form} wrote outside of its rows")
     return result
+
+
+def check(case: Case, form: Form, expected: list[Expected], result: Result) -> None:
+    """AssertionError unless each row is the oracle's, as near as its rounding allows."""
+    for exact, out, lse in zip(expected, result.out, result.lse, strict=True):
+        error = np.abs(from_bits(out, form.dtype) - exact.out) / bound_of_error(exact, form.dtype)
+        assert error.max(initial=0) <= 1, (case, form, error.max())
+        np.testing.assert_allclose(lse, exact.lse, rtol=2e-6, atol=4e-6, err_msg=f"{case} {form}")
