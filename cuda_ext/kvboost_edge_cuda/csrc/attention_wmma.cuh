@@ -104,7 +104,6 @@ __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpR
     float *row = scores + lane / 2 * Shape::kScoreStride;
     float own[kOwn];
     float largest = rows.largest;
-    __syncwarp();
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) {
         const float score = scale(row[start + c]);

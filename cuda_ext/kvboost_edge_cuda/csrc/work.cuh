@@ -49,7 +49,7 @@ __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) 
     work.flat_row = p.cu_seqlens_q ? p.cu_seqlens_q[b] : static_cast<long long>(b) * p.seqlen_q;
     work.len_q = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.seqlen_q;
     work.len_k = p.seqused_k ? p.seqused_k[b] : p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
-    work.first_row = blockIdx.x * kRows;
+    work.first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // with a causal mask the last rows take longest
     work.num_rows = work.len_q * work.group;
     if (work.first_row >= work.num_rows) return false;
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void copy_chunk(unsigned short *target, const unsigne
 template <int kHeadDim, int kRows, bool kIsAsync>
 __device__ __forceinline__ void load_keys(unsigned short *tile, const KeyRows &rows, int first, Span keys, int head_dim) {
     constexpr int kChunks = kHeadDim / 8;
-#pragma unroll
+#pragma unroll 4
     for (int start = 0; start < kRows * kChunks; start += kThreads) {
         const int i = start + static_cast<int>(threadIdx.x);
         if (kRows * kChunks % kThreads != 0 && i >= kRows * kChunks) break;
