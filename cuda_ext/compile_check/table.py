@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from check.forms import Row
+from compile_check.forms import Row
 
 __all__ = ["BEGIN", "DOCS", "END", "as_lines", "replace_table", "stale_lines"]
 

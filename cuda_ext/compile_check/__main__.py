@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from check import host, table
-from check.forms import HEAD_DIMS, Form, Row, build, programs, requirements
-from check.machines import MACHINES, Machine
-from check.nvrtc import CompileError
+from compile_check import host, table
+from compile_check.forms import HEAD_DIMS, Form, Row, build, programs, requirements
+from compile_check.machines import MACHINES, Machine
+from compile_check.nvrtc import CompileError
 
 _WORKERS = 2
 _DISASSEMBLED_FROM = 75
@@ -28,7 +28,7 @@ Results = list[tuple[str, str]]
 def main(arguments: list[str]) -> int:
     """Without arguments: check. `--write`: write the table of docs/cuda.md as well."""
     if arguments not in ([], ["--write"]):
-        print(f"usage: python -m check [--write], not {arguments}")
+        print(f"usage: python -m compile_check [--write], not {arguments}")
         return 2
     started = time.monotonic()
     rows: list[Row] = []

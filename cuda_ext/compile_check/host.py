@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from check.nvrtc import CSRC, SITE
+from compile_check.nvrtc import CSRC, SITE
 
 __all__ = ["NvccError", "call_launchers", "compile_source", "disassembled_hmma", "link"]
 

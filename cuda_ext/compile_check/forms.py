@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from check.cubin import opcodes, read_int
-from check.machines import Machine, ctas_that_fit
-from check.nvrtc import Used, compile_program
+from compile_check.cubin import opcodes, read_int
+from compile_check.machines import Machine, ctas_that_fit
+from compile_check.nvrtc import Used, compile_program
 
 __all__ = ["HEAD_DIMS", "Form", "Row", "build", "programs", "requirements"]
 
