@@ -38,7 +38,10 @@ CSRC = ROOT / "cuda_ext" / "kvboost_edge_cuda" / "csrc"
 SHIM = ROOT / "tests" / "cuda_ext"
 HEAD_DIMS = (64, 96, 128, 256)
 F16, BF16 = 0, 1
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+_FLAGS = (
+    *("-std=c++20", "-O1", "-ftree-vectorize", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-semantic-interposition"),
+    *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
+)
 # Stacks of fibers are switched by hand, and the sanitizer need not know: it watches the heap, which holds shared memory.
 ASAN_FLAGS = ("-fsanitize=address", "--param", "asan-stack=0", "-g1")
 

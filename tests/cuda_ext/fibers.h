@@ -33,6 +33,10 @@ enum Order : int { kForward = 0, kBackward = 1, kShuffled = 2 };
 // When an asynchronous copy, or a read or write of a whole warp, happens: as early or as late as the hardware may.
 enum Timing : int { kEarly = 0, kLate = 1 };
 
+inline bool is_same(Site one, Site two) {
+    return one.line() == two.line() && (one.file_name() == two.file_name() || strcmp(one.file_name(), two.file_name()) == 0);
+}
+
 struct Copy {
     void *target;
     const void *source;
@@ -174,8 +178,7 @@ inline void give_way(Site site) {
 
 inline void block_barrier(Site site) {
     if (machine.at_barrier == 0) machine.barrier = site;
-    if (site.line() != machine.barrier.line() || strcmp(site.file_name(), machine.barrier.file_name()) != 0)
-        fail(site, "divergent barrier: another thread waits at line %u", machine.barrier.line());
+    if (!is_same(site, machine.barrier)) fail(site, "divergent barrier: another thread waits at line %u", machine.barrier.line());
     machine.warps[machine.current / 32].ready &= ~(1u << machine.current % 32);
     if (++machine.at_barrier == machine.num_threads) {
         machine.at_barrier = 0;
@@ -192,8 +195,7 @@ Out meet(Site site, const In &in, Compute compute) {
     Warp &warp = machine.warps[machine.current / 32];
     const int lane = machine.current % 32;
     if (warp.arrived == 0) warp.site = site;
-    if (site.line() != warp.site.line() || strcmp(site.file_name(), warp.site.file_name()) != 0)
-        fail(site, "divergent warp: another of its threads waits at line %u", warp.site.line());
+    if (!is_same(site, warp.site)) fail(site, "divergent warp: another of its threads waits at line %u", warp.site.line());
     memcpy(warp.in[lane], &in, sizeof in);
     warp.ready &= ~(1u << lane);
     if (++warp.arrived == 32) {
