@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from conftest import ONE_THREAD
-from cuda_standin import standing_in
+from cuda_standin import DEVICE, ON_GPU, standing_in
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.cuda import CUDABackend
@@ -22,18 +22,22 @@ from paged_cases import Case, assert_close, make_case, num_blocks_for, round_to
 __all__ = ["MAKERS", "MIX", "UNMADE", "Arrays", "Maker", "opened", "small_case"]
 
 
-def on_fibers(spec: KVSpec, num_blocks: int) -> Backend:
-    """The CUDA backend with its kernels on this processor; KV in float32 is torch's there."""
+def on_cuda(spec: KVSpec, num_blocks: int) -> Backend:
+    """The CUDA backend, without a GPU its kernels over fibers; KV in float32 is torch's there."""
     import kvboost_edge_cuda
 
-    return CUDABackend(spec, num_blocks, device="cpu", kernels=kvboost_edge_cuda)
+    return CUDABackend(spec, num_blocks, device=DEVICE, kernels=kvboost_edge_cuda)
 
 
 MAKERS: dict[str, Callable[..., Backend]] = {
     "reference": ReferenceBackend,
     "cpu": CPUBackend,
     "torch-cpu": TorchBackend,
-} | ({} if ONE_THREAD else {"cuda-mma": on_fibers, "cuda-wmma": on_fibers})  # fibers have one thread in any case
+}
+if ON_GPU:
+    MAKERS = {"cuda": on_cuda}
+elif not ONE_THREAD:  # fibers have one thread in any case
+    MAKERS |= {"cuda-mma": on_cuda, "cuda-wmma": on_cuda}
 # The wmma kernels compute in float16; KV in float32 is torch's, whatever the kernels.
 UNMADE = {("cuda-wmma", "bfloat16"), ("cuda-wmma", "float32")}
 # What weights and results in that dtype are off by, where the backend computes in it; else as in float32.
@@ -56,7 +60,9 @@ class Arrays:
         out, lse = self.backend.attention(layer, self._into(queries), self.backend.prepare(layout), params)
         assert out.shape == queries.shape
         assert lse.shape == queries.shape[:2]
-        return np.asarray(out if self.backend.array_kind == "numpy" else out.float()), np.asarray(lse)
+        if self.backend.array_kind == "torch":
+            return out.float().cpu().numpy(), lse.cpu().numpy()
+        return out, lse
 
     def write_whole(self, case: Case, layer: int = 0) -> None:
         """Poison the pool and write all tokens of all sequences."""
@@ -71,7 +77,7 @@ class Arrays:
         if self.backend.array_kind == "numpy":
             return array
         own = self.backend.spec.dtype if self.backend.name == "cuda" else "float32"
-        return torch.from_numpy(array).to(getattr(torch, own))
+        return torch.from_numpy(array).to(self.backend.device, getattr(torch, own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +130,8 @@ def opened(maker: Maker) -> Iterator[Maker]:
     with contextlib.ExitStack() as stack:
         if maker.name.startswith("cuda"):
             _, standin = stack.enter_context(standing_in())
-            stack.enter_context(standin.of(8 if maker.name == "cuda-mma" else 7))
+            if standin is not None:
+                stack.enter_context(standin.of(7 if maker.name == "cuda-wmma" else 8))
         yield maker
         for backend in maker.made:
             backend.close()

@@ -1,6 +1,7 @@
 """The CUDA extension on this processor: its own binding and Python, its kernels over fibers, tensors of the host.
 
-What is not proven so is what only a GPU has: its scheduling, its memory, its arithmetic to the last bit.
+What is not proven so is what only a GPU has: its scheduling, its memory, its arithmetic to the last bit. With
+KVBOOST_EDGE_TEST_GPU=1 (`make cuda-test`) the installed extension and the GPU are taken instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,14 +23,19 @@ import torch
 
 from cuda_on_cpu import CSRC, HEAD_DIMS, ROOT, SHIM, built
 
-__all__ = ["standing_in"]
+__all__ = ["DEVICE", "ON_GPU", "StandIn", "standing_in"]
+
+ON_GPU = os.environ.get("KVBOOST_EDGE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU:
+    sys.path.insert(0, str(ROOT / "cuda_ext"))  # the package is not installed where there is no GPU
 
 _TORCH = Path(torch.__file__).parent
 _INCLUDES = (CSRC, _TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
 
 
 class StandIn:
-    """The loaded stand-in. `launches` counts the launches so far."""
+    """What the stand-in's launchers count and obey. `launches`: how many launches there were so far."""
 
     def __init__(self, path: Path) -> None:
         torch.ops.load_library(str(path))
@@ -51,11 +58,14 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[tuple[Any, StandIn]]:
-    """The package `kvboost_edge_cuda`, its compiled part replaced by the stand-in, and that."""
+def standing_in() -> Iterator[tuple[Any, StandIn | None]]:
+    """The package `kvboost_edge_cuda`, its compiled part replaced by the stand-in, and that; None on a GPU."""
     import kvboost_edge_cuda
     from kvboost_edge_cuda import library
 
+    if ON_GPU:
+        yield kvboost_edge_cuda, None
+        return
     loaded = _loaded()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "unavailable_reason", lambda: None)

@@ -22,6 +22,7 @@ MOST_FILES = 14
 # Folders of tests that have no room of that name.
 NO_ROOMS = {
     "arm64": "the same tests on emulated processors",
+    "cuda_ext": "of cuda_ext/, a package of its own",
     "benchmarks": "of benchmarks/, which is beside the package",
     "server/http/page": "of server/http/static/, which holds no Python",
 }

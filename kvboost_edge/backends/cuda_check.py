@@ -46,10 +46,7 @@ _CASES = (
 def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -> str | None:
     """What differs from torch, None where nothing does: tokens written, a block copied, attention of a ragged batch,
     in float16 and, from sm_80 on, bfloat16. An error of the device is what differs, too."""
-    dtypes = ["float16"]
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_BF16:
-        dtypes.append("bfloat16")
-    for dtype, case in itertools.product(dtypes, _CASES):
+    for dtype, case in itertools.product(_dtypes(device), _CASES):
         try:
             problem = _compare(case, dtype, make, device)
         except (RuntimeError, NotImplementedError) as error:
@@ -57,6 +54,11 @@ def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -
         if problem:
             return f"its kernels failed their test on {device} ({dtype}, head dim {case.head_dim}): {problem}"
     return None
+
+
+def _dtypes(device: torch.device) -> list[str]:
+    has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_BF16
+    return ["float16", "bfloat16"] if has_bf16 else ["float16"]
 
 
 def _compare(case: _Case, dtype: str, make: Callable[[KVSpec, int], Backend], device: torch.device) -> str:
