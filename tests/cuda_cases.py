@@ -62,7 +62,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """q of each sequence [len_q, num_q_heads, head_dim], k and v [len_k, num_kv_heads, head_dim], as bits; sinks f32."""
+    """Bits of each sequence: q [len_q, num_q_heads, head_dim], k and v [len_k, num_kv_heads, head_dim]; sinks f32."""
 
     q: list[Bits]
     k: list[Bits]
@@ -108,7 +108,7 @@ def softmax_scale(case: Case, form: Form) -> float:
 
 
 class Expected(NamedTuple):
-    """float64, of one sequence. magnitude: like out, of the values' absolute values: what rounding of weights scales with."""
+    """float64, of one sequence. magnitude: like out, of absolute values; rounding of weights scales with it."""
 
     out: Doubles
     lse: Doubles

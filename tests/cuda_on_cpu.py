@@ -1,8 +1,8 @@
 """The kernels of cuda_ext/ on this processor: g++ compiles them over fibers (cuda_ext/fibers.h), ctypes calls them.
 
 What is compiled is the `.cuh` that NVRTC and nvcc compile. Pointers are addresses of arrays in this process; nothing is
-said about speed. A launch that goes wrong (threads that do not meet, an address that is not aligned or outside of shared
-memory) raises `LaunchError`.
+said about speed. A launch that goes wrong (threads that do not meet, an address that is not aligned or outside of
+shared memory) raises `LaunchError`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,18 @@ SHIM = ROOT / "tests" / "cuda_ext"
 HEAD_DIMS = (64, 96, 128, 256)
 F16, BF16 = 0, 1
 _FLAGS = (
-    *("-std=c++20", "-O1", "-ftree-vectorize", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-semantic-interposition"),
+    *(
+        "-std=c++20",
+        "-O1",
+        "-ftree-vectorize",
+        "-fPIC",
+        "-shared",
+        "-fno-strict-aliasing",
+        "-fno-semantic-interposition",
+    ),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
-# Stacks of fibers are switched by hand, and the sanitizer need not know: it watches the heap, which holds shared memory.
+# Stacks of fibers are switched by hand, so the sanitizer must not watch them: it watches the heap, with shared memory.
 ASAN_FLAGS = ("-fsanitize=address", "--param", "asan-stack=0", "-g1")
 
 
@@ -51,7 +59,7 @@ class LaunchError(Exception):
 
 
 class Schedule(ctypes.Structure):
-    """order: 0 threads forward, 1 backward, 2 shuffled; timing: 0 asynchronous work as early as it may happen, 1 late."""
+    """order: threads 0 forward, 1 backward, 2 shuffled; timing: asynchronous work 0 as early as it may be, 1 late."""
 
     _fields_ = (("order", ctypes.c_int), ("timing", ctypes.c_int))
 
@@ -127,9 +135,7 @@ class Library:
     def attention(self, params: AttentionParams, form: Form, schedule: Schedule) -> None:
         """One launch of attention_mma or attention_wmma; with splits, merge_splits after it."""
         p = ctypes.byref(params)
-        _check(
-            self._functions.attention(p, int(form.is_wmma), form.dtype, form.head_dim, form.warps_m, schedule)
-        )
+        _check(self._functions.attention(p, int(form.is_wmma), form.dtype, form.head_dim, form.warps_m, schedule))
         if params.num_splits > 1:
             _check(self._functions.merge(p, form.dtype, schedule))
 
