@@ -28,12 +28,13 @@ from kvboost_edge.backends.torch_backend import TorchBackend, TorchBatch
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["CUDABackend", "CUDABatch", "extension", "make", "unsupported_reason"]
+__all__ = ["CUDABackend", "CUDABatch", "extension", "find_tier", "make", "unsupported_reason"]
 
 _LOG = logging.getLogger(__name__)
 _PACKAGE = "kvboost_edge_cuda"
 _INSTALL = "FORCE_CUDA=1 pip install ./cuda_ext"
 _MOST_HEAD_DIM = 256
+_FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash kernels
 _HALVES = ("float16", "bfloat16")
 
 
@@ -66,6 +67,18 @@ def _untrusted_reason(device: str) -> str | None:
     return failed_check(
         lambda spec, num_blocks: CUDABackend(spec, num_blocks, device=device, kernels=kernels), torch.device(device)
     )
+
+
+def find_tier(device: torch.device | str = "cuda") -> str:
+    """The best flash attention on a device: "kvboost_cuda", this project's kernels; "torch_flash"; or "vanilla",
+    neither, as on every device that is no CUDA device."""
+    at = torch.device(device)
+    if at.type != "cuda" or not torch.cuda.is_available():
+        return "vanilla"
+    if unsupported_reason(str(at)) is None:
+        return "kvboost_cuda"
+    has_flash = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
+    return "torch_flash" if has_flash and torch.cuda.get_device_capability(at) >= _FIRST_TORCH_FLASH else "vanilla"
 
 
 def make(

@@ -27,9 +27,9 @@ def flash_attention_available() -> bool:
 def get_flash_attn_tier() -> str:
     """ "kvboost_cuda": the project's kernels are installed and passed their test on the first CUDA device;
     "torch_flash": torch's own; "vanilla": neither."""
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    if importlib.util.find_spec("torch") is None:
         return "vanilla"
-    from kvboost_edge.runners.torch.flash import find_tier
+    from kvboost_edge.backends.cuda import find_tier
 
     return find_tier()
 

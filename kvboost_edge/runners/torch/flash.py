@@ -19,14 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from kvboost_edge.backends import cuda
+from kvboost_edge.backends.cuda import find_tier
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.torch.attention import AttentionHook
 
-__all__ = ["TIERS", "find_tier", "install", "is_model", "uninstall"]
+__all__ = ["install", "is_model", "uninstall"]
 
-TIERS = ("kvboost_cuda", "torch_flash", "vanilla")
 _NAME = "kvboost_edge_flash"
-_FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash kernels
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,17 +52,6 @@ _tiers: weakref.WeakKeyDictionary[torch.nn.Module, _Installed] = weakref.WeakKey
 def is_model(model: object) -> bool:
     """Whether this is a model of transformers."""
     return isinstance(model, PreTrainedModel)
-
-
-def find_tier(device: torch.device | str = "cuda") -> str:
-    """The best of `TIERS` on a device: this project's kernels, torch's flash kernels, or neither."""
-    at = torch.device(device)
-    if at.type != "cuda" or not torch.cuda.is_available():
-        return "vanilla"
-    if cuda.unsupported_reason(str(at)) is None:
-        return "kvboost_cuda"
-    has_flash = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
-    return "torch_flash" if has_flash and torch.cuda.get_device_capability(at) >= _FIRST_TORCH_FLASH else "vanilla"
 
 
 def install(model: PreTrainedModel) -> int:

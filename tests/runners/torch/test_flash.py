@@ -186,4 +186,4 @@ def test_tiers(
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert kvboost_edge.get_flash_attn_tier() == expected
     assert kvboost_edge.flash_attention_available() == (expected != "vanilla")
-    assert flash.find_tier("cpu") == "vanilla"
+    assert cuda.find_tier("cpu") == "vanilla"
