@@ -164,11 +164,11 @@ __device__ __forceinline__ void merge_rows(LaneRows<kHeadDim> &rows, const float
     }
 }
 
-// Four warps that shared the keys of 16 rows -> warp 0. The order of sums is fixed: (0 + 2) + (1 + 3).
+// Four warps that shared the keys of 16 rows -> warp 0. The order of sums is fixed: (0 + 2) + (1 + 3). Nobody reads tiles any more:
+// the last barrier lies behind the last tile.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_warps(LaneRows<kHeadDim> &rows, float *area, int warp, int lane) {
     constexpr int kFloats = (4 + kHeadDim / 2) * 32;
-    __syncthreads();  // nobody reads tiles any more
     if (warp >= 2) put_rows(area + (warp - 2) * kFloats, rows, lane);
     __syncthreads();
     if (warp < 2) merge_rows(rows, area + warp * kFloats, lane);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     const KeyRows value_rows(p, work, p.v, p.v_batch_stride, p.v_row_stride, p.v_head_stride);
 
     load_queries<kHeadDim, Shape::kRows, true>(queries, p, work);
-    load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, work.first_key, work.keys, p.head_dim);
+    load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, work.keys.begin, work.keys, p.head_dim);
     wait_copies();
     __syncthreads();
     unsigned kept[kHeadDim / 16][4];
@@ -239,12 +239,11 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + lane / 4 + 8 * half;
         sees[half] = visible_keys(p, work.len_q, work.len_k, row / work.group);
-        if (work.keys.end < sees[half].end) sees[half].end = work.keys.end;
     }
     const ScoreScale scale(p);
     LaneRows<kHeadDim> rows = {{negative_infinity(), negative_infinity()}, {0, 0}, {}};
 
-    for (int first = work.first_key; first < work.keys.end; first += Shape::kKeys) {
+    for (int first = work.keys.begin; first < work.keys.end; first += Shape::kKeys) {
         load_keys<kHeadDim, Shape::kKeys, true>(values, value_rows, first, work.keys, p.head_dim);
         float scores[Shape::kWarpKeys / 8][4];
         const int warp_key = warp_n * Shape::kWarpKeys;
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
         __syncthreads();  // the values are there, and nobody reads the keys any more
         const int next = first + Shape::kKeys;
         if (next < work.keys.end) load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, next, work.keys, p.head_dim);
-        const bool is_clear = first >= work.clear.begin && next <= work.clear.end && next <= work.keys.end;
+        const bool is_clear = first >= work.clear.begin && next <= work.clear.end;
         soften<kHeadDim, Shape::kWarpKeys>(scores, rows, sees, scale, first + warp_key, is_clear, lane);
         add_values<Element, kHeadDim, Shape::kWarpKeys>(rows, scores, values + warp_key * kTileStride<kHeadDim>, lane);
         wait_copies();

@@ -108,7 +108,8 @@ struct CopyBlocksParams {
     int num_pairs;
 };
 
-// Attention over this project's quantized blocks (kv_cache_bits 8 and 4: codes in quads, scales of either axis, an open f16
-// block beside them) is not here: the binding refuses it by the name "kv_cache_bits".
+// Attention over this project's quantized blocks (kv_cache_bits 8 and 4) is not here, the binding refuses it by the name
+// "kv_cache_bits": a key's codes lie in quads, 4 channels of a token and then the next token's, a value's 4 tokens of a channel, made for
+// the processor's byte products; neither asynchronous copies of rows nor matrix loads can read them, and open blocks lie elsewhere.
 
 }  // namespace kvboost_edge_cuda
