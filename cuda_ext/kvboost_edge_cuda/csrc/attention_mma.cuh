@@ -6,7 +6,8 @@
 
 namespace kvboost_edge_cuda {
 
-// Shared memory: queries [kRows], keys [kKeys], values [kKeys], each row kTileStride elements.
+// Shared memory: queries [kRows], values [kKeys], keys [kKeys], each row kTileStride elements. Where queries are kept in registers the
+// values take their place.
 template <int kHeadDim, int kWarpsM>
 struct MmaShape {
     static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
@@ -14,7 +15,9 @@ struct MmaShape {
     static constexpr int kKeys = kHeadDim > 128 && kWarpsM > 1 ? 32 : 64;  // more do not fit beside 128 sums a lane
     static constexpr int kWarpKeys = kKeys / kWarpsN;
     static constexpr bool kKeepsQueries = kHeadDim <= 128;  // in registers, else read again for each tile
-    static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kTileStride<kHeadDim> * 2;
+    static constexpr int kSharedRows = kKeepsQueries ? 2 * kKeys : kRows + 2 * kKeys;
+    static constexpr int kSharedBytes = kSharedRows * kTileStride<kHeadDim> * 2;
+    static_assert(!kKeepsQueries || kRows <= kKeys, "the queries must fit where the values will be");
     static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
 };
 
@@ -217,8 +220,8 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
     unsigned short *queries = reinterpret_cast<unsigned short *>(shared_arena());
-    unsigned short *keys = queries + Shape::kRows * kTileStride<kHeadDim>;
-    unsigned short *values = keys + Shape::kKeys * kTileStride<kHeadDim>;
+    unsigned short *values = Shape::kKeepsQueries ? queries : queries + Shape::kRows * kTileStride<kHeadDim>;
+    unsigned short *keys = values + Shape::kKeys * kTileStride<kHeadDim>;
     const unsigned short *warp_queries = queries + warp_m * 16 * kTileStride<kHeadDim>;
     const KeyRows key_rows(p, work, p.k, p.k_batch_stride, p.k_row_stride, p.k_head_stride);
     const KeyRows value_rows(p, work, p.v, p.v_batch_stride, p.v_row_stride, p.v_head_stride);
@@ -231,6 +234,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     if constexpr (Shape::kKeepsQueries) {
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; ++step) load_query<kHeadDim>(kept[step], warp_queries, lane, step);
+        __syncthreads();  // before values take their place
     }
 
     const int first_row = work.first_row + warp_m * 16;
@@ -260,7 +264,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     }
 
     if constexpr (Shape::kWarpsN > 1) {
-        merge_warps(rows, reinterpret_cast<float *>(keys), warp, lane);
+        merge_warps(rows, reinterpret_cast<float *>(values), warp, lane);
         if (warp > 0) return;
     }
     store_rows<Element>(p, work, rows, first_row, lane);

@@ -132,7 +132,7 @@ __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpR
 template <int kHeadDim, class Shape>
 __device__ __forceinline__ void add_values_wmma(WarpRows<kHeadDim> &rows, const float *scores, const half *values) {
     const half *weights = reinterpret_cast<const half *>(scores);
-#pragma unroll
+#pragma unroll(kHeadDim > 96 ? 1 : 4)  // else registers run out on sm_75
     for (int k = 0; k < Shape::kWarpKeys / 16; ++k) {
         RowFragment a;
         wmma::load_matrix_sync(a, weights + k * 16, 2 * Shape::kScoreStride);

@@ -18,7 +18,7 @@
 //       shared    MmaShape<kHeadDim, kWarpsM>::kSharedBytes or WmmaShape<...>::kSharedBytes (attention_mma.cuh,
 //                 attention_wmma.cuh), dynamic; above 48 KiB the launcher asks for it by cudaFuncSetAttribute.
 //   template <class Element> __global__ merge_splits(AttentionParams)                                  all
-//       after attention_* where num_splits > 1; grid (ceil(total_q * num_q_heads / 4)), no shared memory.
+//       after attention_* where num_splits > 1; grid (ceil(total_q * num_q_heads / 4)), no shared memory; total_q * num_q_heads < 2^31.
 //   __global__ write_kv(WriteKVParams)       grid (num_tokens), no shared memory                        all, both dtypes
 //   __global__ copy_blocks(CopyBlocksParams) grid (ceil(max block_bytes / 2048), num_pools), no shared memory
 //
