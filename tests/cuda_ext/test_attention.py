@@ -44,6 +44,7 @@ MORE = {
     "window to the right": Case(((40, 90),), window=(-1, 4)),
     "window to the right, fewer keys": Case(((60, 30),), window=(-1, 4)),
     "window to the left": Case(((40, 90),), window=(3, -1)),
+    "window wider than a tile": Case(((64, 300),), (1, 1), window=(150, 0)),
     "a window of itself": Case(((70, 70),), window=(0, 0)),
     "a window wider than all": Case(((40, 90),), window=(2**31 - 1, 2**31 - 1)),
     "a window past the keys": Case(((60, 10),), window=(4, 4), has_sinks=True),

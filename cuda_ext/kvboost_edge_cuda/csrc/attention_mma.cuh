@@ -6,7 +6,8 @@
 
 namespace kvboost_edge_cuda {
 
-// Shared memory: queries [kRows], keys [kKeys], values [kKeys], each row kTileStride elements.
+// Shared memory: queries [kRows], values [kKeys], keys [kKeys], each row kTileStride elements. Where queries are kept in registers the
+// values take their place.
 template <int kHeadDim, int kWarpsM>
 struct MmaShape {
     static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
@@ -14,7 +15,9 @@ struct MmaShape {
     static constexpr int kKeys = kHeadDim > 128 && kWarpsM > 1 ? 32 : 64;  // more do not fit beside 128 sums a lane
     static constexpr int kWarpKeys = kKeys / kWarpsN;
     static constexpr bool kKeepsQueries = kHeadDim <= 128;  // in registers, else read again for each tile
-    static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kTileStride<kHeadDim> * 2;
+    static constexpr int kSharedRows = kKeepsQueries ? 2 * kKeys : kRows + 2 * kKeys;
+    static constexpr int kSharedBytes = kSharedRows * kTileStride<kHeadDim> * 2;
+    static_assert(!kKeepsQueries || kRows <= kKeys, "the queries must fit where the values will be");
     static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
 };
 
@@ -164,11 +167,11 @@ __device__ __forceinline__ void merge_rows(LaneRows<kHeadDim> &rows, const float
     }
 }
 
-// Four warps that shared the keys of 16 rows -> warp 0. The order of sums is fixed: (0 + 2) + (1 + 3).
+// Four warps that shared the keys of 16 rows -> warp 0. The order of sums is fixed: (0 + 2) + (1 + 3). Nobody reads tiles any more:
+// the last barrier lies behind the last tile.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_warps(LaneRows<kHeadDim> &rows, float *area, int warp, int lane) {
     constexpr int kFloats = (4 + kHeadDim / 2) * 32;
-    __syncthreads();  // nobody reads tiles any more
     if (warp >= 2) put_rows(area + (warp - 2) * kFloats, rows, lane);
     __syncthreads();
     if (warp < 2) merge_rows(rows, area + warp * kFloats, lane);
@@ -217,20 +220,21 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
     unsigned short *queries = reinterpret_cast<unsigned short *>(shared_arena());
-    unsigned short *keys = queries + Shape::kRows * kTileStride<kHeadDim>;
-    unsigned short *values = keys + Shape::kKeys * kTileStride<kHeadDim>;
+    unsigned short *values = Shape::kKeepsQueries ? queries : queries + Shape::kRows * kTileStride<kHeadDim>;
+    unsigned short *keys = values + Shape::kKeys * kTileStride<kHeadDim>;
     const unsigned short *warp_queries = queries + warp_m * 16 * kTileStride<kHeadDim>;
     const KeyRows key_rows(p, work, p.k, p.k_batch_stride, p.k_row_stride, p.k_head_stride);
     const KeyRows value_rows(p, work, p.v, p.v_batch_stride, p.v_row_stride, p.v_head_stride);
 
     load_queries<kHeadDim, Shape::kRows, true>(queries, p, work);
-    load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, work.first_key, work.keys, p.head_dim);
+    load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, work.keys.begin, work.keys, p.head_dim);
     wait_copies();
     __syncthreads();
     unsigned kept[kHeadDim / 16][4];
     if constexpr (Shape::kKeepsQueries) {
 #pragma unroll
         for (int step = 0; step < kHeadDim / 16; ++step) load_query<kHeadDim>(kept[step], warp_queries, lane, step);
+        __syncthreads();  // before values take their place
     }
 
     const int first_row = work.first_row + warp_m * 16;
@@ -239,12 +243,11 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + lane / 4 + 8 * half;
         sees[half] = visible_keys(p, work.len_q, work.len_k, row / work.group);
-        if (work.keys.end < sees[half].end) sees[half].end = work.keys.end;
     }
     const ScoreScale scale(p);
     LaneRows<kHeadDim> rows = {{negative_infinity(), negative_infinity()}, {0, 0}, {}};
 
-    for (int first = work.first_key; first < work.keys.end; first += Shape::kKeys) {
+    for (int first = work.keys.begin; first < work.keys.end; first += Shape::kKeys) {
         load_keys<kHeadDim, Shape::kKeys, true>(values, value_rows, first, work.keys, p.head_dim);
         float scores[Shape::kWarpKeys / 8][4];
         const int warp_key = warp_n * Shape::kWarpKeys;
@@ -253,7 +256,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
         __syncthreads();  // the values are there, and nobody reads the keys any more
         const int next = first + Shape::kKeys;
         if (next < work.keys.end) load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, next, work.keys, p.head_dim);
-        const bool is_clear = first >= work.clear.begin && next <= work.clear.end && next <= work.keys.end;
+        const bool is_clear = first >= work.clear.begin && next <= work.clear.end;
         soften<kHeadDim, Shape::kWarpKeys>(scores, rows, sees, scale, first + warp_key, is_clear, lane);
         add_values<Element, kHeadDim, Shape::kWarpKeys>(rows, scores, values + warp_key * kTileStride<kHeadDim>, lane);
         wait_copies();
@@ -261,7 +264,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
     }
 
     if constexpr (Shape::kWarpsN > 1) {
-        merge_warps(rows, reinterpret_cast<float *>(keys), warp, lane);
+        merge_warps(rows, reinterpret_cast<float *>(values), warp, lane);
         if (warp > 0) return;
     }
     store_rows<Element>(p, work, rows, first_row, lane);

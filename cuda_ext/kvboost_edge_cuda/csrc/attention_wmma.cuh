@@ -55,7 +55,6 @@ __device__ __forceinline__ void start_rows(WarpRows<kHeadDim> &rows, float *scor
     rows.element_rows = 0;
 #pragma unroll
     for (int t = 0; t < kSums; ++t) rows.element_rows |= static_cast<unsigned>(numbers.x[t]) << (4 * t);
-    __syncwarp();
 #pragma unroll
     for (int n = 0; n < kHeadDim / 16; ++n) wmma::fill_fragment(rows.out[n], 0.0f);
 }
@@ -123,7 +122,7 @@ __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpR
     rows.largest = largest;
     rows.sum = rows.sum * shrink + sum;
     if (lane % 2 == 0) factors[lane / 2] = shrink;
-    __syncwarp();  // the pair has read its row
+    __syncwarp();  // the pair has read its row, as its shuffles imply
     unsigned *weights = reinterpret_cast<unsigned *>(row) + start / 2;
 #pragma unroll
     for (int c = 0; c < kOwn; c += 2) weights[c / 2] = pack<F16>(own[c], own[c + 1]);
@@ -133,7 +132,7 @@ __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpR
 template <int kHeadDim, class Shape>
 __device__ __forceinline__ void add_values_wmma(WarpRows<kHeadDim> &rows, const float *scores, const half *values) {
     const half *weights = reinterpret_cast<const half *>(scores);
-#pragma unroll
+#pragma unroll(kHeadDim > 96 ? 1 : 4)  // else registers run out on sm_75
     for (int k = 0; k < Shape::kWarpKeys / 16; ++k) {
         RowFragment a;
         wmma::load_matrix_sync(a, weights + k * 16, 2 * Shape::kScoreStride);
@@ -246,13 +245,12 @@ __global__ void __launch_bounds__(kThreads) attention_wmma(AttentionParams p) {
 
     load_queries<kHeadDim, Shape::kRows, false>(queries, p, work);
     const int first_row = work.first_row + warp_m * 16;
-    Span sees = visible_keys(p, work.len_q, work.len_k, (first_row + lane / 2) / work.group);
-    sees.end = min(sees.end, work.keys.end);
+    const Span sees = visible_keys(p, work.len_q, work.len_k, (first_row + lane / 2) / work.group);
     const ScoreScale scale(p);
     WarpRows<kHeadDim> rows;
     start_rows<kHeadDim, Shape>(rows, scores, lane);
 
-    for (int first = work.first_key; first < work.keys.end; first += Shape::kKeys) {
+    for (int first = work.keys.begin; first < work.keys.end; first += Shape::kKeys) {
         __syncthreads();  // nobody reads the last values any more
         load_keys<kHeadDim, Shape::kKeys, false>(tile, key_rows, first, work.keys, p.head_dim);
         __syncthreads();
@@ -262,7 +260,6 @@ __global__ void __launch_bounds__(kThreads) attention_wmma(AttentionParams p) {
         soften_wmma<kHeadDim, Shape>(scores, factors, rows, sees, scale, first + warp_n * Shape::kWarpKeys, lane);
         __syncthreads();
         add_values_wmma<kHeadDim, Shape>(rows, scores, warp_tile);
-        __syncwarp();
     }
 
     if constexpr (Shape::kWarpsN > 1) {

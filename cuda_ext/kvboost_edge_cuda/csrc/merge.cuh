@@ -9,11 +9,10 @@ namespace kvboost_edge_cuda {
 template <class Element>
 __global__ void __launch_bounds__(kThreads) merge_splits(AttentionParams p) {
     const int lane = threadIdx.x % 32;
-    const long long index = static_cast<long long>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;  // of a row and head
+    const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;  // of a row and head
     const long long num_rows = p.total_q * p.num_q_heads;
     if (index >= num_rows) return;
-    const long long row = index / p.num_q_heads;
-    const int head = static_cast<int>(index % p.num_q_heads);
+    const int row = index / p.num_q_heads, head = index % p.num_q_heads;
 
     float largest = p.sinks ? p.sinks[head] * kLog2e : negative_infinity();
     float total = p.sinks ? 1.0f : 0.0f;
@@ -25,8 +24,8 @@ __global__ void __launch_bounds__(kThreads) merge_splits(AttentionParams p) {
         largest = top;
     }
 
-    const long long sequence = p.cu_seqlens_q ? 0 : row / p.seqlen_q;
-    const long long i = p.cu_seqlens_q ? row : row % p.seqlen_q;
+    const int sequence = p.cu_seqlens_q ? 0 : row / p.seqlen_q;
+    const int i = p.cu_seqlens_q ? row : row % p.seqlen_q;
     if (lane == 0 && p.lse)
         p.lse[sequence * p.lse_batch_stride + i * p.lse_row_stride + head * p.lse_head_stride] =
             total > 0 ? (largest + log2f(total)) * kLn2 : negative_infinity();

@@ -18,7 +18,7 @@
 //       shared    MmaShape<kHeadDim, kWarpsM>::kSharedBytes or WmmaShape<...>::kSharedBytes (attention_mma.cuh,
 //                 attention_wmma.cuh), dynamic; above 48 KiB the launcher asks for it by cudaFuncSetAttribute.
 //   template <class Element> __global__ merge_splits(AttentionParams)                                  all
-//       after attention_* where num_splits > 1; grid (ceil(total_q * num_q_heads / 4)), no shared memory.
+//       after attention_* where num_splits > 1; grid (ceil(total_q * num_q_heads / 4)), no shared memory; total_q * num_q_heads < 2^31.
 //   __global__ write_kv(WriteKVParams)       grid (num_tokens), no shared memory                        all, both dtypes
 //   __global__ copy_blocks(CopyBlocksParams) grid (ceil(max block_bytes / 2048), num_pools), no shared memory
 //
@@ -108,7 +108,8 @@ struct CopyBlocksParams {
     int num_pairs;
 };
 
-// Attention over this project's quantized blocks (kv_cache_bits 8 and 4: codes in quads, scales of either axis, an open f16
-// block beside them) is not here: the binding refuses it by the name "kv_cache_bits".
+// Attention over this project's quantized blocks (kv_cache_bits 8 and 4) is not here, the binding refuses it by the name
+// "kv_cache_bits": a key's codes lie in quads, 4 channels of a token and then the next token's, a value's 4 tokens of a channel, made for
+// the processor's byte products; neither asynchronous copies of rows nor matrix loads can read them, and open blocks lie elsewhere.
 
 }  // namespace kvboost_edge_cuda

@@ -26,16 +26,15 @@ __device__ __forceinline__ Span visible_keys(const AttentionParams &p, int len_q
 
 // One CTA's share.
 //   rows   packed rows [first_row, first_row + kRows) of a sequence that has num_rows of them
-//   keys   those that some row of the CTA sees, as far as they are this split's; others are never read
+//   keys   those that some row of the CTA sees, as far as they are this split's: whole tiles from keys.begin on, unless they are the
+//          last ones. Others are never read.
 //   clear  those that every row sees: a tile inside needs no mask
-//   first_key  where the first tile of keys begins: a multiple of 16, at most keys.begin
 struct Work {
     int sequence, kv_head, split, group;
     int len_q, len_k;
     int first_row, num_rows;
     long long flat_row;  // the sequence's first row among all rows of q
     Span keys, clear;
-    int first_key;
 };
 
 // False where there is nothing to compute, the same for all threads of the CTA.
@@ -57,11 +56,10 @@ __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) 
     const Span first = visible_keys(p, work.len_q, work.len_k, work.first_row / work.group);
     const Span last = visible_keys(p, work.len_q, work.len_k, last_row / work.group);
     work.clear = {last.begin, first.end};
-    const int first_key = first.begin & ~15;
-    const int num_tiles = (max(last.end - first_key, 0) + kKeys - 1) / kKeys;
+    const int num_tiles = (max(last.end - first.begin, 0) + kKeys - 1) / kKeys;
     const int share = (num_tiles + p.num_splits - 1) / p.num_splits * kKeys;
-    work.first_key = min(first_key + work.split * share, last.end);
-    work.keys = {max(first.begin, work.first_key), min(last.end, work.first_key + share)};
+    work.keys.begin = first.begin + work.split * share;
+    work.keys.end = min(work.keys.begin + share, last.end);
     return true;
 }
 
