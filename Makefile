@@ -75,6 +75,7 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=cuda_ext $(BIN)/mypy --strict cuda_ext/kvboost_edge_cuda cuda_ext/compile_check
 	$(BIN)/lint-imports
 
 # NVIDIA's compilers, in their own environment: about 700 MB there, no GPU and no driver needed.

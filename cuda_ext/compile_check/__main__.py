@@ -37,8 +37,12 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         sources = ["launch", *(f"attention_{head_dim}" for head_dim in HEAD_DIMS)]
         objects = [pool.submit(host.compile_source, source, folder) for source in reversed(sources)]
-        jobs = [(machine, source, forms) for machine in MACHINES for source, forms in programs(machine)]
-        for found, checked in pool.map(lambda job: _check_program(*job, folder), jobs):
+        jobs = [
+            pool.submit(_check_program, machine, source, forms, folder)
+            for machine in MACHINES
+            for source, forms in programs(machine)
+        ]
+        for found, checked in (job.result() for job in jobs):
             rows += found
             results += checked
         results += _check_host([job.result for job in objects], folder)

@@ -63,4 +63,4 @@ def copy_blocks(pools: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None
 
 
 def _block_bytes(pool: torch.Tensor) -> int:
-    return pool[0].numel() * pool.element_size()
+    return int(pool[0].numel() * pool.element_size())

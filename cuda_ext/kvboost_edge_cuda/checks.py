@@ -6,11 +6,13 @@ Callers that know their values pass `check_values=False`; while a CUDA graph is 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 __all__ = ["IndexChecks", "Number", "refuse_gradients", "refuse_unsupported"]
 
-Number = int | torch.Tensor
+Number: TypeAlias = int | torch.Tensor
 
 
 class IndexChecks:

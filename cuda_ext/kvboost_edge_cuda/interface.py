@@ -24,7 +24,7 @@ A query that sees no key gives 0, and lse -inf (or the logit of its sink).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -35,7 +35,7 @@ from kvboost_edge_cuda.tensors import aligned, current_stream
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "paged_attention"]
 
-Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Out: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _OLDEST, _OLDEST_BF16 = (7, 0), (8, 0)
 _DECODE_ROWS = 16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import lru_cache
 from pathlib import Path
@@ -50,6 +51,5 @@ def _built_for() -> tuple[str, str | None]:
     """torch's and CUDA's version when the compiled part was built."""
     if importlib.util.find_spec("kvboost_edge_cuda.built_for") is None:
         return ("unknown", None)
-    from kvboost_edge_cuda import built_for
-
+    built_for: Any = importlib.import_module("kvboost_edge_cuda.built_for")
     return (built_for.TORCH, built_for.CUDA)

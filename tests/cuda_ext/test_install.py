@@ -33,7 +33,7 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def say_built_for(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None) -> None:
     note = types.ModuleType("kvboost_edge_cuda.built_for")
     note.TORCH, note.CUDA = version, cuda  # type: ignore[attr-defined]
-    monkeypatch.setattr(sys.modules["kvboost_edge_cuda"], "built_for", note, raising=False)
+    monkeypatch.setitem(sys.modules, "kvboost_edge_cuda.built_for", note)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: note)
 
 
