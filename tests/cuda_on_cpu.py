@@ -46,11 +46,12 @@ _FLAGS = (
         "-std=c++20",
         "-O1",
         "-ftree-vectorize",
-        "-fPIC",
-        "-shared",
         "-fno-strict-aliasing",
         "-fno-semantic-interposition",
+        "-fPIC",
+        "-shared",
     ),
+    "-fno-gnu-unique",  # else all libraries of a process have one machine
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
 # Stacks of fibers are switched by hand, so the sanitizer must not watch them: it watches the heap, with shared memory.
