@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cuda_on_cpu import BF16, F16, AttentionParams, Form, Library, Schedule
 
-__all__ = ["Case", "Result", "bound_of_error", "check", "from_bits", "make_inputs", "oracle", "run", "to_bits"]
+__all__ = ["Call", "Case", "Result", "bound_of_error", "check", "from_bits", "make_inputs", "oracle", "run", "to_bits"]
 
 Bits = npt.NDArray[np.uint16]
 Doubles = npt.NDArray[np.float64]
@@ -206,7 +206,7 @@ def _in_blocks(case: Case, inputs: Inputs, rng: np.random.Generator) -> _Blocks:
             tokens = slice(index * size, min((index + 1) * size, len_k))
             if not seen[tokens].any():
                 continue
-            if sequence and index < case.shared and table[0, index] >= 0:
+            if sequence and index < case.shared and table[0, index] >= 0 and tokens.stop <= case.lens[0][1]:
                 table[sequence, index] = table[0, index]
                 continue
             table[sequence, index] = next(ids)
@@ -215,10 +215,10 @@ def _in_blocks(case: Case, inputs: Inputs, rng: np.random.Generator) -> _Blocks:
     return _Blocks(k, v, table)
 
 
-class _Call:
+class Call:
     """The arrays of one launch; they must outlive it."""
 
-    def __init__(self, case: Case, form: Form, inputs: Inputs, seed: int) -> None:
+    def __init__(self, case: Case, form: Form, inputs: Inputs, seed: int = 0) -> None:
         self.case, self.inputs = case, inputs
         lens_q, lens_k = [pair[0] for pair in case.lens], [pair[1] for pair in case.lens]
         num_q_heads, num_kv_heads = case.heads
@@ -307,7 +307,7 @@ class _Call:
 
 def run(kernels: Library, case: Case, form: Form, inputs: Inputs, schedule: Schedule, seed: int = 0) -> Result:
     """One launch on arrays of its own."""
-    call = _Call(case, form, inputs, seed)
+    call = Call(case, form, inputs, seed)
     kernels.attention(call.params, form, schedule)
     result = call.result()
     if call.touched_elsewhere():

@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,9 @@ __all__ = [
     "Schedule",
     "WriteKVParams",
     "built",
+    "find_compiler",
     "library",
+    "sanitizer",
 ]
 
 ROOT = Path(__file__).parents[1]
@@ -43,11 +46,12 @@ _FLAGS = (
         "-std=c++20",
         "-O1",
         "-ftree-vectorize",
-        "-fPIC",
-        "-shared",
         "-fno-strict-aliasing",
         "-fno-semantic-interposition",
+        "-fPIC",
+        "-shared",
     ),
+    "-fno-gnu-unique",  # else all libraries of a process have one machine
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
 # Stacks of fibers are switched by hand, so the sanitizer must not watch them: it watches the heap, with shared memory.
@@ -151,11 +155,24 @@ def _check(message: bytes | None) -> None:
         raise LaunchError(message.decode())
 
 
+@functools.cache
+def find_compiler() -> str | None:
+    """g++, where it comes with its address sanitizer; the fibers are made for Linux."""
+    compiler = shutil.which("g++") if sys.platform == "linux" else None
+    return compiler if compiler is not None and sanitizer(compiler).is_absolute() else None
+
+
+def sanitizer(compiler: str) -> Path:
+    """Its library, which a process must load before all else; no absolute path where there is none."""
+    command = [compiler, "-print-file-name=libasan.so"]
+    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+
+
 def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path:
     """The shared library of one C++ file, compiled unless the same text was compiled before; it lies in build/."""
-    compiler = shutil.which("g++")
+    compiler = find_compiler()
     if compiler is None:
-        raise FileNotFoundError("g++ is not installed: it compiles the CUDA kernels for the processor")
+        raise FileNotFoundError("g++ with its address sanitizer is not installed: it compiles the CUDA kernels here")
     command = [compiler, *_FLAGS, "-DKVBOOST_EDGE_CUDA_ON_CPU", f"-I{include}", f"-I{SHIM}", *flags]
     texts = [path.read_bytes() for path in (source, *sorted(include.glob("*.cuh")), *sorted(SHIM.glob("*.h")))]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout

@@ -7,9 +7,7 @@ beside one ends the process.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -20,12 +18,6 @@ CASES = (
     Case(((3, 75), (0, 5), (20, 9), (2, 0)), (4, 2), num_splits=2, has_sinks=True),
     Case(((1, 70), (20, 20)), (3, 1), block_size=16, window=(30, 0)),
 )
-
-
-def sanitizer() -> Path:
-    """The library that must be loaded before all else."""
-    command = ["g++", "-print-file-name=libasan.so"]
-    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def attend() -> int:
