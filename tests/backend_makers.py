@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from conftest import ONE_THREAD
-from cuda_standin import DEVICE, ON_GPU, standing_in
+from cuda_standin import CAN_RUN, DEVICE, ON_GPU, standing_in
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.cuda import CUDABackend
@@ -36,7 +36,7 @@ MAKERS: dict[str, Callable[..., Backend]] = {
 }
 if ON_GPU:
     MAKERS = {"cuda": on_cuda}
-elif not ONE_THREAD:  # fibers have one thread in any case
+elif CAN_RUN and not ONE_THREAD:  # fibers have one thread in any case
     MAKERS |= {"cuda-mma": on_cuda, "cuda-wmma": on_cuda}
 # The wmma kernels compute in float16; KV in float32 is torch's, whatever the kernels.
 UNMADE = {("cuda-wmma", "bfloat16"), ("cuda-wmma", "float32")}

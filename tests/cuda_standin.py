@@ -21,12 +21,14 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_on_cpu import CSRC, HEAD_DIMS, ROOT, SHIM, built
+from cuda_on_cpu import CSRC, HEAD_DIMS, ROOT, SHIM, built, find_compiler
 
-__all__ = ["DEVICE", "ON_GPU", "StandIn", "standing_in"]
+__all__ = ["CAN_RUN", "DEVICE", "ON_GPU", "StandIn", "needs_kernels", "standing_in"]
 
 ON_GPU = os.environ.get("KVBOOST_EDGE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
+CAN_RUN = ON_GPU or find_compiler() is not None
+needs_kernels = pytest.mark.skipif(not CAN_RUN, reason="no g++ compiles the CUDA kernels for this processor")
 if not ON_GPU:
     sys.path.insert(0, str(ROOT / "cuda_ext"))  # the package is not installed where there is no GPU
 

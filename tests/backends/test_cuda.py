@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_standin import StandIn, standing_in
+from cuda_standin import StandIn, needs_kernels, standing_in
 from kvboost_edge.backends import cuda
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cuda import CUDABackend
@@ -20,6 +20,8 @@ from kvboost_edge.backends.cuda_check import failed_check
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
+
+pytestmark = needs_kernels
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import bench_cuda
-from cuda_standin import standing_in
+from cuda_standin import needs_kernels, standing_in
 
 
+@needs_kernels
 @pytest.mark.parametrize("num_queries", [1, 32])
 def test_contenders_agree(num_queries: int) -> None:
     case = bench_cuda.Case(6, 2, 64, num_seqs=2, depth=32, num_queries=num_queries)

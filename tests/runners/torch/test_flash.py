@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 import kvboost_edge
-from cuda_standin import StandIn, standing_in
+from cuda_standin import StandIn, needs_kernels, standing_in
 from kvboost_edge.backends import cuda
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.runners.torch import flash
 from tiny_models import build_tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [needs_kernels, pytest.mark.usefixtures("one_torch_thread")]
 
 # Plain, GQA and sinks with windows, softcap with windows, windows alone.
 FAMILIES = ("llama", "gpt_oss", "gemma2", "gemma3")

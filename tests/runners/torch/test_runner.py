@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from cuda_standin import standing_in
+from cuda_standin import needs_kernels, standing_in
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.select import choose_backend, make_backend
@@ -54,6 +54,7 @@ def flat_pass(token_ids: np.ndarray, rows: list[int]) -> ForwardBatch:
     return ForwardBatch(token_ids, positions, layout, np.array(rows, np.int64))
 
 
+@needs_kernels
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_the_cuda_backend_agrees_with_eager(model_type: str) -> None:
     """A model in half precision, prefilled in chunks, on the project's kernels over fibers."""
