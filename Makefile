@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+CUDA_TOOLS := .venv-cuda
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
 PYTEST := $(BIN)/python -m pytest -q
@@ -16,7 +17,7 @@ THREADED := tests/kernels tests/backends tests/runners tests/engine
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint mutants bench bench-kernels bench-block-pool bench-eviction \
+.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers bench-tiers real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
@@ -74,7 +75,25 @@ lint: setup  ## ruff, mypy --strict for the package, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=cuda_ext $(BIN)/mypy --strict cuda_ext/kvboost_edge_cuda cuda_ext/compile_check
 	$(BIN)/lint-imports
+
+# NVIDIA's compilers, in their own environment: about 700 MB there, no GPU and no driver needed.
+$(CUDA_TOOLS)/.setup-stamp: cuda_ext/constraints.txt
+	$(PYTHON) -m venv $(CUDA_TOOLS)
+	$(CUDA_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -r cuda_ext/constraints.txt
+	@touch $@
+
+cuda-check: $(CUDA_TOOLS)/.setup-stamp  ## compile the CUDA kernels for sm_70 to sm_90 and check what came out; no GPU needed, a minute
+	cd cuda_ext && ../$(CUDA_TOOLS)/bin/python -m compile_check
+
+cuda-table: $(CUDA_TOOLS)/.setup-stamp  ## the same, and write the table of docs/cuda.md
+	cd cuda_ext && ../$(CUDA_TOOLS)/bin/python -m compile_check --write
+
+cuda-test: setup  ## on a machine with a GPU: build cuda_ext, run the contract on it, time it against torch and flash-attn
+	FORCE_CUDA=1 $(BIN)/python -m pip install --no-deps --force-reinstall ./cuda_ext
+	KVBOOST_EDGE_TEST_GPU=1 $(PYTEST) tests/backends/test_contract.py tests/cuda_ext/test_interface.py
+	$(BIN)/python benchmarks/bench_cuda.py
 
 redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ubuntu; nothing is installed)
 	tests/unpack_redis.sh .redis

@@ -10,6 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvboost_edge.compat.flash import (
+        flash_attention_available,
+        get_flash_attn_tier,
+        install_flash_attention,
+        uninstall_flash_attention,
+    )
     from kvboost_edge.compat.hf_batches import (
         batched_decode,
         broadcast_kv,
@@ -81,8 +87,12 @@ _EXPORTS = {
     "broadcast_kv": "kvboost_edge.compat.hf_batches",
     "check_model_compatibility": "kvboost_edge.models.config.architectures",
     "find_common_chunk_prefix": "kvboost_edge.compat.hf_batches",
+    "flash_attention_available": "kvboost_edge.compat.flash",
+    "get_flash_attn_tier": "kvboost_edge.compat.flash",
     "group_by_prefix": "kvboost_edge.compat.hf_batches",
+    "install_flash_attention": "kvboost_edge.compat.flash",
     "pad_and_mask": "kvboost_edge.compat.hf_batches",
+    "uninstall_flash_attention": "kvboost_edge.compat.flash",
 }
 
 __all__ = [
@@ -120,8 +130,12 @@ __all__ = [
     "broadcast_kv",
     "check_model_compatibility",
     "find_common_chunk_prefix",
+    "flash_attention_available",
+    "get_flash_attn_tier",
     "group_by_prefix",
+    "install_flash_attention",
     "pad_and_mask",
+    "uninstall_flash_attention",
 ]
 
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from browser import find_chromium
+from cuda_on_cpu import find_compiler
 
 LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
@@ -175,4 +176,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if find_chromium() is None:
         terminalreporter.write_line(
             "chromium is not on the PATH: tests/server/page, which drive it, were not collected"
+        )
+    if find_compiler() is None:
+        terminalreporter.write_line(
+            "no g++ with its address sanitizer on Linux: tests/cuda_ext, which need it, were not collected"
         )

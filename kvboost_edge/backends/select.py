@@ -37,12 +37,14 @@ class _Row(NamedTuple):
 
 BACKENDS = {
     "cpu": _Row("kvboost_edge.backends.cpu"),
+    "cuda": _Row("kvboost_edge.backends.cuda", ("cuda",), "torch", extra="torch"),
     "torch": _Row("kvboost_edge.backends.torch_backend", ("cpu", "cuda", "mps"), "torch", extra="torch"),
     "reference": _Row("kvboost_edge.backends.reference"),
 }
-# In order of preference. Each is also a name that `backend` takes: it stands for the first backend with that device.
+# In order of preference. Each is also a name that `backend` takes: it stands for the first backend with that device
+# that can use it.
 _ACCELERATORS = ("cuda", "mps")
-BACKEND_NAMES = ("auto", *BACKENDS, *_ACCELERATORS)
+BACKEND_NAMES = tuple(dict.fromkeys(("auto", *BACKENDS, *_ACCELERATORS)))
 
 
 class BackendModule(Protocol):
@@ -62,11 +64,13 @@ class BackendModule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """`name` is a row of the table; `device` a torch device string; `reason` one sentence for people."""
+    """`name` is a row of the table; `device` a torch device string; `reason` one sentence for people; not `wanted`: a
+    faster backend of the device could not be had."""
 
     name: str
     device: str
     reason: str
+    wanted: bool = True
 
 
 def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoice:
@@ -86,30 +90,43 @@ def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoi
     if name in _ACCELERATORS:
         if kind not in (None, name):
             raise ConfigError(f"backend={name!r} contradicts device={device!r}; give one of them")
-        return _available(_serving(name), device or name, asked)
+        return _accelerated(device or name, asked)
     devices = BACKENDS[name].devices
     if kind is not None and kind not in devices:
         raise ConfigError(
-            f"backend={name!r} runs on {' or '.join(devices)}, not on device={device!r}; use backend={_serving(kind)!r}"
+            f"backend={name!r} runs on {' or '.join(devices)}, not on device={device!r}; use "
+            f"backend={_serving(kind)[0]!r}"
         )
     return _available(name, device or devices[0], asked)
 
 
 def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
     if kind in _ACCELERATORS and device is not None:
-        return _available(_serving(device), device, f"device={device!r} was asked for")
+        return _accelerated(device, f"device={device!r} was asked for")
     if kind is None:
         for accelerator in _ACCELERATORS:
-            name = _serving(accelerator)
-            if _missing(name, accelerator) is None:
-                return BackendChoice(name, accelerator, f"{name} offers the device {accelerator!r}")
+            if _missing(_serving(accelerator)[-1], accelerator) is None:
+                return _accelerated(accelerator, f"torch offers the device {accelerator!r}")
         return BackendChoice("cpu", "cpu", "no accelerator is available to torch: compiled CPU kernels")
     return BackendChoice("cpu", "cpu", "device='cpu' was asked for: compiled CPU kernels")
 
 
-def _serving(device: str) -> str:
-    """The backend that an accelerator's name stands for."""
-    return next(name for name, row in BACKENDS.items() if device.partition(":")[0] in row.devices)
+def _serving(device: str) -> list[str]:
+    """The backends of a device, in order of preference; the last one needs least."""
+    return [name for name, row in BACKENDS.items() if device.partition(":")[0] in row.devices]
+
+
+def _accelerated(device: str, reason: str) -> BackendChoice:
+    """The first backend that can use an accelerator; the reason says what is in the way of those before it."""
+    *better, last = _serving(device)
+    choice, problem = _available(last, device, reason), None
+    for name in better:
+        problem = _missing(name, device)
+        if problem is None:
+            return BackendChoice(name, device, f"{reason}: the project's own kernels passed their test on it")
+    if problem is None:
+        return choice
+    return dataclasses.replace(choice, reason=f"{reason}; torch's own path, because {problem}", wanted=False)
 
 
 def _available(name: str, device: str, reason: str) -> BackendChoice:
@@ -132,7 +149,7 @@ def _missing(name: str, device: str) -> str | None:
 def array_kind_of(name: str) -> str:
     """ "numpy" or "torch": the arrays of the backend that a name, or a device, stands for; "" where that is open."""
     kind = name.partition(":")[0]
-    row = BACKENDS.get(_serving(kind) if kind in _ACCELERATORS else kind)
+    row = BACKENDS.get(_serving(kind)[0] if kind in _ACCELERATORS else kind)
     return "" if row is None else row.array_kind
 
 

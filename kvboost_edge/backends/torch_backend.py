@@ -215,11 +215,15 @@ class TorchBackend:
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
+        self._check_copies(ops)
+        for src, dst in ops:
+            for pool in self._pool:
+                pool[:, dst].copy_(pool[:, src])
+
+    def _check_copies(self, ops: Sequence[CopyOp]) -> None:
         for src, dst in ops:
             if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks):
                 raise ConfigError(f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}")
-            for pool in self._pool:
-                pool[:, dst].copy_(pool[:, src])
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block], in the host's memory; see `Backend`."""

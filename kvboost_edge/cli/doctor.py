@@ -11,8 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.cli.inspect import installed_route, shown
 from kvboost_edge.cli.session import found_model
+from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
@@ -26,7 +28,7 @@ __all__ = ["doctor_report", "run_doctor"]
 
 _PACKAGES = (
     "kvboost-edge", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "torch",
-    "transformers", "onnxruntime",
+    "transformers", "onnxruntime", "llguidance", "kvboost-edge-cuda",
 )  # fmt: skip
 
 
@@ -46,10 +48,11 @@ def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def doctor_report(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """All sections: processor, memory, versions, and the path of `model`."""
+    """All sections: processor, memory, accelerator, versions, and the path of `model`."""
     return {
         "Processor": _processor(),
         "Memory": _memory(),
+        "Accelerator": _accelerator(),
         "Versions": _versions(),
         f"Model {model}": _model(model, options, config),
     }
@@ -107,6 +110,17 @@ def _memory() -> dict[str, Any]:
         "read_bandwidth": f"{measure_read_bandwidth(threads) / 1e9:.1f} GB/s with {threads} threads, measured now",
         "this_process_bytes": process_rss(),
         "cgroup": "no limit" if group is None else f"{group.limit / 1e6:,.0f} MB, {group.used / 1e6:,.0f} MB used",
+    }
+
+
+def _accelerator() -> dict[str, Any]:
+    """What a model on the torch runner would compute its attention with."""
+    choice = choose_backend()
+    return {
+        "backend": choice.name if choice.name != "cpu" else "none",
+        "device": choice.device,
+        "reason": choice.reason,
+        "flash_attention": get_flash_attn_tier(),
     }
 
 

@@ -170,7 +170,9 @@ def _assemble(
         with _closed_on_error(backend):
             runner.bind(backend)
     max_num_seqs = most_sequences(config, num_blocks, config.block_size)
-    _LOG.info(
+    # What nobody asked for and is slower is said where everybody sees it.
+    _LOG.log(
+        logging.INFO if choice.wanted else logging.WARNING,
         "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences at a time",
         *(info.name, info.dtype, backend.name, choice.device, choice.reason, num_blocks, backend.pool_bytes / 1e6),
         max_num_seqs,

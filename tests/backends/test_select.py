@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -122,7 +123,40 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("torch")
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Says why the project's CUDA kernels cannot be used, None: they can."""
+    offer_cuda(monkeypatch)
+
+    def say(reason: str | None) -> None:
+        monkeypatch.setattr("kvboost_edge.backends.cuda._untrusted_reason", lambda device: reason)
+
+    return say
+
+
+def test_the_projects_kernels_are_taken_where_they_passed_their_test(extension: Callable[[str | None], None]) -> None:
+    extension(None)
+    for name, device in (("auto", None), ("auto", "cuda:0"), ("cuda", None)):
+        choice = choose_backend(name, device)
+        assert (choice.name, choice.device, choice.wanted) == ("cuda", device or "cuda", True)
+        assert "passed their test" in choice.reason
+    assert choose_backend("torch", "cuda").name == "torch"
+    assert choose_backend("auto", "cpu").name == "cpu"
+
+
+def test_without_the_projects_kernels_the_reason_says_why(extension: Callable[[str | None], None]) -> None:
+    extension("kvboost_edge_cuda is not installed")
+    for name in ("auto", "cuda"):
+        choice = choose_backend(name)
+        assert (choice.name, choice.device, choice.wanted) == ("torch", "cuda", False)
+        assert choice.reason.endswith("torch's own path, because kvboost_edge_cuda is not installed")
+    assert choose_backend("torch", "cuda").wanted
+
+
+HERE = [name for name, row in BACKENDS.items() if "cpu" in row.devices]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_make_backend_builds_the_choice(name: str) -> None:
     backend = make_backend(choose_backend(name), SPEC, 3, num_threads=1)
     assert (backend.name, backend.device, backend.num_blocks) == (name, "cpu", 3)
@@ -132,7 +166,7 @@ def test_make_backend_builds_the_choice(name: str) -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", HERE)
 def test_a_module_says_what_it_cannot_do(name: str) -> None:
     module = load_module(name)
     for device in (choose_backend(name).device, "cuda", "mps"):

@@ -201,6 +201,9 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
     assert report["Memory"]["available_bytes"] > 0
     assert float(report["Memory"]["read_bandwidth"].split(" GB/s")[0]) > 0.1
     assert report["Versions"]["numba"]
+    assert report["Accelerator"]["reason"]
+    if report["Accelerator"]["device"] == "cpu":
+        assert report["Accelerator"]["flash_attention"] == "vanilla"
     model = report[f"Model {tiny_model_dir}"]
     assert model["runner"] == "native"
     assert model["backend_reason"]

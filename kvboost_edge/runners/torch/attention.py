@@ -252,17 +252,31 @@ class AttentionHook:
         """Use transformers' own eager attention: the oracle."""
         return self._named("eager")
 
+    def rename(self, name: str) -> list[str | None]:
+        """Make the model call the attention function of that name from now on; the names before, for `restore`."""
+        with self._lock:
+            before = [config._attn_implementation for config in self._configs]
+            self._set_names([name] * len(before))
+        return before
+
+    def restore(self, names: Sequence[str | None]) -> None:
+        """Give the configs back what `rename` returned."""
+        with self._lock:
+            self._set_names(names)
+
+    def _set_names(self, names: Sequence[str | None]) -> None:
+        for config, name in zip(self._configs, names, strict=True):
+            config._attn_implementation = {"": name}  # the dict form leaves sub-configs alone
+
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
         with self._lock:
             before = [config._attn_implementation for config in self._configs]
             try:
-                for config in self._configs:
-                    config._attn_implementation = {"": name}  # the dict form leaves sub-configs alone
+                self._set_names([name] * len(before))
                 yield
             finally:
-                for config, earlier in zip(self._configs, before, strict=True):
-                    config._attn_implementation = {"": earlier}
+                self._set_names(before)
 
 
 def _current() -> AttentionPass:

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
+from cuda_standin import needs_kernels, standing_in
 from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
@@ -49,6 +51,20 @@ def flat_pass(token_ids: np.ndarray, rows: list[int]) -> ForwardBatch:
         np.array([0, len(positions)], np.int32), np.array([len(positions)], np.int32), table[None], positions
     )
     return ForwardBatch(token_ids, positions, layout, np.array(rows, np.int64))
+
+
+@needs_kernels
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+def test_the_cuda_backend_agrees_with_eager(model_type: str) -> None:
+    """A model in half precision, prefilled in chunks, on the project's kernels over fibers."""
+    runner = TorchRunner(build_tiny_model(model_type).half())
+    with standing_in() as (kernels, standin):
+        backend = CUDABackend(runner.info.kv_spec, 16, device="cpu", kernels=kernels)
+        driver, before = PagedDriver(runner, backend), standin.launches
+        paged, eager = driver.prefill(driver.open(TOKENS.tolist()), 33), runner.eager_logits(TOKENS)
+        backend.close()
+    assert standin.launches - before == 3 * 2 * len(runner.info.kv_spec.layers), "writes and attention of 3 passes"
+    assert float(np.linalg.norm(paged - eager) / np.linalg.norm(eager)) < 2e-2
 
 
 # ---- backends and dtypes ---------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""nvcc 13 over the .cu files: device code, host code, and the link; the launchers then run as far as they can."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from compile_check.nvrtc import CSRC, SITE
+
+__all__ = ["NvccError", "call_launchers", "compile_source", "disassembled_hmma", "link"]
+
+_ARCHITECTURES = ("sm_75", "sm_80")  # a form of wmma and one of mma
+_HOME = SITE / "cu13"
+_FUNCTIONS = ("attention", "write_kv", "copy_blocks")
+
+
+class NvccError(Exception):
+    """What nvcc said."""
+
+
+def compile_source(name: str, folder: Path) -> Path:
+    """The object file of a source, host and device code, in `folder`."""
+    target = folder / f"{name}.o"
+    codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES]
+    _nvcc(["-c", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", *codes, str(CSRC / f"{name}.cu"), "-o", str(target)])
+    return target
+
+
+def link(objects: Sequence[Path], folder: Path) -> Path:
+    """A shared library of all launchers."""
+    target = folder / "launchers.so"
+    undefined = ["-Xlinker", "--no-undefined"]
+    _nvcc(["-shared", *map(str, objects), f"-L{_HOME / 'lib'}", "-cudart", "static", *undefined, "-o", str(target)])
+    return target
+
+
+def call_launchers(path: Path) -> dict[str, str]:
+    """Call each launcher with empty parameters, on a machine without a GPU: what its error is called."""
+    library = ctypes.CDLL(str(path))
+    library.kvboost_edge_cuda_error.restype = ctypes.c_char_p
+    params = ctypes.create_string_buffer(1024)
+    ctypes.memset(params, 1, 512)
+    calls = {
+        "attention": (params, ctypes.c_int(0), ctypes.c_void_p()),
+        "write_kv": (params, ctypes.c_void_p()),
+        "copy_blocks": (params, ctypes.c_longlong(16), ctypes.c_void_p()),
+    }
+    said = {}
+    for name in _FUNCTIONS:
+        error = getattr(library, f"kvboost_edge_cuda_{name}")(*calls[name])
+        said[name] = library.kvboost_edge_cuda_error(error).decode() if error else ""
+    return said
+
+
+def disassembled_hmma(cubin: bytes, folder: Path) -> int:
+    """How many HMMA instructions nvdisasm names in a file of code."""
+    path = folder / "form.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run([_tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True)
+    return sum("HMMA." in line for line in done.stdout.splitlines())
+
+
+def _nvcc(arguments: Sequence[str]) -> None:
+    command = [_tool("nvcc"), f"-I{_HOME / 'include'}", f"-I{_HOME / 'include' / 'cccl'}", *arguments]
+    for tool in (_HOME / "nvvm" / "bin").glob("*"):
+        _make_executable(tool)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NvccError(f"{' '.join(arguments[-3:])}: {done.stdout}{done.stderr}")
+
+
+def _tool(name: str) -> str:
+    for path in (_HOME / "bin").glob("*"):
+        _make_executable(path)
+    return str(_HOME / "bin" / name)
+
+
+def _make_executable(path: Path) -> None:
+    if path.is_file() and not os.access(path, os.X_OK):
+        path.chmod(0o755)

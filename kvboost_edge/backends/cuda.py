@@ -1,0 +1,212 @@
+"""The torch backend with the project's own CUDA kernels: they write KV by slot, copy blocks and attend in place.
+
+The pool lies as torch's does, so bytes, checksums and poison are torch's. The kernels come from the package
+`kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`) and are compared with torch in float32 on the device before
+they are used. What they do not compute runs on torch's path, said once: KV in float32, head dims that are no multiple
+of 8, and passes whose tables have parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvboost_edge.backends import torch_backend
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.cuda_check import failed_check
+from kvboost_edge.backends.layout import check_layout, refuse_deltas
+from kvboost_edge.backends.torch_backend import TorchBackend, TorchBatch
+from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.kvcache.block_table import CopyOp
+
+__all__ = ["CUDABackend", "CUDABatch", "extension", "find_tier", "make", "unsupported_reason"]
+
+_LOG = logging.getLogger(__name__)
+_PACKAGE = "kvboost_edge_cuda"
+_INSTALL = "FORCE_CUDA=1 pip install ./cuda_ext"
+_MOST_HEAD_DIM = 256
+_FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash kernels
+_HALVES = ("float16", "bfloat16")
+
+
+def extension() -> Any:
+    """The package `kvboost_edge_cuda`, its compiled part loaded. Raises BackendUnavailable with what is missing."""
+    if importlib.util.find_spec(_PACKAGE) is None:
+        raise BackendUnavailable(f"{_PACKAGE} is not installed; {_INSTALL}")
+    package = importlib.import_module(_PACKAGE)
+    reason = package.unavailable_reason()
+    if reason is not None:
+        raise BackendUnavailable(reason)
+    return package
+
+
+def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
+    """Why the kernels cannot run on a device here, or keep KV of this kind; None when they can. The first answer for a
+    device takes the test on it."""
+    if device.partition(":")[0] != "cuda":
+        return f"{_PACKAGE} runs on CUDA devices"
+    reason = torch_backend.unsupported_reason(device, spec)
+    return reason or _untrusted_reason(device)
+
+
+@lru_cache
+def _untrusted_reason(device: str) -> str | None:
+    try:
+        kernels = extension()
+    except BackendUnavailable as error:
+        return str(error)
+    return failed_check(
+        lambda spec, num_blocks: CUDABackend(spec, num_blocks, device=device, kernels=kernels), torch.device(device)
+    )
+
+
+def find_tier(device: torch.device | str = "cuda") -> str:
+    """The best flash attention on a device: "kvboost_cuda", this project's kernels; "torch_flash"; or "vanilla",
+    neither, as on every device that is no CUDA device."""
+    at = torch.device(device)
+    if at.type != "cuda" or not torch.cuda.is_available():
+        return "vanilla"
+    if unsupported_reason(str(at)) is None:
+        return "kvboost_cuda"
+    has_flash = torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
+    return "torch_flash" if has_flash and torch.cuda.get_device_capability(at) >= _FIRST_TORCH_FLASH else "vanilla"
+
+
+def make(
+    spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = DEFAULT_NUM_OPEN
+) -> CUDABackend:
+    """See `select.BackendModule`; no block of these pools is open."""
+    reason = unsupported_reason(device, spec)
+    if reason is not None:
+        raise BackendUnavailable(f"backend 'cuda' on device={device!r}: {reason}")
+    return CUDABackend(spec, num_blocks, device=device, kernels=extension())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tables:
+    """A pass as the kernels take it, int32 on the device: cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs], tables
+    [num_seqs, max_blocks]; and the largest number of new tokens."""
+
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+
+class CUDABatch(TorchBatch):
+    """A prepared pass: torch's, and the tables of the kernels where these can run it."""
+
+    def __init__(self, layout: BatchLayout, block_size: int, device: torch.device) -> None:
+        super().__init__(layout, block_size, device)
+        self.tables = None if layout.parts is not None else _tables(layout, device)
+
+
+def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
+    num_seqs = len(layout.seq_lens)
+    rows = (layout.cu_seqlens_q, layout.seq_lens, layout.block_tables.ravel())
+    together = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device)  # one copy to the device
+    starts, lengths, tables = together.split([num_seqs + 1, num_seqs, layout.block_tables.size])
+    longest = int(np.diff(layout.cu_seqlens_q).max(initial=0))
+    return _Tables(
+        starts, lengths, tables.view(layout.block_tables.shape), longest, int(layout.seq_lens.max(initial=0))
+    )
+
+
+class CUDABackend(TorchBackend):
+    """Implements `Backend`; queries, keys and values in the pool's dtype go to the kernels, others to torch's path.
+
+    Raises what `TorchBackend` raises. `kernels` is the package `kvboost_edge_cuda`.
+    """
+
+    name = "cuda"
+
+    def __init__(self, spec: KVSpec, num_blocks: int, *, device: str, kernels: Any) -> None:
+        super().__init__(spec, num_blocks, device=device)
+        self._kernels = kernels
+        self._served = [spec.dtype in _HALVES and _is_served(layer) for layer in spec.layers]
+        self._sinks: dict[int, tuple[npt.NDArray[np.float32], torch.Tensor]] = {}
+        if not all(self._served):
+            _LOG.warning("backend 'cuda': %s", self._path())
+
+    def describe(self) -> BackendInfo:
+        """The kernels, and the layers that they do not serve."""
+        return BackendInfo(self.name, self.device, attention_path=self._path(), threading_layer="torch")
+
+    def _path(self) -> str:
+        if all(self._served):
+            return _PACKAGE
+        layers = [layer for layer, served in zip(self.spec.layers, self._served, strict=True) if not served]
+        why = f"KV in {self.spec.dtype}, head dims {sorted({layer.head_dim for layer in layers})}"
+        return f"{_PACKAGE} for {sum(self._served)} of {len(self._served)} layers, torch for the others ({why})"
+
+    def prepare(self, layout: BatchLayout) -> CUDABatch:
+        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""
+        check_layout(layout, self.spec.block_size, self.num_blocks)
+        refuse_deltas(layout, f"backend {self.name!r}")
+        return CUDABatch(layout, self.spec.block_size, self._device)
+
+    def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
+        """Copy whole blocks src -> dst over all layers, in order."""
+        self._check_copies(ops)
+        halves = [half for pool in self._pool for half in pool]
+        if ops and all(half[0].numel() * half.element_size() % 16 == 0 for half in halves):
+            self._kernels.copy_blocks(halves, [(src, dst) for src, dst in ops])
+        else:
+            super().copy_blocks(ops)
+
+    def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+        pool = self._pool[layer]
+        if not self._served[layer]:
+            super().write_kv(layer, keys, values, batch)
+            return
+        rows = [tokens.to(pool.dtype) for tokens in (keys, values)]
+        self._kernels.write_kv(*rows, pool[0], pool[1], batch.slots, check_values=False)
+
+    def attention(
+        self, layer: int, queries: torch.Tensor, batch: TorchBatch, params: AttentionParams
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads])."""
+        pool = self._pool[layer]
+        tables = batch.tables if isinstance(batch, CUDABatch) else None
+        if tables is None or not self._served[layer] or queries.dtype != pool.dtype:
+            return super().attention(layer, queries, batch, params)
+        out, lse = self._kernels.paged_attention(
+            queries,
+            pool[0],
+            pool[1],
+            cu_seqlens_q=tables.cu_seqlens_q,
+            seqused_k=tables.seq_lens,
+            block_table=tables.block_tables,
+            max_seqlen_q=tables.longest_q,
+            max_seqlen_k=tables.longest_k,
+            softmax_scale=params.softmax_scale,
+            window=params.window,
+            softcap=params.softcap,
+            sinks=self._on_device(layer, params.sinks),
+        )
+        return out, lse.transpose(0, 1)
+
+    def _on_device(self, layer: int, sinks: npt.NDArray[np.float32] | None) -> torch.Tensor | None:
+        """A layer's sinks on the device, copied once."""
+        if sinks is None:
+            return None
+        held = self._sinks.get(layer)
+        if held is None or held[0] is not sinks:
+            held = (sinks, torch.as_tensor(sinks, device=self._device).float())
+            self._sinks[layer] = held
+        return held[1]
+
+
+def _is_served(layer: LayerKVSpec) -> bool:
+    return layer.head_dim % 8 == 0 and layer.head_dim <= _MOST_HEAD_DIM

@@ -1,0 +1,192 @@
+"""What is particular to the CUDA backend; the contract shared by all backends is tested in test_contract.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuda_standin import StandIn, needs_kernels, standing_in
+from kvboost_edge.backends import cuda
+from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.cuda import CUDABackend
+from kvboost_edge.backends.cuda_check import failed_check
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.kvcache.block_table import CopyOp
+
+pytestmark = needs_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def loaded() -> Iterator[tuple[Any, StandIn | None]]:
+    with standing_in() as both:
+        yield both
+
+
+def make_spec(dtype: str = "float16", *head_dims: int) -> KVSpec:
+    return KVSpec(tuple(LayerKVSpec(2, head_dim) for head_dim in head_dims or (64,)), 16, dtype)
+
+
+def layout(parts: Any = None) -> BatchLayout:
+    """The 20th token of a sequence and the first of another, in a pool of 4."""
+    tables = np.array([[2, 0], [3, -1]], np.int32)
+    return BatchLayout(
+        np.array([0, 1, 2], np.int32), np.array([20, 1], np.int32), tables, np.array([3, 48], np.int64), parts
+    )
+
+
+def rows(heads: int, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(2, heads, head_dim, generator=torch.Generator().manual_seed(heads)).to(dtype)
+
+
+def test_each_call_is_one_launch(loaded: tuple[Any, StandIn]) -> None:
+    kernels, standin = loaded
+    backend = CUDABackend(make_spec("float16", 64, 96), 4, device="cpu", kernels=kernels)
+    batch = backend.prepare(layout())
+    counts = [standin.launches]
+    backend.write_kv(0, rows(2), rows(2), batch)
+    counts.append(standin.launches)
+    backend.attention(0, rows(6), batch, AttentionParams(0.1))
+    counts.append(standin.launches)
+    backend.copy_blocks([CopyOp(2, 1), CopyOp(1, 0)])
+    counts.append(standin.launches)
+    assert np.diff(counts).tolist() == [1, 1, 1], "a copy is one launch for all layers, keys and values"
+    assert backend.describe()[:3] == ("cuda", "cpu", "kvboost_edge_cuda")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (make_spec("float32"), "0 of 1 layers, torch for the others (KV in float32, head dims [64])"),
+        (make_spec("float16", 64, 20, 264), "1 of 3 layers, torch for the others (KV in float16, head dims [20, 264])"),
+    ],
+    ids=["float32", "head dims"],
+)
+def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(
+    spec: KVSpec, said: str, loaded: tuple[Any, StandIn], caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels, standin = loaded
+    with caplog.at_level(logging.WARNING):
+        mine = CUDABackend(spec, 4, device="cpu", kernels=kernels)
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+    assert said in mine.describe().attention_path
+    torchs = TorchBackend(spec, 4)
+    last, head_dim = len(spec.layers) - 1, spec.layers[-1].head_dim
+    before, results = standin.launches, []
+    for backend in (mine, torchs):
+        keys = rows(2, head_dim, getattr(torch, spec.dtype))
+        backend.write_kv(last, keys, keys, backend.prepare(layout()))
+        queries = rows(6, head_dim, getattr(torch, spec.dtype))
+        results.append(backend.attention(last, queries, backend.prepare(layout()), AttentionParams(0.1)))
+    assert standin.launches == before
+    assert all(torch.equal(got, wanted) for got, wanted in zip(*results, strict=True))
+
+
+def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded: tuple[Any, StandIn]) -> None:
+    kernels, standin = loaded
+    mine, torchs = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels), TorchBackend(make_spec(), 4)
+    parts = np.array([[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]], np.int32)
+    for plan, queries in ((layout(), rows(6).float()), (layout(parts), rows(6))):
+        results = []
+        for backend in (mine, torchs):
+            backend.write_kv(0, rows(2), rows(2), backend.prepare(plan))
+            before = standin.launches
+            results.append(backend.attention(0, queries, backend.prepare(plan), AttentionParams(0.1)))
+            assert standin.launches == before
+        assert all(torch.equal(got, wanted) for got, wanted in zip(*results, strict=True))
+
+
+def test_quantized_kv_is_refused_by_name() -> None:
+    spec = KVSpec((LayerKVSpec(2, 64),), 16, "float16", (8, 8))
+    with pytest.raises(BackendUnavailable, match="kv_cache_bits"):
+        CUDABackend(spec, 4, device="cpu", kernels=None)
+
+
+def test_copies_outside_the_pool_are_refused_before_a_launch(loaded: tuple[Any, StandIn]) -> None:
+    kernels, standin = loaded
+    backend, before = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels), standin.launches
+    with pytest.raises(ConfigError, match="0 -> 4"):
+        backend.copy_blocks([CopyOp(0, 1), CopyOp(0, 4)])
+    assert standin.launches == before
+
+
+@pytest.mark.parametrize("major", [7, 8])
+def test_the_kernels_pass_their_test(major: int, loaded: tuple[Any, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, standin = loaded
+    if major < 8:  # no bfloat16 there
+        monkeypatch.setattr("kvboost_edge.backends.cuda_check._dtypes", lambda device: ["float16"])
+    with standin.of(major):
+        assert failed_check(maker(kernels), CPU) is None
+
+
+def maker(kernels: Any) -> Any:
+    return lambda spec, num_blocks: CUDABackend(spec, num_blocks, device="cpu", kernels=kernels)
+
+
+def changed(kernels: Any, name: str, change: Any) -> Any:
+    """The kernels with one function that does something else."""
+    names = {each: getattr(kernels, each) for each in ("write_kv", "copy_blocks", "paged_attention")}
+    return types.SimpleNamespace(**(names | {name: change(names[name])}))
+
+
+FAULTS = {
+    "a window one too wide": (
+        "paged_attention",
+        lambda f: lambda *a, window, **k: f(*a, window=window and window + 1, **k),
+    ),
+    "no sinks": ("paged_attention", lambda f: lambda *a, sinks, **k: f(*a, sinks=None, **k)),
+    "no softcap": ("paged_attention", lambda f: lambda *a, softcap, **k: f(*a, softcap=0.0, **k)),
+    "lse in base 2": ("paged_attention", lambda f: lambda *a, **k: (f(*a, **k)[0], f(*a, **k)[1] * 1.4427)),
+    "NaN": ("paged_attention", lambda f: lambda *a, **k: (f(*a, **k)[0] * torch.nan, f(*a, **k)[1])),
+    "keys for values": ("write_kv", lambda f: lambda k, v, *a, **more: f(k, k, *a, **more)),
+    "no copy": ("copy_blocks", lambda f: lambda *a: None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kernels_that_are_wrong_fail_their_test(fault: str, loaded: tuple[Any, StandIn]) -> None:
+    name, change = FAULTS[fault]
+    said = failed_check(maker(changed(loaded[0], name, change)), CPU)
+    assert said is not None
+    assert "failed their test" in said
+
+
+def test_an_error_of_the_device_fails_the_test(loaded: tuple[Any, StandIn]) -> None:
+    def raise_error(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    said = failed_check(maker(changed(loaded[0], "write_kv", lambda f: raise_error)), CPU)
+    assert said is not None
+    assert "no kernel image" in said
+
+
+def test_why_the_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "CUDA devices" in str(cuda.unsupported_reason("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda.unsupported_reason("cuda") == "torch sees no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    cuda._untrusted_reason.cache_clear()
+    assert cuda.unsupported_reason("cuda") == "kvboost_edge_cuda is not installed; FORCE_CUDA=1 pip install ./cuda_ext"
+    cuda._untrusted_reason.cache_clear()
+
+
+def test_the_device_is_tested_once(loaded: tuple[Any, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "failed_check", lambda make, device: calls.append(device))
+    cuda._untrusted_reason.cache_clear()
+    assert [cuda.unsupported_reason("cuda:0") for _ in range(3)] == [None] * 3
+    assert calls == [torch.device("cuda:0")]
+    cuda._untrusted_reason.cache_clear()

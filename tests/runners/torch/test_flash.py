@@ -1,0 +1,189 @@
+"""Flash attention in a transformers model that its owner runs: the same logits as eager, and true counts.
+
+The kernels run over fibers (the project's) or on the CPU (torch's); the tests say that the model's device has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvboost_edge
+from cuda_standin import StandIn, needs_kernels, standing_in
+from kvboost_edge.backends import cuda
+from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.runners.torch import flash
+from tiny_models import build_tiny_model
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("one_torch_thread")]
+
+# Plain, GQA and sinks with windows, softcap with windows, windows alone.
+FAMILIES = ("llama", "gpt_oss", "gemma2", "gemma3")
+OFF = {"kvboost_cuda": 3e-2, "torch_flash": 1e-4}
+
+
+@pytest.fixture(params=["kvboost_cuda", "torch_flash"])
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every device has the kernels of this tier."""
+    name: str = request.param
+    monkeypatch.setattr(flash, "find_tier", lambda device: name)
+    with standing_in() as (kernels, _):
+        monkeypatch.setattr(cuda, "extension", lambda: kernels)
+        yield name
+
+
+def tiny(family: str, tier: str) -> PreTrainedModel:
+    """float16 for the project's kernels, which compute in nothing longer."""
+    model = build_tiny_model(family).eval()
+    return model.half() if tier == "kvboost_cuda" else model
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
+
+
+def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def passes(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Logits of a prompt in one piece; of the same in three (queries fewer than keys); of a batch with padding."""
+    ids = draw(2, 40)
+    with torch.inference_mode():
+        logits = [model(ids).logits]
+        past, parts = None, []
+        for start, stop in ((0, 17), (17, 39), (39, 40)):
+            output = model(ids[:, start:stop], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            parts.append(output.logits)
+        logits.append(torch.cat(parts, dim=1))
+        mask = torch.ones(2, 40, dtype=torch.int64)
+        mask[1, :9] = 0
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        padded = model(ids, attention_mask=mask, position_ids=positions).logits
+    return [*logits, padded[0], padded[1, 9:]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_eager_attention(family: str, tier: str) -> None:
+    model = tiny(family, tier)
+    model.set_attn_implementation("eager")
+    wanted = passes(model)
+    assert flash.install(model) == model.config.num_hidden_layers
+    got = passes(model)
+    assert flash.uninstall(model) == model.config.num_hidden_layers
+    for mine, eager in zip(got, wanted, strict=True):
+        assert distance(mine, eager) < OFF[tier]
+    for again, eager in zip(passes(model), wanted, strict=True):
+        assert torch.equal(again, eager)
+
+
+def test_the_kernels_run_where_the_mask_is_causal_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "find_tier", lambda device: "kvboost_cuda")
+    model = tiny("llama", "kvboost_cuda")
+    layers = model.config.num_hidden_layers
+    with standing_in() as (kernels, standin):
+        assert isinstance(standin, StandIn)
+        monkeypatch.setattr(cuda, "extension", lambda: kernels)
+        flash.install(model)
+        counts = [standin.launches]
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        for given in (mask, mask.clone().index_fill_(1, torch.tensor([0]), 0)):
+            with torch.inference_mode():
+                model(draw(2, 8), attention_mask=given)
+            counts.append(standin.launches)
+        model(draw(2, 8))  # a gradient is wanted: there is no backward pass
+        counts.append(standin.launches)
+        flash.uninstall(model)
+    assert [after - before for before, after in itertools.pairwise(counts)] == [layers, 0, 0]
+
+
+def test_gradients_are_torchs(tier: str) -> None:
+    model = tiny("llama", tier).float()
+    grads = []
+    for installed in (False, True):
+        if installed:
+            flash.install(model)
+        model.zero_grad()
+        model(draw(1, 12)).logits.square().mean().backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    flash.uninstall(model)
+    assert distance(grads[1], grads[0]) < 1e-4
+
+
+def test_counts_are_of_what_changed(tier: str) -> None:
+    model, other = tiny("llama", tier), tiny("llama", tier)
+    before = model.config._attn_implementation
+    assert flash.uninstall(model) == 0
+    assert flash.install(model) == model.config.num_hidden_layers
+    assert model.config._attn_implementation != before
+    assert flash.install(model) == 0
+    assert flash.uninstall(other) == 0
+    assert flash.uninstall(model) == model.config.num_hidden_layers
+    assert flash.uninstall(model) == 0
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_that_does_not_run_is_left_as_it_was(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", tier)
+    before = model.config._attn_implementation
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("no such input")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", fail)
+        with pytest.raises(ModelFormatError, match="no such input"):
+            flash.install(model)
+    assert model.config._attn_implementation == before
+    assert flash.install(model) > 0
+    flash.uninstall(model)
+
+
+# ---- the public names ------------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_nothing_is_claimed_and_nothing_changes() -> None:
+    model = build_tiny_model("llama")
+    before = model.config._attn_implementation
+    assert kvboost_edge.install_flash_attention(model) == 0
+    assert model.config._attn_implementation == before
+    assert kvboost_edge.uninstall_flash_attention(model) == 0
+
+
+def test_the_public_functions_install_and_take_out(tier: str) -> None:
+    model = tiny("llama", tier)
+    assert kvboost_edge.install_flash_attention(model) == model.config.num_hidden_layers
+    assert kvboost_edge.uninstall_flash_attention(model) == model.config.num_hidden_layers
+
+
+def test_what_is_no_transformers_model_is_refused() -> None:
+    for function in (kvboost_edge.install_flash_attention, kvboost_edge.uninstall_flash_attention):
+        with pytest.raises(RequestError, match="Linear is not a transformers model"):
+            function(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "problem", "capability", "expected"),
+    [
+        (False, None, (9, 0), "vanilla"),
+        (True, None, (7, 5), "kvboost_cuda"),
+        (True, "kvboost_edge_cuda is not installed", (8, 0), "torch_flash"),
+        (True, "kvboost_edge_cuda is not installed", (7, 5), "vanilla"),
+    ],
+)
+def test_tiers(
+    has_cuda: bool, problem: str | None, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(cuda, "unsupported_reason", lambda device: problem)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert kvboost_edge.get_flash_attn_tier() == expected
+    assert kvboost_edge.flash_attention_available() == (expected != "vanilla")
+    assert cuda.find_tier("cpu") == "vanilla"
