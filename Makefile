@@ -12,8 +12,8 @@ PYTEST := $(BIN)/python -m pytest -q
 WORKERS ?= 2
 SHARED := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone"
 ALONE := $(PYTEST) -m alone
-# The rooms whose results could depend on the number of threads: run a second time with one.
-THREADED := tests/kernels tests/backends tests/runners tests/engine
+# The tests whose results could depend on the number of threads, those that compute: run a second time with one.
+THREADED := tests/kernels tests/backends tests/runners $(shell grep -lE "from_pretrained|NativeBench" tests/engine/test_*.py)
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help

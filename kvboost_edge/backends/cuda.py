@@ -174,13 +174,19 @@ class CUDABackend(TorchBackend):
         self._kernels.write_kv(*rows, pool[0], pool[1], batch.slots, check_values=False)
 
     def attention(
-        self, layer: int, queries: torch.Tensor, batch: TorchBatch, params: AttentionParams
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: TorchBatch,
+        params: AttentionParams,
+        frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads])."""
+        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]). Tables with parts are torch's:
+        the kernels know one position for each slot."""
         pool = self._pool[layer]
         tables = batch.tables if isinstance(batch, CUDABatch) else None
         if tables is None or not self._served[layer] or queries.dtype != pool.dtype:
-            return super().attention(layer, queries, batch, params)
+            return super().attention(layer, queries, batch, params, frequencies)
         out, lse = self._kernels.paged_attention(
             queries,
             pool[0],

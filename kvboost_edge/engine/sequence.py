@@ -76,19 +76,16 @@ class Sequence:
         structure: Structure | None = None,
     ) -> None:
         self.request = request
-        self.drafter = drafter
-        self.structure = structure
+        self.drafter, self.structure = drafter, structure
         self.drafted: list[int] = []
         self.num_drafted = self.num_accepted = 0
         self.handle = handle
         self.status = SequenceStatus.WAITING
         self.token_ids = list(request.prompt_ids)
         self.table: BlockTable | None = None
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_charged_tokens = 0
         self.preemptions = 0
         self.last_turn = -1
-        self.num_charged_tokens = 0
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
         self.has_loaded = False
