@@ -108,8 +108,8 @@ def softmax_scale(case: Case, form: Form) -> float:
 
 
 class Expected(NamedTuple):
-    """float64, of one sequence. magnitude: like out, of absolute values, what rounding of weights scales with. noise: like
-    lse, what sums in f32 may add to a score."""
+    """float64, of one sequence. magnitude: like out, of absolute values: what rounding of weights scales with. noise:
+    like lse, what sums in f32 may add to a score."""
 
     out: Doubles
     lse: Doubles
