@@ -64,6 +64,7 @@ class Bench:
 
     def note(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
+        print(f"{name}: {value:.4g}", file=sys.stderr, flush=True)  # a run that is cut off has said this much
 
     def ask(self, name: str, prompt: list[int], **options: Any) -> float:
         """Seconds to the first token; the time of each later one is noted too."""

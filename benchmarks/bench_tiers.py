@@ -81,6 +81,7 @@ class Bench:
 
     def note(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
+        print(f"{name}: {value:.4g}", file=sys.stderr, flush=True)  # a run that is cut off has said this much
 
     def median(self, name: str) -> float:
         return statistics.median(self.figures[name])
