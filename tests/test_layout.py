@@ -22,7 +22,6 @@ MOST_FILES = 14
 # Folders of tests that have no room of that name.
 NO_ROOMS = {
     "arm64": "the same tests on emulated processors",
-    "cuda_ext": "of cuda_ext/, a package of its own",
     "benchmarks": "of benchmarks/, which is beside the package",
     "cuda_ext": "of cuda_ext/, a package of its own beside this one",
     "server/http/page": "of server/http/static/, which holds no Python",
