@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cuda_faults import CUDA_FAULTS
 from reuse_faults import REUSE_FAULTS
 
 ROOT = Path(__file__).parents[1]
@@ -41,12 +42,10 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 
 KERNELS = ("tests/kernels", "tests/backends")
-CONTRACT = ("tests/backends",)
-KVCACHE = ("tests/kvcache",)
+CONTRACT, KVCACHE, MODELS = ("tests/backends",), ("tests/kvcache",), ("tests/models",)
 SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
 LIFECYCLE = ("tests/engine/test_lifecycle.py",)
 PER_REQUEST = ("tests/engine/test_per_request.py",)
-MODELS = ("tests/models",)
 
 FAULTS = (
     # The kernels.
@@ -313,6 +312,7 @@ FAULTS = (
         *MODELS,
     ),
     *(fault(*row) for row in REUSE_FAULTS),
+    *(Fault(name, file, ((old, new),), (test,)) for name, file, old, new, test in CUDA_FAULTS),
 )
 
 

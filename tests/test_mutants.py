@@ -12,7 +12,8 @@ def test_fault_can_be_planted(fault):
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     broken = planted(text, fault)
     assert broken != text
-    compile(broken, fault.file, "exec")
+    if fault.file.endswith(".py"):
+        compile(broken, fault.file, "exec")
     assert all((ROOT / test.partition("::")[0]).exists() for test in fault.tests)
 
 

@@ -14,7 +14,8 @@
 //       kHeadDim  64, 96, 128 or 256: the smallest one that is >= head_dim (a multiple of 8; what lies behind is taken as 0)
 //       kWarpsM   4: 64 packed rows to a CTA, for prefill. 1: 16 packed rows, the four warps share the keys, for decode;
 //                 right for any length, made for max_seqlen_q * group <= 16.
-//       grid      (ceil(max_seqlen_q * group / (16 * kWarpsM)), num_kv_heads * num_splits, batch)
+//       grid      (ceil(max_seqlen_q * group / (16 * kWarpsM)), num_kv_heads * num_splits, batch); CUDA takes at most 65535 of
+//                 the last two, so the launcher refuses more or launches in parts.
 //       shared    MmaShape<kHeadDim, kWarpsM>::kSharedBytes or WmmaShape<...>::kSharedBytes (attention_mma.cuh,
 //                 attention_wmma.cuh), dynamic; above 48 KiB the launcher asks for it by cudaFuncSetAttribute.
 //   template <class Element> __global__ merge_splits(AttentionParams)                                  all

@@ -1,0 +1,44 @@
+"""Faults of `make mutants` in the CUDA kernels, found over fibers: (name, file, old, new, tests)."""
+
+from __future__ import annotations
+
+_CSRC = "cuda_ext/kvboost_edge_cuda/csrc"
+_WORK, _MMA, _WMMA = f"{_CSRC}/work.cuh", f"{_CSRC}/attention_mma.cuh", f"{_CSRC}/attention_wmma.cuh"
+_ATTENTION, _CACHE = "tests/cuda_ext/test_attention.py", "tests/cuda_ext/test_cache.py"
+
+CUDA_FAULTS = (
+    ("a tile needs no mask if any row sees it", _WORK, "clear = {last.begin, first.end}", "clear = first", _ATTENTION),
+    ("blocks are taken to hold 16 tokens", _WORK, "(key - index * block_size)", "(key % 16)", _ATTENTION),
+    ("the last tiles of an uneven split are lost", _WORK, "(num_tiles + p.num_splits - 1)", "num_tiles", _ATTENTION),
+    ("every split adds the sink", _WORK, "if (!p.sinks || p.num_splits > 1)", "if (!p.sinks)", _ATTENTION),
+    ("channels behind head_dim are read", _WORK, " && channel < head_dim", "", _ATTENTION),
+    (
+        "values are read before they are there",
+        _MMA,
+        "        wait_copies();\n        __syncthreads();  // the values",
+        "        __syncthreads();  // the values",
+        _ATTENTION,
+    ),
+    (
+        "values take the queries' place too early",
+        _MMA,
+        "        __syncthreads();  // before values take their place\n",
+        "",
+        _ATTENTION,
+    ),
+    ("keys are overwritten by values", _WMMA, "        __syncthreads();  // nor the keys\n", "", _ATTENTION),
+    (
+        "a row without keys is not a number",
+        _MMA,
+        "largest = quad_max(largest);\n        const float base = largest == negative_infinity() ? 0 : largest;",
+        "largest = quad_max(largest);\n        const float base = largest;",
+        _ATTENTION,
+    ),
+    (
+        "a block is copied from what it was at first",
+        f"{_CSRC}/cache.cuh",
+        "for (int i = 0; i < p.num_pairs; ++i)",
+        "for (int i = p.num_pairs - 1; i >= 0; --i)",
+        _CACHE,
+    ),
+)
