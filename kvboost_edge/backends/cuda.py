@@ -2,8 +2,8 @@
 
 The pool lies as torch's does, so bytes, checksums and poison are torch's. The kernels come from the package
 `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`) and are compared with torch in float32 on the device before
-they are used. What they do not compute runs on torch's path, said once: KV in float32, head dims that are no multiple
-of 8, and passes whose tables have parts.
+they are used. What they do not compute runs on torch's path, said once: KV in float32 (and bfloat16 below sm_80), head
+dims that are no multiple of 8, and passes whose tables have parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from kvboost_edge.backends import torch_backend
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
-from kvboost_edge.backends.cuda_check import failed_check
+from kvboost_edge.backends.cuda_check import failed_check, kernel_dtypes
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, TorchBatch
 from kvboost_edge.errors import BackendUnavailable
@@ -35,7 +35,6 @@ _PACKAGE = "kvboost_edge_cuda"
 _INSTALL = "FORCE_CUDA=1 pip install ./cuda_ext"
 _MOST_HEAD_DIM = 256
 _FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash kernels
-_HALVES = ("float16", "bfloat16")
 
 
 def extension() -> Any:
@@ -133,7 +132,8 @@ class CUDABackend(TorchBackend):
     def __init__(self, spec: KVSpec, num_blocks: int, *, device: str, kernels: Any) -> None:
         super().__init__(spec, num_blocks, device=device)
         self._kernels = kernels
-        self._served = [spec.dtype in _HALVES and _is_served(layer) for layer in spec.layers]
+        has_dtype = spec.dtype in kernel_dtypes(self._device)
+        self._served = [has_dtype and _is_served(layer) for layer in spec.layers]
         self._sinks: dict[int, tuple[npt.NDArray[np.float32], torch.Tensor]] = {}
         if not all(self._served):
             _LOG.warning("backend 'cuda': %s", self._path())

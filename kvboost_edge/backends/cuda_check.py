@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KV
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["failed_check"]
+__all__ = ["failed_check", "kernel_dtypes"]
 
 _BLOCK = 16
 _TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}  # of values around 1 as the dtype rounds weights and results
@@ -46,7 +47,7 @@ _CASES = (
 def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -> str | None:
     """What differs from torch, None where nothing does: tokens written, a block copied, attention of a ragged batch,
     in float16 and, from sm_80 on, bfloat16. An error of the device is what differs, too."""
-    for dtype, case in itertools.product(_dtypes(device), _CASES):
+    for dtype, case in itertools.product(kernel_dtypes(device), _CASES):
         try:
             problem = _compare(case, dtype, make, device)
         except (RuntimeError, NotImplementedError) as error:
@@ -56,9 +57,11 @@ def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -
     return None
 
 
-def _dtypes(device: torch.device) -> list[str]:
+@lru_cache
+def kernel_dtypes(device: torch.device) -> tuple[str, ...]:
+    """What the kernels compute in on a device: float16, and bfloat16 from sm_80 on."""
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_BF16
-    return ["float16", "bfloat16"] if has_bf16 else ["float16"]
+    return ("float16", "bfloat16") if has_bf16 else ("float16",)
 
 
 def _compare(case: _Case, dtype: str, make: Callable[[KVSpec, int], Backend], device: torch.device) -> str:

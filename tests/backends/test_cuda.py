@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cuda_standin import StandIn, needs_kernels, standing_in
-from kvboost_edge.backends import cuda
+from kvboost_edge.backends import cuda, cuda_check
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.cuda_check import failed_check
@@ -91,6 +91,18 @@ def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(
     assert all(torch.equal(got, wanted) for got, wanted in zip(*results, strict=True))
 
 
+def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert cuda_check.kernel_dtypes(torch.device("cuda:7")) == ("float16",)
+    monkeypatch.setattr(cuda, "kernel_dtypes", lambda device: ("float16",))
+    backend = CUDABackend(make_spec("bfloat16"), 4, device="cpu", kernels=None)
+    assert "torch for the others (KV in bfloat16" in backend.describe().attention_path
+    batch = backend.prepare(layout())
+    keys = rows(2, dtype=torch.bfloat16)
+    backend.write_kv(0, keys, keys, batch)
+    assert backend.attention(0, rows(6, dtype=torch.bfloat16), batch, AttentionParams(0.1))[0].isfinite().all()
+
+
 def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded: tuple[Any, StandIn]) -> None:
     kernels, standin = loaded
     mine, torchs = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels), TorchBackend(make_spec(), 4)
@@ -123,7 +135,7 @@ def test_copies_outside_the_pool_are_refused_before_a_launch(loaded: tuple[Any, 
 def test_the_kernels_pass_their_test(major: int, loaded: tuple[Any, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, standin = loaded
     if major < 8:  # no bfloat16 there
-        monkeypatch.setattr("kvboost_edge.backends.cuda_check._dtypes", lambda device: ["float16"])
+        monkeypatch.setattr("kvboost_edge.backends.cuda_check.kernel_dtypes", lambda device: ("float16",))
     with standin.of(major):
         assert failed_check(maker(kernels), CPU) is None
 

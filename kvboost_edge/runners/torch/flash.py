@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvboost_edge.backends import cuda
 from kvboost_edge.backends.cuda import find_tier
+from kvboost_edge.backends.cuda_check import kernel_dtypes
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.torch.attention import AttentionHook
 
@@ -173,7 +174,7 @@ _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _is_served(query: torch.Tensor, dropout: float) -> bool:
     """Whether kernels take such a call; there is no backward pass, and f32 is torch's."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
+    half = str(query.dtype).removeprefix("torch.") in kernel_dtypes(query.device)
     wants_gradient = torch.is_grad_enabled() and query.requires_grad
     return half and not dropout and not wants_gradient and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
