@@ -18,7 +18,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction \
-	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-peers bench-tiers real-model quality clean test-arm64 redis-server
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-tiers real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -121,6 +121,11 @@ bench-linear: setup  ## decode against a plain read of the weights, integer rate
 
 bench-startup: setup  ## from starting the process to the first byte, and memory beside weights and pool
 	$(BIN)/python benchmarks/bench_startup.py
+
+bench-onnx: setup  ## native and ONNX runner against onnxruntime-genai; other programs' files first
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/onnx_exports.py
+	$(BIN)/python benchmarks/bench_onnx.py --out benchmarks/results/onnx-0.5b-int4.json
 
 bench-packing: setup  ## processor time, bytes and memory of the first load, by format of the file
 	$(BIN)/python benchmarks/bench_packing.py

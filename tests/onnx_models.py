@@ -21,7 +21,7 @@ import onnx_wire as wire
 from onnx_blocks import Form, dequantize, packed_codes, quantize
 from tiny_checkpoints import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 
-__all__ = ["Decoder", "Form", "write_onnx"]
+__all__ = ["Decoder", "write_onnx"]
 
 MICROSOFT = "com.microsoft"
 Array = np.ndarray

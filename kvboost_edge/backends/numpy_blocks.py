@@ -55,8 +55,6 @@ class NumpyBlocks:
             raise ConfigError(problem)
         self.spec = spec
         self.num_blocks = num_blocks
-        self.changes = np.zeros(num_blocks, dtype=np.int64)
-        """How often each block was changed as a whole: copied to, written or poisoned. For runners with copies."""
         self._pools: list[KVPool] = []
         self._quant: QuantBlocks | None = None
         try:
@@ -64,6 +62,8 @@ class NumpyBlocks:
                 self._quant = QuantBlocks(spec, num_blocks, num_open, self.quant_kernels)
             else:
                 self._pools = [_layer_pool(spec, layer, num_blocks) for layer in spec.layers]
+            # How often each block was changed as a whole (copied to, written, poisoned): for runners that keep copies.
+            self.changes = np.zeros(num_blocks, dtype=np.int64)
         except MemoryError as error:
             raise CapacityError(
                 f"the block pool does not fit into memory: num_blocks={num_blocks} x {spec.bytes_per_block} bytes = "

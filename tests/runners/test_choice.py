@@ -181,7 +181,7 @@ def test_a_runner_decides_by_its_plan_and_is_loaded_by_its_module(name: str) -> 
     plan = plan_of(name)
     assert plan.WORKS_WITH
     assert plan.AUTO_BACKEND in _CHOICES["backend"]
-    assert plan.unsupported_reason(ModelTraits(LLAMA)) is None
+    assert plan.unsupported_reason(ModelTraits(LLAMA, onnx_refusal="" if name == "onnx" else None)) is None
     assert plan.missing_package(LLAMA) is None
     assert plan.wish(EngineConfig(), ModelTraits(LLAMA)) == ""
     assert callable(importlib.import_module(f"{RUNNERS[name]}.runner").load)

@@ -19,15 +19,18 @@ __all__ = ["OnnxDecoder", "native_decoder"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxDecoder:
-    """`tensors`: the rows of the file's matrices that make each tensor of the family in transformers."""
+    """tensors  the rows of the file's matrices that make each tensor of the family in transformers
+    zeros    sizes of biases that the family has and the file has not: its makers leave out those of zeros
+    """
 
     model: OnnxModel
     config: Mapping[str, Any]
     spec: ModelSpec
     tensors: Mapping[str, tuple[Rows, ...]]
+    zeros: Mapping[str, int]
 
     def open_source(self) -> OnnxSource:
-        return OnnxSource(self.model, self.tensors, norm_offset=self.spec.family.norm_offset)
+        return OnnxSource(self.model, self.tensors, zeros=self.zeros, norm_offset=self.spec.family.norm_offset)
 
 
 def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
@@ -37,4 +40,18 @@ def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
     config = onnx_config(folder, found)
     spec = describe_model(config)
     check_spec(spec, found)
-    return OnnxDecoder(model, config, spec, tensors_of(found, fused=spec.family.fused))
+    tensors = tensors_of(found, fused=spec.family.fused)
+    return OnnxDecoder(model, config, spec, tensors, _left_out(spec, tensors))
+
+
+def _left_out(spec: ModelSpec, tensors: Mapping[str, tuple[Rows, ...]]) -> dict[str, int]:
+    has = {"self_attn.o_proj": spec.output_bias, "mlp": spec.mlp_bias, "self_attn": spec.qkv_bias}
+    found = {}
+    for name, parts in tensors.items():
+        if name.startswith("model.layers.") and name.endswith("_proj.weight"):
+            inner = name.removesuffix(".weight").split(".", 3)[3]
+            wanted = next(value for start, value in has.items() if inner.startswith(start))
+            bias = f"{name.removesuffix('.weight')}.bias"
+            if wanted and bias not in tensors:
+                found[bias] = sum(part.stop - part.start for part in parts)
+    return found

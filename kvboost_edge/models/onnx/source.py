@@ -67,11 +67,20 @@ def _whole(matrix: Matrix) -> Rows:
 class OnnxSource:
     """A `WeightSource` over the files of one ONNX model, which must still be those that its graph was read of.
 
-    norm_offset: what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight).
+    zeros: names and sizes of vectors of zeros that the file leaves out. norm_offset: what the file's norms have on top
+    of transformers' (Gemma's norms multiply by 1 + weight).
     """
 
-    def __init__(self, model: OnnxModel, tensors: Mapping[str, tuple[Rows, ...]], *, norm_offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: OnnxModel,
+        tensors: Mapping[str, tuple[Rows, ...]],
+        *,
+        zeros: Mapping[str, int],
+        norm_offset: float = 0.0,
+    ) -> None:
         self._path = model.path
+        self._zeros = zeros
         self._tensors = tensors
         self._norm_offset = np.float32(norm_offset)
         self._files: dict[Path, FileBytes] = {}
@@ -100,20 +109,26 @@ class OnnxSource:
             file.close()
 
     def names(self) -> set[str]:
-        return set(self._tensors)
+        return {*self._tensors, *self._zeros}
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._zeros:
+            return (self._zeros[name],)
         parts = self._parts(name)
         return (sum(part.stop - part.start for part in parts), *parts[0].matrix.shape[1:])
 
     def type_of(self, name: str) -> str:
         """How the tensor is stored, such as "4 bit in blocks of 64"."""
+        if name in self._zeros:
+            return "zeros"
         return " and ".join(sorted({part.matrix.label for part in self._parts(name)}))
 
     def file_of(self, name: str) -> Path:
-        return self._parts(name)[0].matrix.weight.path
+        return self._path if name in self._zeros else self._parts(name)[0].matrix.weight.path
 
     def kind(self, name: str) -> str | None:
+        if name in self._zeros:
+            return None
         kinds = {self._kind(part.matrix) for part in self._parts(name)}
         if len(kinds) == 1:
             return kinds.pop()
@@ -121,6 +136,8 @@ class OnnxSource:
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
         """Rows [start, stop) as float32: scale * (code - zero point) where they are quantized."""
+        if name in self._zeros:
+            return np.zeros((self._zeros[name] if stop is None else stop) - start, dtype=np.float32)
         size = self.shape(name)[0]
         found = [
             self._floats(part.matrix, *ends) for part, ends in self._cut(name, start, size if stop is None else stop)

@@ -33,12 +33,14 @@ class Buffer:
     memory   one piece a layer and kind, or two where past and present are not one
     blocks   ids of the blocks that they are a copy of, and `marks`, how often each had changed
     turn     which piece holds the past
+    binding  what the runner has bound once, where past and present are one
     """
 
     capacity: int
     memory: list[list[Array]]
     count: int = 0
     turn: int = 0
+    binding: Any = None
     blocks: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     marks: Ints = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
 

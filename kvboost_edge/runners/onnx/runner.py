@@ -149,7 +149,7 @@ class OnnxRunner:
         """Run tokens from position `start` on: logits [tokens, vocab_size]; the buffer holds them afterwards."""
         count = len(token_ids)
         stop = start + count
-        binding = self._session.io_binding()
+        binding = self._binding(buffer, stop)
         kinds = self._layout.inputs
         arrays = {"input_ids": token_ids.astype(_INTEGERS[kinds["input_ids"]])}
         if "attention_mask" in kinds:
@@ -158,16 +158,25 @@ class OnnxRunner:
             arrays["position_ids"] = self._range[kinds["position_ids"]][start:stop]
         for name, array in arrays.items():
             _bind(binding.bind_input, name, array[None])
-        for layer, names in enumerate(self._layout.layers):
-            for kind in (0, 1):
-                _bind(binding.bind_input, names.past[kind], self._buffers.past(buffer, layer, kind))
-                _bind(binding.bind_output, names.present[kind], self._buffers.present(buffer, layer, kind, stop))
         logits = np.empty((1, count, self.info.vocab_size), dtype=self._logit_type)
         _bind(binding.bind_output, "logits", logits)
         self._session.run_with_iobinding(binding)
         self._buffers.advance(buffer, stop)
         found: npt.NDArray[Any] = logits[0]
         return found
+
+    def _binding(self, buffer: Buffer, stop: int) -> Any:
+        """Past and present of all layers, bound; what a call has besides is bound over that of the call before."""
+        if buffer.binding is not None:
+            return buffer.binding
+        binding = self._session.io_binding()
+        for layer, names in enumerate(self._layout.layers):
+            for kind in (0, 1):
+                _bind(binding.bind_input, names.past[kind], self._buffers.past(buffer, layer, kind))
+                _bind(binding.bind_output, names.present[kind], self._buffers.present(buffer, layer, kind, stop))
+        if self._layout.shared:
+            buffer.binding = binding
+        return binding
 
     def _store(self, buffer: Buffer, layout: BatchLayout, index: int, start: int) -> bool:
         """Write what was computed to the pool; False where a key or value is not finite."""

@@ -19,7 +19,8 @@ from kvboost_edge.models.packed.conversions import conversion_error
 from kvboost_edge.models.packed.plan import pack_plan
 from kvboost_edge.runners.native.runner import NativeRunner
 from native_oracle import assert_native_equals
-from onnx_models import Form, write_onnx
+from onnx_blocks import Form
+from onnx_models import Decoder, write_onnx
 from paged_driver import PagedDriver
 from tiny_models import build_tiny_model, save_tiny_model
 
@@ -106,6 +107,24 @@ def test_every_form_of_blocks(name: str, tmp_path: Path) -> None:
             error = conversion_error(source, full, kind).relative
             assert error <= most
             assert (error > 0) == (most > 0)
+
+
+def test_biases_of_zeros_may_be_left_out(tmp_path: Path) -> None:
+    """onnxruntime-genai's builder writes none where a family's biases are all 0."""
+    model = build_tiny_model("qwen2")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                weight.zero_()
+
+    class NoBias(Decoder):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.state = {name: array for name, array in self.state.items() if not name.endswith("_proj.bias")}
+
+    folder = write_onnx(model, tmp_path / "m", Form(), NoBias)
+    assert Checkpoint.open(folder).config["model_type"] == "qwen2"
+    assert_logits_equal(model, folder)
 
 
 def logits_of(path: Path, weights: str) -> np.ndarray:
