@@ -79,8 +79,8 @@ REUSE_FAULTS = (
     (
         "the least deviating blocks are computed",
         _PROBE,
-        "(-self._deviations[start], start)",
-        "(self._deviations[start], start)",
+        "(-self._weights[start], start)",
+        "(self._weights[start], start)",
         "tests/reuse/test_probe.py",
     ),
 )

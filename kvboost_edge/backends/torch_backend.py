@@ -26,8 +26,7 @@ __all__ = ["TorchBackend", "TorchBatch", "make", "turn_keys", "unsupported_reaso
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in the cache.
-_MAX_SCORES = {"cpu": 1 << 20}
-_MAX_SCORES_ELSEWHERE = 1 << 26
+_MAX_SCORES, _MAX_SCORES_ELSEWHERE = {"cpu": 1 << 20}, 1 << 26
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
