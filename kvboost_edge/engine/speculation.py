@@ -31,7 +31,11 @@ class Speculation:
         """Most drafts that a sequence with one token to compute may have."""
         request, known = sequence.request, sequence.num_tokens
         most = min(request.max_draft_tokens, request.max_tokens - known - 1)
-        return min(most, block_size - 1 - known % block_size) if self._closes_blocks else most
+        if not self._closes_blocks:
+            return most
+        # Of a table that shares spans the last part may begin anywhere.
+        offset = (known - sequence.blocks.parts[-1].first_position) % block_size
+        return min(most, block_size - 1 - offset)
 
     def drafter(self, request: Request) -> Drafter | None:
         """Who proposes for a request; None where it wants no drafts."""

@@ -107,6 +107,9 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
     restart."""
     rng = random.Random(seed)
     bits = ALL_BITS[seed % 2] if rng.random() < 0.8 else rng.choice(ALL_BITS[2:])
+    family = rng.sample(range(len(PROMPTS)), 3)  # few prompts, so that some come again
+    for number in family:  # before the bench: it takes the runner
+        truth(bits, number)
     bench = NativeBench(
         machine,
         bits=bits,
@@ -116,7 +119,6 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
         max_batch_tokens=rng.choice((1, 7, 16, 33, 128, 128)),
         tiers=[tiers[bits]] if rng.random() < 0.5 else [],
     )
-    family = rng.sample(range(len(PROMPTS)), 3)  # few prompts, so that some come again
     bench.scheduler.speculation.drafter = hostile(
         lambda request: _whole(truth, bits, request), lambda request: KINDS[request.index % len(KINDS)], 256
     )
@@ -133,7 +135,9 @@ def run_schedule(machine: Machine, truth: Truth, seed: int, tiers: dict[Bits, Di
                 params = SamplingParams(max_new_tokens=rng.choice((1, 9)), temperature=0.0)
                 mode, repair = GenerationMode.CHUNK_KV_REUSE, rng.choice(REPAIRS)
                 longest = max((PROMPTS[number] for number in family), key=len)
-                moved.append(bench.submit([*head, *longest, rng.randrange(BAD)], params, mode, repair=repair))
+                tokens = [*head, *longest, rng.randrange(BAD)]
+                drafts = {"max_draft_tokens": rng.choice((0, 31)), "always_drafts": True}
+                moved.append(bench.submit(tokens, params, mode, repair=repair, **drafts))
             params = dataclasses.replace(
                 _params(number),
                 max_new_tokens=rng.choice((0, 1, 17, NEW, NEW)),
