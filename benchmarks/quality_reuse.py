@@ -44,6 +44,7 @@ RULES = {
     "selective": Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16),
     "overlap 8": Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=8),
     "default": Repair(),
+    "query": Repair(strategy=RecomputeStrategy.QUERY),
 }
 OTHER_ORDER = "full, other order"
 _EXACT = "exact"  # the salt of full computations, which reuse must not find
@@ -63,7 +64,7 @@ class Series(NamedTuple):
 
 DEMO = "kvboost-edge/demo"
 _BOTH = ("none", "default")
-_ALL = ("none", "selective", "blocks", "default")
+_ALL = ("none", "selective", "blocks", "default", "query")
 SERIES = (
     Series("bundled, re-ordered", reuse_prompts.facts_moved, {"one prompt": _BOTH}, 8, DEMO),
     Series("bundled, cut", reuse_prompts.facts_cut, {"facts": ("none", "overlap 8", *_ALL[1:])}, 25, DEMO),

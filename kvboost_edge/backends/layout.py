@@ -44,7 +44,8 @@ def refuse_deltas(layout: BatchLayout, who: str) -> None:
         raise ConfigError(
             f"{who} does not attend keys computed at other positions, parts with delta "
             f"{Part(*layout.parts.T).delta.tolist()}: the native runner on backend 'cpu' does, where all layers have "
-            "keys of one shape and heads x head_dim is a multiple of 32"
+            "keys of one shape and heads x head_dim is a multiple of 32; the torch runner on backend 'torch' too, for "
+            "models with plain rope"
         )
 
 

@@ -19,10 +19,10 @@ from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, Backen
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
-from kvboost_edge.kernels.attention.parts import entry_positions
+from kvboost_edge.kernels.attention.parts import entry_deltas, entry_positions, has_delta
 from kvboost_edge.kvcache.block_table import CopyOp
 
-__all__ = ["TorchBackend", "TorchBatch", "make", "unsupported_reason"]
+__all__ = ["TorchBackend", "TorchBatch", "make", "turn_keys", "unsupported_reason"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in the cache.
@@ -65,6 +65,7 @@ class _SameLength:
     q_positions int64 [num_seqs, q_len]
     k_positions int64 [num_seqs, max_blocks * block]  absolute positions of the gathered slots
     k_valid     bool, like k_positions                slots that some query of the sequence sees
+    k_turns     int64, like k_positions               which of the batch's deltas; None where it has none
     lead        the gathered column of the first query, in the sequence where it is largest
     """
 
@@ -75,6 +76,7 @@ class _SameLength:
     q_positions: torch.Tensor
     k_positions: torch.Tensor
     k_valid: torch.Tensor
+    k_turns: torch.Tensor | None
 
 
 class TorchBatch:
@@ -87,6 +89,12 @@ class TorchBatch:
         self._block_size = block_size
         self._groups: dict[int, list[_SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
+        # By how much keys are turned: int64 [num_deltas], and which of those each entry has; none where there are none.
+        self.deltas, self._turns = np.zeros(0, np.int64), None
+        if layout.parts is not None and has_delta(layout.parts):
+            deltas = entry_deltas(layout.block_tables.shape, layout.parts)
+            self.deltas, turns = np.unique(deltas, return_inverse=True)
+            self._turns = turns.reshape(deltas.shape)
 
     def groups(self, window: int) -> list[_SameLength]:
         """The groups for a window (0: none); the window bounds the blocks that are gathered."""
@@ -116,6 +124,9 @@ class TorchBatch:
         k_valid = present[:, :, None] & (k_positions >= served[:, :, None]) & (k_positions < until[:, :, None])
         k_positions, k_valid = k_positions.reshape(len(seqs), -1), k_valid.reshape(len(seqs), -1)
         k_valid &= (k_positions >= k_first[:, None]) & (k_positions < seq_lens[:, None])
+        k_turns = None
+        if self._turns is not None:
+            k_turns = self._tensor(np.take_along_axis(self._turns[seqs], columns, axis=1).repeat(size, axis=1))
         queries = (k_valid & (k_positions == q_first[:, None])).argmax(axis=1)
         rows = layout.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
         return _SameLength(
@@ -126,6 +137,7 @@ class TorchBatch:
             self._tensor(q_first[:, None] + np.arange(q_len)),
             self._tensor(k_positions),
             self._tensor(k_valid),
+            k_turns,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -199,7 +211,6 @@ class TorchBackend:
     def prepare(self, layout: BatchLayout) -> TorchBatch:
         """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""
         check_layout(layout, self.spec.block_size, self.num_blocks)
-        refuse_deltas(layout, f"backend {self.name!r}")
         return TorchBatch(layout, self.spec.block_size, self._device)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
@@ -249,14 +260,27 @@ class TorchBackend:
             half.flatten(0, 1).index_copy_(0, batch.slots, tokens.to(pool.dtype))
 
     def attention(
-        self, layer: int, queries: torch.Tensor, batch: TorchBatch, params: AttentionParams
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: TorchBatch,
+        params: AttentionParams,
+        frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads])."""
+        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
+
+        frequencies   of the layer's plain rope, see `turn_keys`, by which keys of parts with a delta are turned.
+                      ConfigError where there are such parts and no frequencies
+        """
+        if len(batch.deltas) and frequencies is None:
+            refuse_deltas(batch.layout, "backend 'torch', not told how rope turns keys,")
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         sinks = None if params.sinks is None else torch.as_tensor(params.sinks, device=self._device).float()
         for group in batch.groups(params.window):
             keys, values = self._gather(layer, group)
+            if group.k_turns is not None and frequencies is not None:
+                keys = turn_keys(keys, batch.deltas, group.k_turns[:, None], frequencies)
             for chosen in _query_slices(group, queries.shape[1]):
                 seen = slice(group.lead + chosen.stop)  # later columns are in the future of every chosen query
                 rows = group.rows.view(-1, group.q_len)[:, chosen]
@@ -276,6 +300,12 @@ class TorchBackend:
         )
         return keys, torch.where(group.k_valid[:, None, :, None], values, 0.0)
 
+    def stored(self, layer: int, slots: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer at slots, float32 [num_slots, num_kv_heads, head_dim]."""
+        places = torch.from_numpy(slots).to(self._device)
+        keys, values = (half.flatten(0, 1)[places].float() for half in self._pool[layer])
+        return keys, values
+
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         for pool in self._pool:
@@ -294,6 +324,27 @@ class TorchBackend:
     def close(self) -> None:
         """Release the pool."""
         self._pool = []
+
+
+def turn_keys(
+    keys: torch.Tensor,
+    deltas: npt.NDArray[np.int64],
+    which: torch.Tensor,
+    frequencies: npt.NDArray[np.float64],
+) -> torch.Tensor:
+    """Keys [..., head_dim] as they would be so many positions further on: by plain rope, which turns channels i and
+    i + n of a head by position x frequencies[i], for n frequencies, and leaves channels from 2n on as they are.
+
+    deltas        int64 [num_deltas]
+    which         int64, which of them each key is turned by: broadcast to the keys' leading dimensions
+    """
+    count = len(frequencies)
+    if not count:
+        return keys
+    angles = deltas[:, None] * frequencies  # in float64: MPS has none
+    cos, sin = (torch.from_numpy(f(angles).astype(np.float32)).to(keys.device)[which] for f in (np.cos, np.sin))
+    first, second, rest = keys[..., :count], keys[..., count : 2 * count], keys[..., 2 * count :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 def _query_slices(group: _SameLength, num_q_heads: int) -> Iterator[slice]:

@@ -86,7 +86,9 @@ OverlapOption = Annotated[
 RatioOption = Annotated[
     float | None,
     typer.Option(
-        "--recompute-ratio", metavar="SHARE", help="Of the other tokens, with cacheblend: 0 to 1, 0.1 unless given."
+        "--recompute-ratio",
+        metavar="SHARE",
+        help="Of the other tokens, with cacheblend or query: 0 to 1, 0.1 unless given.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

@@ -14,7 +14,7 @@ from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.harvest import Harvest
-from kvboost_edge.reuse.probe import Probe, ProbeRow, num_probed_blocks
+from kvboost_edge.reuse.probe import Probe, ProbeRow, QueryProbe, num_probed_blocks
 from kvboost_edge.runners.base import ForwardBatch, Runner
 
 __all__ = ["Prober", "SpanSharing"]
@@ -36,18 +36,20 @@ class SpanSharing:
         found = self.harvest.find(sequence.cacheable_ids, len(table) * size, request.root, request.repair)
         if not found.spans:
             return None
-        probes = request.repair.strategy is RecomputeStrategy.CACHEBLEND
-        num_probed = num_probed_blocks(found.spans, request.repair.ratio, size) if probes else 0
+        num_probed = num_probed_blocks(found.spans, request.repair.block_ratio, size)
         spans = self._manager.spans
         if not spans.place(table, found.spans, sequence.num_tokens, spare, num_reserved=num_probed):
             return False
         sequence.found = found.runs
-        sequence.probe = Probe(table, size) if num_probed else None
+        sequence.probe = None
+        if num_probed:
+            asks = request.repair.strategy is RecomputeStrategy.QUERY
+            sequence.probe = QueryProbe(table, size, len(sequence.cacheable_ids)) if asks else Probe(table, size)
         return True
 
 
 class Prober:
-    """Looks at about `limit` tokens of a sequence's spans at a time: whole blocks, one layer of the model."""
+    """Looks at about `limit` tokens of a sequence at a time: whole blocks, in some layers of the model."""
 
     def __init__(self, runner: Runner, manager: KVCacheManager, limit: int) -> None:
         self._runner, self._manager, self._limit = runner, manager, limit
@@ -76,11 +78,14 @@ class Prober:
         started = time.perf_counter()
         rows = probe.next_rows(self._limit)
         batch = _batch_of(sequence.token_ids, rows, self._manager.block_size)
-        starts = batch.layout.cu_seqlens_q
-        compared = [np.arange(starts[i], starts[i + 1]) for i, row in enumerate(rows) if row.stored]
-        stored = np.array([slot for row in rows for slot in row.stored], np.int64)
-        where = np.concatenate([np.empty(0, np.int64), *compared])
-        probe.take(rows, self._runner.deviations(batch, where, stored))
+        if isinstance(probe, QueryProbe):
+            probe.take(rows, self._runner.masses(batch, probe.asking(rows), probe.stored))
+        else:
+            starts = batch.layout.cu_seqlens_q
+            compared = [np.arange(starts[i], starts[i + 1]) for i, row in enumerate(rows) if row.stored]
+            stored = np.array([slot for row in rows for slot in row.stored], np.int64)
+            where = np.concatenate([np.empty(0, np.int64), *compared])
+            probe.take(rows, self._runner.deviations(batch, where, stored))
         probe.seconds += time.perf_counter() - started
 
 

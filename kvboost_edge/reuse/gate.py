@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS, TEXT_ENDING
@@ -165,8 +164,7 @@ def outcome_stamp(model: bytes, repair: Repair, lead: Sequence[int], material: M
     model   digest of model, numerics and KV format
     lead    what the documents are computed behind
     """
-    blends = repair.strategy is RecomputeStrategy.CACHEBLEND
-    repaired = [str(repair.strategy), repair.num_seam_tokens, repair.ratio if blends else 0]
+    repaired = [str(repair.strategy), repair.num_seam_tokens, repair.block_ratio or 0]
     text = json.dumps([_VERSION, model.hex(), repaired, list(lead), material])
     return FileStamp(f"reuse gate {hashlib.sha256(text.encode()).hexdigest()}", 0, 0, 0, 0)
 

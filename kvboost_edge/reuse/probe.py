@@ -1,8 +1,12 @@
-"""Which blocks of a prompt's spans deviate most, found by computing one layer of all its tokens.
+"""Which blocks of a prompt's spans are worth computing anew: found by computing some layers of some of its tokens.
 
-After Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion", EuroSys 2025:
-tokens whose values of the second layer differ most from the stored ones are those worth computing anew, and they are
-much the same in all layers. Here whole blocks are chosen, because whole blocks can be closed and quantized.
+Those that deviate most, which one layer of all tokens shows. After Yao et al., "CacheBlend: Fast Large Language Model
+Serving for RAG with Cached Knowledge Fusion", EuroSys 2025: tokens whose values of the second layer differ most from
+the stored ones are those worth computing anew, and they are much the same in all layers. Here whole blocks are chosen,
+because whole blocks can be closed and quantized.
+
+Or those that the end of the prompt, where the question is, attends to most: some layers of the tokens that are computed
+in any case show it.
 """
 
 from __future__ import annotations
@@ -15,10 +19,15 @@ import numpy.typing as npt
 
 from kvboost_edge.kvcache.block_table import BlockTable, Span, TablePart
 from kvboost_edge.reuse.plan import cut_spans
+from kvboost_edge.runners.base import StoredKeys
 
-__all__ = ["Probe", "ProbeRow", "num_probed_blocks"]
+__all__ = ["NUM_ASKING", "Probe", "ProbeRow", "QueryProbe", "num_probed_blocks"]
+
+NUM_ASKING = 32
+"""Tokens at the end of a prompt whose attention counts."""
 
 Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
 
 
 class ProbeRow(NamedTuple):
@@ -50,7 +59,7 @@ class Probe:
     def __init__(self, table: BlockTable, block_size: int) -> None:
         self._table, self._size = table, block_size
         self._num_chosen = len(table.reserve)
-        self._deviations: dict[int, float] = {}
+        self._weights: dict[int, float] = {}  # of blocks, by the position they begin at
         self._ahead = self._stretches()
         self.seconds = 0.0
 
@@ -91,13 +100,12 @@ class Probe:
                 count = row.stop - row.start
                 sums = deviations[first : first + count].reshape(-1, self._size).sum(axis=1)
                 starts = range(row.start, row.stop, self._size)
-                self._deviations.update(zip(starts, sums.tolist(), strict=True))
+                self._weights.update(zip(starts, sums.tolist(), strict=True))
                 first += count
 
     def spans(self) -> list[Span]:
-        """What is left of the table's spans without the blocks that deviate most; the earlier one where two are
-        equal."""
-        ranked = sorted(self._deviations, key=lambda start: (-self._deviations[start], start))
+        """What is left of the table's spans without the blocks that weigh most; the earlier one where two are equal."""
+        ranked = sorted(self._weights, key=lambda start: (-self._weights[start], start))
         return cut_spans(self._table.spans, ranked[: self._num_chosen], self._size)
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
@@ -106,8 +114,7 @@ class Probe:
         for span in self._table.spans:
             if span.start > position:
                 found.append((position, span.start, None))
-            whole = span.start + (span.stop - span.start) // self._size * self._size
-            if whole > span.start:
+            if (whole := _whole(span, self._size)) > span.start:
                 found.append((span.start, whole, span))
             position = span.stop
         return found[::-1]
@@ -123,3 +130,46 @@ class Probe:
         parts.append(TablePart(behind, start, start, 0))
         block_ids = [*self._table.block_ids[:behind], *scratch]
         return ProbeRow(start, stop, block_ids, parts, self._table.slots(start, stop, self._size))
+
+
+class QueryProbe(Probe):
+    """Looks at what is computed in any case, up to position `stop`, whose last NUM_ASKING tokens attend to the spans.
+    Writes to no reserved block.
+
+    stop   behind all spans, at most the prompt's end
+    """
+
+    def __init__(self, table: BlockTable, block_size: int, stop: int) -> None:
+        self._stop = stop
+        super().__init__(table, block_size)
+        spans = [(np.arange(span.start, _whole(span, block_size)), span.delta) for span in table.spans]
+        positions = np.concatenate([one for one, _ in spans])
+        slots = [table.slots(int(one[0]), int(one[-1]) + 1, block_size) for one, _ in spans if len(one)]
+        deltas = np.concatenate([np.full(len(one), delta) for one, delta in spans])
+        self.stored = StoredKeys(np.array([slot for some in slots for slot in some], np.int64), positions, deltas)
+        self._weights = dict.fromkeys(positions[::block_size].tolist(), 0.0)
+
+    def asking(self, rows: Sequence[ProbeRow]) -> Longs:
+        """Which of the tokens of these rows, counted through, attend for the prompt, int64."""
+        positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
+        return np.flatnonzero(positions >= max(self._stop - NUM_ASKING, self._table.spans[-1].stop))
+
+    def take(self, rows: Sequence[ProbeRow], masses: Floats) -> None:
+        """Add what tokens of the rows attend to each of `stored`, float32 [len(stored.slots)]."""
+        of_blocks = masses.reshape(-1, self._size).sum(axis=1).tolist()
+        for start, mass in zip(self._weights, of_blocks, strict=True):
+            self._weights[start] += mass
+
+    def _stretches(self) -> list[tuple[int, int, Span | None]]:
+        """[start, stop) of what no span serves, last first."""
+        position, found = self._table.num_computed_tokens, list[tuple[int, int, Span | None]]()
+        for span in self._table.spans:
+            if span.start > position:
+                found.append((position, span.start, None))
+            position = span.stop
+        return [(position, self._stop, None), *found[::-1]]
+
+
+def _whole(span: Span, block_size: int) -> int:
+    """Where the whole blocks of a span end."""
+    return span.start + (span.stop - span.start) // block_size * block_size

@@ -19,9 +19,9 @@ class Repair:
     """How reuse is repaired. Checked on construction (RequestError).
 
     strategy   NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and the blocks whose values
-               deviate most
+               deviate most; QUERY: those, and the blocks that the end of the prompt attends to most
     overlap    tokens behind a seam, at most 4096; whole blocks are computed, so up to a block less one are added
-    ratio      share of the tokens in spans that CACHEBLEND computes besides, in [0, 1]
+    ratio      share of the tokens in spans that CACHEBLEND and QUERY compute besides, in [0, 1]
     """
 
     strategy: RecomputeStrategy = RecomputeStrategy.CACHEBLEND
@@ -49,9 +49,14 @@ class Repair:
         if self.strategy is RecomputeStrategy.NONE:
             return Repair(strategy=self.strategy, overlap=0, ratio=0.0)
         overlap = max(one for one in _TESTED_OVERLAPS if one <= self.overlap)
-        blends = self.strategy is RecomputeStrategy.CACHEBLEND
-        ratio = max(one for one in _TESTED_RATIOS if one <= self.ratio) if blends else 0.0
+        ratio = max(one for one in _TESTED_RATIOS if one <= self.block_ratio)
         return Repair(strategy=self.strategy, overlap=overlap, ratio=ratio)
+
+    @property
+    def block_ratio(self) -> float:
+        """Share of the tokens in spans that is chosen by looking at them."""
+        looks = self.strategy in (RecomputeStrategy.CACHEBLEND, RecomputeStrategy.QUERY)
+        return self.ratio if looks else 0.0
 
     @property
     def num_seam_tokens(self) -> int:

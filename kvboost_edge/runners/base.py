@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec
 from kvboost_edge.host.memory import Region
 
-__all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo"]
+__all__ = ["ForwardBatch", "LoadOptions", "ModelTraits", "Runner", "RunnerInfo", "StoredKeys"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +45,19 @@ class RunnerInfo:
     weight_region: Region = Region(0, 0)  # noqa: RUF009 - where they lie in this process's memory; empty: not known
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
     numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
+
+
+class StoredKeys(NamedTuple):
+    """Tokens whose keys are stored, int64 [num_tokens] each.
+
+    slots       where
+    positions   at which they stand now
+    deltas      how far that is from where they were computed, new - old
+    """
+
+    slots: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    deltas: npt.NDArray[np.int64]
 
 
 class ModelTraits(NamedTuple):
@@ -92,6 +105,12 @@ class Runner(Protocol):
         """Run the first layer and what makes the second one's values: squared distances, float32 [len(rows)], of the
         values of these tokens of the flat batch from what is stored at these slots. Stores KV of both layers. Where
         there is no second layer nothing depends on context: 0. Only where `moved_keys_refusal` is None."""
+        ...
+
+    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
+        """Run the layers up to `asked_layer`, and of that one attention: how much of theirs these tokens of the flat
+        batch give to each of the stored ones, summed over tokens and heads, float32 [len(stored.slots)]. Stores KV of
+        those layers. Only where `moved_keys_refusal` is None."""
         ...
 
     def close(self) -> None: ...

@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, Turning
 from kvboost_edge.kernels.attention.parts import Part, deltas_of, entry_of, entry_positions, has_delta, turned_positions
+from kvboost_edge.kernels.attention.rope import RopeTable
+from kvboost_edge.kernels.reference import attention as reference
 from moved_cases import Pieces, Row, blocks_from, layout_of, plain
 
 SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
@@ -59,10 +63,14 @@ def test_positions_of_a_part_that_begins_before_position_0() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind: type) -> None:
     backend, layout = pool(kind), layout_of([from_inside_a_block()], SIZE)
-    if kind is CPUBackend:
-        batch = backend.prepare(layout)
-        with pytest.raises(ConfigError, match=r"parts with delta \[-5, 0\], are attended by queries before rotation"):
-            backend.attention(0, np.zeros((4, HEADS, DIM), np.float32), batch, AttentionParams(1.0))
+    reasons = {
+        CPUBackend: r"parts with delta \[-5, 0\], are attended by queries before rotation",
+        TorchBackend: "backend 'torch', not told how rope turns keys, does not attend keys computed at other",
+    }
+    if kind in reasons:
+        batch, queries = backend.prepare(layout), torch.zeros((4, HEADS, DIM))
+        with pytest.raises(ConfigError, match=reasons[kind]):
+            backend.attention(0, queries if kind is TorchBackend else queries.numpy(), batch, AttentionParams(1.0))
     else:
         with pytest.raises(ConfigError, match=rf"backend '{backend.name}' does not attend keys computed at other"):
             backend.prepare(layout)
@@ -136,3 +144,47 @@ def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind: t
         backend.prepare(layout_of([whole._replace(start=10), rows_over(whole, 26)], SIZE))
     write(backend, [whole._replace(start=10), rows_over(whole, 16)])
     backend.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AttentionParams(0.3),
+        AttentionParams(0.3, window=20),
+        AttentionParams(0.5, softcap=4.0),
+        AttentionParams(0.3, sinks=np.array([0.5, -1.0, 2.0, 0.0], np.float32)),
+    ],
+    ids=["plain", "window", "softcap", "sinks"],
+)
+@pytest.mark.parametrize("half", [0, 3, DIM // 2])
+def test_torch_turns_keys_as_the_specification_does(half: int, params: AttentionParams) -> None:
+    """Two sequences of runs and one without, some of whose keys lie where no part serves them."""
+    frequencies = 1000.0 ** (-np.arange(half) / max(half, 1))
+    table = RopeTable(frequencies.astype(np.float32))
+    table.cover(256)
+    stored = plain(80, SIZE, blocks_from(0))
+    moved, twice = Pieces(SIZE, blocks_from(8)), Pieces(SIZE, blocks_from(14))
+    rows = [moved.own(16)]
+    moved.run(stored.table, 37, 30)
+    rows.append(moved.own(7))
+    twice.run(stored.table, 3, 20)
+    twice.run(stored.table, 50, 30)
+    rows += [twice.own(7), plain(7, SIZE, blocks_from(20))]
+    slow, fast = pool(ReferenceBackend), pool(TorchBackend)
+    for backend, kind in ((slow, np.asarray), (fast, torch.from_numpy)):
+        for number, row in enumerate([stored, *rows]):
+            keys, values = random_kv(row.stop - row.start)
+            layout = layout_of([row._replace(parts=[part._replace(delta=0) for part in row.parts])], SIZE)
+            backend.write_kv(0, kind(keys + number), kind(values), backend.prepare(layout))
+    layout = layout_of(rows, SIZE)
+    queries = np.random.default_rng(1).standard_normal((37, 2 * HEADS, DIM), dtype=np.float32)
+    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
+    turning = Turning(queries, table.cos, table.sin)
+    wanted = reference.paged_attention(queries, slow._pools[0], batch, AttentionOptions(*params), turning)
+    got = fast.attention(0, torch.from_numpy(queries), fast.prepare(layout), params, frequencies)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    still = reference.paged_attention(queries, slow._pools[0], batch, AttentionOptions(*params))
+    assert half == 0 or np.abs(still[0] - wanted[0]).max() > 0.05
+    slow.close()
+    fast.close()

@@ -35,7 +35,7 @@ from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.runners.base import ForwardBatch, RunnerInfo
+from kvboost_edge.runners.base import ForwardBatch, RunnerInfo, StoredKeys
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.tiers.base import Tier
 
@@ -130,7 +130,7 @@ class FakeRunner:
         self.moved_keys_refusal: str | None = None
         self.on_forward: Callable[[ForwardBatch], None] | None = None
         self.nan_for: set[int] = set()  # a last token in here gives NaN logits
-        self.computed = self.probed = 0
+        self.computed = self.probed = self.asked = 0
         self.batches: list[int] = []
         self.closed = False
 
@@ -150,15 +150,28 @@ class FakeRunner:
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
         """Some number for each token, once it was seen that what is stored is this token and all before it is there."""
+        self._look(batch)
+        assert (self.backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
+        return np.random.default_rng(len(slots)).random(len(rows), dtype=np.float32)
+
+    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
+        """The same for what is stored; nothing where nobody asks."""
+        self._look(batch)
+        positions = self.backend.positions.reshape(-1)[stored.slots]
+        assert (positions + stored.deltas == stored.positions).all()
+        assert len(rows) == 0 or batch.positions[rows].min() > stored.positions.max()
+        self.asked += len(rows)
+        return len(rows) * np.random.default_rng(len(stored.slots)).random(len(stored.slots), dtype=np.float32)
+
+    def _look(self, batch: ForwardBatch) -> None:
+        """Store the tokens, once it was seen that all before them is there."""
         backend, layout = self.backend, batch.layout
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         for sequence, length in enumerate(layout.seq_lens.tolist()):
             tokens, positions = self._read(layout, sequence, length)
             assert (tokens != POISON).all()
             assert (positions == np.arange(length)).all()
-        assert (backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
         self.probed += len(batch.token_ids)
-        return np.random.default_rng(len(slots)).random(len(rows), dtype=np.float32)
 
     def _row(self, batch: ForwardBatch, row: int) -> npt.NDArray[np.float32]:
         layout = batch.layout

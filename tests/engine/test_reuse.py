@@ -17,6 +17,7 @@ from kvboost_edge.reuse.repair import Repair
 BARE = Repair(strategy=RecomputeStrategy.NONE)
 SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
 BLEND = Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=0.25)
+QUERY = Repair(strategy=RecomputeStrategy.QUERY, overlap=16, ratio=0.25)
 REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
@@ -28,7 +29,7 @@ def joined(documents: Sequence[list[int]]) -> list[int]:
     return [token for tokens in documents for token in tokens]
 
 
-@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
+@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND, QUERY], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
 def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: Repair, budget: int) -> None:
     bench = Bench(max_batch_tokens=budget)
@@ -36,7 +37,7 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: R
     bench.submit(head + one + two + three, 1)
     bench.run()
     computed = bench.runner.computed
-    prompt = head + three + one + two + document(9, 10)
+    prompt = head + three + one + two + document(9, 40)
     handle = bench.submit(prompt, 20, REUSE, repair=repair)
     bench.run()
     result = handle.result(0)
@@ -44,8 +45,9 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair: R
     assert result.mode is REUSE
     assert result.approximate
     assert result.cached_tokens == 16
-    assert result.reused_span_tokens > {BARE: 100, SEAMS: 60, BLEND: 40}[repair]
-    assert (bench.runner.probed > 0) == (repair is BLEND)
+    assert result.reused_span_tokens > {BARE: 100, SEAMS: 60, BLEND: 40, QUERY: 40}[repair]
+    assert (bench.runner.probed > 0) == (repair in (BLEND, QUERY))
+    assert bench.runner.asked == (32 if repair is QUERY else 0)
     assert sum(result.phases.values()) == pytest.approx(result.total_ms)
     assert result.cached_tokens + result.reused_span_tokens + bench.runner.computed - computed == len(prompt) + 19
     assert bench.manager.used_block_count == 0
@@ -96,13 +98,14 @@ def test_a_block_of_two_tables_outlives_its_prompt() -> None:
         assert list(handle.result(0).output_token_ids) == expected_tokens(document(number, 60), 20)
 
 
+@pytest.mark.parametrize("repair", [BLEND, QUERY], ids=lambda repair: repair.strategy.value)
 @pytest.mark.parametrize("steps", range(1, 9))
-def test_a_cancel_in_probe_and_repair_gives_everything_back(steps: int) -> None:
+def test_a_cancel_in_probe_and_repair_gives_everything_back(steps: int, repair: Repair) -> None:
     bench = Bench(max_batch_tokens=16)
     docs = [document(number, 70) for number in (1, 2, 3)]
     bench.submit(document(0, 16) + joined(docs), 1)
     bench.run()
-    handle = bench.submit(document(4, 20) + joined(docs[::-1]) + [1, 2], 3, REUSE, repair=BLEND)
+    handle = bench.submit(document(4, 20) + joined(docs[::-1]) + [1, 2], 3, REUSE, repair=repair)
     for _ in range(steps):
         bench.step()
     handle.cancel()
@@ -112,7 +115,7 @@ def test_a_cancel_in_probe_and_repair_gives_everything_back(steps: int) -> None:
     bench.manager.check_invariants([])
 
 
-@pytest.mark.parametrize("when", ["probe", "repair"])
+@pytest.mark.parametrize("when", ["probe", "query", "repair"])
 def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
     bench = Bench(max_batch_tokens=32)
     docs = [document(number, 70) for number in (1, 2)]
@@ -120,13 +123,13 @@ def test_a_failure_in_probe_or_repair_ends_the_request_alone(when: str) -> None:
     bench.run()
     other = bench.submit([9, 8, 7], 30)
     prompt = document(4, 20) + docs[1] + docs[0] + [1, 2]
-    handle = bench.submit(prompt, 3, REUSE, repair=BLEND if when == "probe" else BARE)
-    if when == "probe":
-        bench.runner.deviations = lambda *arguments: 1 / 0
+    handle = bench.submit(prompt, 3, REUSE, repair={"probe": BLEND, "query": QUERY, "repair": BARE}[when])
+    if when != "repair":
+        bench.runner.deviations = bench.runner.masses = lambda *arguments: 1 / 0
     else:
         bench.runner.nan_for = {prompt[31]}  # the end of the first stretch
     bench.run()
-    with pytest.raises(ZeroDivisionError if when == "probe" else KVBoostError):
+    with pytest.raises(KVBoostError if when == "repair" else ZeroDivisionError):
         handle.result(0)
     assert list(other.result(0).output_token_ids) == expected_tokens([9, 8, 7], 30)
     assert bench.manager.used_block_count == 0

@@ -21,6 +21,7 @@ from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.kvcache.block_table import Span
 from kvboost_edge.reuse.finding import prepare_search
+from kvboost_edge.reuse.probe import NUM_ASKING
 from kvboost_edge.reuse.repair import Repair
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -30,6 +31,8 @@ BARE = Repair(strategy=RecomputeStrategy.NONE)
 SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)
 BLOCKS = Repair(overlap=0, ratio=0.25)
 BLEND = Repair()
+QUERY = Repair(strategy=RecomputeStrategy.QUERY, overlap=0, ratio=0.25)
+QUERY_SEAMS = Repair(strategy=RecomputeStrategy.QUERY)
 NUM_ROWS = 8
 Floats = npt.NDArray[np.float32]
 
@@ -44,16 +47,16 @@ class Oracle:
         ).eval()
 
     @torch.inference_mode()
-    def compute(self, ids: Sequence[int], cache: DynamicCache) -> torch.Tensor:
-        """Logits [len(ids), vocab] of tokens behind those in the cache, which takes theirs."""
+    def run(self, ids: Sequence[int], cache: DynamicCache, **options: Any) -> Any:
+        """What the model returns for tokens behind those in the cache, which takes theirs."""
         start = cache.get_seq_length()
         positions = torch.arange(start, start + len(ids))[None]
-        return self.model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions).logits[0]
+        return self.model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=positions, **options)
 
     def kv(self, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each layer, [1, kv heads, len(ids), head_dim]."""
         cache = DynamicCache(config=self.model.config)
-        self.compute(ids, cache)
+        self.run(ids, cache)
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     @torch.inference_mode()
@@ -65,17 +68,26 @@ class Oracle:
 
     def logits(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span]) -> Floats:
         """Logits of the last NUM_ROWS tokens, with the spans' keys and values from where they were served."""
+        return self._behind_spans(ids, served, spans).logits[0, -NUM_ROWS:].numpy()
+
+    def masses(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span], layer: int) -> Floats:
+        """What the last tokens of a prompt give to each token [len(ids)] in a layer, over all heads."""
+        found = self._behind_spans(ids, served, spans, output_attentions=True)
+        return found.attentions[layer][0, :, -NUM_ASKING:].sum((0, 1)).numpy()
+
+    def _behind_spans(self, ids: Sequence[int], served: Sequence[int], spans: Sequence[Span], **options: Any) -> Any:
+        """What the model returns for the tokens behind the last span."""
         stored = self.kv(served)
         cache, position = DynamicCache(config=self.model.config), 0
         for span in spans:
             if span.start > position:
-                self.compute(ids[position : span.start], cache)
+                self.run(ids[position : span.start], cache)
             source = slice(span.start - span.delta, span.stop - span.delta)
             assert list(served[source]) == list(ids[span.start : span.stop])
             for layer, (keys, values) in enumerate(stored):
                 cache.update(self.turned(keys[:, :, source], span.delta), values[:, :, source], layer)
             position = span.stop
-        return self.compute(ids[position:], cache)[-NUM_ROWS:].numpy()
+        return self.run(ids[position:], cache, **options)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +95,16 @@ def oracle() -> Oracle:
     return Oracle()
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[CPUPagedEngine]:
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", weights="f32", num_blocks=128) as made:
+RUNNERS: dict[str, dict[str, Any]] = {
+    "native": {"weights": "f32"},
+    "torch": {"runner": "torch", "backend": "torch", "dtype": "float32", "num_threads": 1},
+}
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def engine(request: pytest.FixtureRequest) -> Iterator[CPUPagedEngine]:
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **RUNNERS[request.param]) as made:
+        assert made.runner_info.name == request.param
         prepare_search()
         yield made
 
@@ -147,7 +166,9 @@ def distance(first: Floats, second: Floats) -> float:
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
 
 
-@pytest.mark.parametrize("repair", [BARE, SEAMS, BLOCKS, BLEND], ids=["none", "selective", "blocks", "default"])
+@pytest.mark.parametrize(
+    "repair", [BARE, SEAMS, BLOCKS, BLEND, QUERY], ids=lambda repair: f"{repair.strategy}-{repair.overlap}"
+)
 def test_logits_are_those_of_keys_turned_by_hand(
     engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,3 +200,38 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
     count = len(seen.chosen)
     assert count == round(repair.ratio * len(deviations))
     assert seen.chosen == set(ranked[:count])
+
+
+@pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "behind seams"])
+def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
+    engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, ids = prompts(engine)
+    engine.reset_cache()
+    engine.generate(served, max_new_tokens=0)
+    seen = Seen(engine, ids, repair, monkeypatch)
+    prompt = ids[: len(ids) - NUM_ROWS + 1]  # the rest stands for its answer
+    masses = oracle.masses(prompt, served, seen.placed, 2 * oracle.model.config.num_hidden_layers // 3)
+    starts = [at for span in seen.placed for at in range(span.start, span.stop - BLOCK + 1, BLOCK)]
+    ranked = sorted(starts, key=lambda start: masses[start : start + BLOCK].sum(), reverse=True)
+    count = len(seen.chosen)
+    assert count == round(repair.ratio * len(starts))
+    assert seen.chosen == set(ranked[:count])
+    assert seen.result.phases["probe"] > 0
+
+
+@pytest.mark.parametrize("given", [{}, {"kv_cache_bits": 8}, RUNNERS["torch"]], ids=["native", "KV 8", "torch"])
+@pytest.mark.parametrize("repair", [BLOCKS, QUERY], ids=["values", "query"])
+def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(
+    repair: Repair, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that are computed and not looked at are there for those behind them."""
+    chosen = []
+    for budget in (512, 48, 16):
+        options: dict[str, Any] = {**given, "max_batch_tokens": budget, "debug_checks": True}
+        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **options) as made:
+            served, ids = prompts(made)
+            made.generate(served, max_new_tokens=0)
+            chosen.append(Seen(made, ids, repair, monkeypatch).chosen)
+    assert chosen[0]
+    assert chosen[1] == chosen[2] == chosen[0]

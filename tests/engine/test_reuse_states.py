@@ -23,6 +23,7 @@ REPAIRS = [
     Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=5),
     Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.4),
     Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=16, ratio=1.0),
+    Repair(strategy=RecomputeStrategy.QUERY, overlap=5, ratio=0.4),
 ]
 heads = st.lists(st.integers(0, 250), max_size=20)
 texts = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=2)

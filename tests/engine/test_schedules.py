@@ -25,6 +25,7 @@ MODES: list[tuple[GenerationMode, Repair | None]] = [
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.NONE)),
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=3)),
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.5)),
+    (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.QUERY, overlap=0, ratio=0.5)),
 ]
 
 

@@ -113,3 +113,19 @@ def test_an_outcome_is_kept_under_all_it_depends_on(tmp_path: Path) -> None:
     # What a strategy does not look at makes no other outcome.
     bare = [Repair(strategy=RecomputeStrategy.NONE, overlap=n, ratio=n / 10) for n in (1, 2)]
     assert len({outcome_stamp(MODEL, one, [1], MATERIAL) for one in bare}) == 1
+
+
+def test_of_strategies_that_choose_blocks_each_is_tested_with_a_ratio_no_higher() -> None:
+    ratios = {strategy: Repair(strategy=strategy, overlap=20, ratio=0.2).tested.ratio for strategy in RecomputeStrategy}
+    assert ratios == {
+        RecomputeStrategy.NONE: 0,
+        RecomputeStrategy.SELECTIVE: 0,
+        RecomputeStrategy.CACHEBLEND: 0.1,
+        RecomputeStrategy.QUERY: 0.1,
+    }
+    kept = [
+        outcome_stamp(MODEL, Repair(strategy=strategy, ratio=ratio), [1], MATERIAL)
+        for strategy in (RecomputeStrategy.CACHEBLEND, RecomputeStrategy.QUERY)
+        for ratio in (0.1, 0.2)
+    ]
+    assert len(set(kept)) == 4

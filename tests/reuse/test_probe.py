@@ -8,7 +8,7 @@ import pytest
 from kvboost_edge.kvcache.block_table import BlockTable, Span, TablePart
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.plan import cut_spans
-from kvboost_edge.reuse.probe import Probe, ProbeRow, num_probed_blocks
+from kvboost_edge.reuse.probe import NUM_ASKING, Probe, ProbeRow, QueryProbe, num_probed_blocks
 
 SIZE = 4
 ROOT = b"r" * 32
@@ -124,3 +124,50 @@ def test_spans_are_cut_at_whole_blocks_behind_their_starts() -> None:
     assert cut_spans([span], [9], SIZE) == [Span((7, 8), 2, 5, 9, 3), Span((9, 10), 10, 13, 17, 3)]
     assert cut_spans([span], [5, 9, 13], SIZE) == []
     assert cut_spans([span], [], SIZE) == [span]
+
+
+def asked_table() -> tuple[KVCacheManager, BlockTable]:
+    """As `shared_table`, but with room behind the spans for more tokens than ask."""
+    manager, table = shared_table(2)
+    manager.extend(table, 30 + NUM_ASKING)
+    return manager, table
+
+
+@pytest.mark.parametrize("limit", [100, 16, 8, 4, 1])
+@pytest.mark.parametrize("stop", [28, 30, 27 + NUM_ASKING, 30 + NUM_ASKING])
+def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_before(limit: int, stop: int) -> None:
+    _, table = asked_table()
+    probe = QueryProbe(table, SIZE, stop)
+    computed: list[int] = []
+    asked: list[int] = []
+    while not probe.is_done:
+        rows = probe.next_rows(limit)
+        positions = [position for row in rows for position in range(row.start, row.stop)]
+        assert 0 < len(positions) <= max(SIZE, limit)
+        assert all(row.block_ids == table.block_ids and not row.stored for row in rows)
+        asked += [positions[index] for index in probe.asking(rows)]
+        computed += positions
+        probe.take(rows, np.zeros(len(probe.stored.slots), np.float32))
+    assert computed == [*range(4), *range(14, 18), *range(27, stop)]
+    assert asked == [*range(max(27, stop - NUM_ASKING), stop)]
+
+
+def test_what_is_attended_is_the_whole_blocks_of_the_spans() -> None:
+    _, table = shared_table()
+    slots, positions, deltas = QueryProbe(table, SIZE, 30).stored
+    assert positions.tolist() == [*range(4, 12), *range(18, 26)]
+    assert deltas.tolist() == [-4] * 8 + [-6] * 8
+    assert slots.tolist() == [*table.slots(4, 12, SIZE), *table.slots(18, 26, SIZE)]
+
+
+def test_the_blocks_attended_to_most_over_all_pieces_are_taken_out() -> None:
+    manager, table = shared_table(2)
+    probe = QueryProbe(table, SIZE, 30)
+    first, last = np.zeros(16, np.float32), np.zeros(16, np.float32)
+    first[[0, 5, 15]] = 3.0, 2.0, 1.0  # of blocks 4, 8 and 22
+    last[[4, 14]] = 1.5, 2.2
+    probe.take([], first)
+    probe.take([], last)
+    manager.spans.cut(table, probe.spans())
+    assert [(span.start, span.stop) for span in table.spans] == [(4, 8), (12, 14), (18, 22), (26, 27)]
+    manager.check_invariants([table])

@@ -12,6 +12,7 @@ __all__ = [
     "Part",
     "Parts",
     "deltas_of",
+    "entry_deltas",
     "entry_of",
     "entry_positions",
     "has_delta",
@@ -90,6 +91,14 @@ def entry_positions(shape: tuple[int, ...], parts: Parts, block_size: int) -> tu
         served[part.sequence, entries] = np.maximum(begins, part.valid_from)
         until[part.sequence, entries] = np.minimum(begins + block_size, ends[number])
     return first, served, until
+
+
+def entry_deltas(shape: tuple[int, ...], parts: npt.NDArray[np.int32]) -> Longs:
+    """Of every entry of block tables int32 [num_seqs, width]: the delta of its part."""
+    deltas = np.zeros(shape, dtype=np.int64)
+    for part in (Part(*row) for row in parts.tolist()):
+        deltas[part.sequence, part.first_index :] = part.delta
+    return deltas
 
 
 def entry_of(parts: Parts, sequence: int, positions: Longs, block_size: int) -> tuple[Longs, Longs]:

@@ -237,6 +237,12 @@ def _remote_code(config: Mapping[str, Any]) -> str:
     return ""
 
 
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Types of rope that a config names, for some or all of its layers; empty where it names none."""
+    parts = _rope_parts(config.get("text_config") or config)
+    return {str(kind) for part in parts if (kind := part.get("rope_type", part.get("type"))) is not None}
+
+
 def _rope_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Every description of rope in the config: one for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):

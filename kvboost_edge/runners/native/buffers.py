@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import aligned_empty
+from kvboost_edge.kernels.attention.paged import Turning, aligned_empty
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import attend as la
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.runners.native.program import Sizes
 
@@ -58,6 +59,15 @@ class Buffers:
             la.R_SIN: [0 if table is None else table.sin.ctypes.data for table in tables],
             la.R_HALF: [0 if table is None else table.cos.shape[1] for table in tables],
         }
+
+    def turned(self, layer: int, keys: npt.NDArray[np.float32], deltas: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Keys of a layer [num_tokens, num_kv_heads, head_dim] as they would be `deltas` positions on. After
+        `addresses` of a pass whose queries attend to them."""
+        rope = self._spec.layers[layer].rope
+        if rope < 0:
+            return keys
+        turning = Turning(keys, self._tables[rope].cos, self._tables[rope].sin)
+        return turn_keys(keys.transpose(1, 0, 2).astype(np.float64), deltas, turning).transpose(1, 0, 2)
 
     def rows(self, number: int, num_tokens: int, heads: int) -> npt.NDArray[np.float32]:
         """The first rows of the query, key or value buffer, float32 [num_tokens, heads, head_dim], contiguous."""

@@ -32,7 +32,8 @@ from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
-from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
+from kvboost_edge.runners.attended import asked_layer, attended_masses
+from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.plan import native_kv_spec
@@ -171,21 +172,39 @@ class NativeRunner:
 
     def deviations(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Floats:
         """See `Runner.deviations`: values are read where the second layer's rope left them, in its wide row."""
-        backend, whole, spec = self._backend, self._whole, self._spec
-        if backend is None or whole is None:
-            raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
-        if len(spec.layers) < 2 or not len(rows):
+        spec = self._spec
+        if len(spec.layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
-        num_tokens, end = len(batch.token_ids), self._program.parts[1][1]
-        tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
-        addresses = self._addresses(batch, tokens, positions)
-        memory = self._prepare_whole(whole, batch, backend.prepare(batch.layout), addresses, end)
-        self._run((0, end), addresses, num_tokens, memory.counters)
+        whole, _ = self._run_begin(batch, self._program.parts[1][1])
         first, width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        computed = self._buffers.wide(num_tokens)[rows, first : first + width]
+        computed = self._buffers.wide(len(batch.token_ids))[rows, first : first + width]
         stored = whole.stored_values(1, slots).reshape(len(rows), width)
         distances: Floats = np.square(computed - stored).sum(axis=1)
         return distances
+
+    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> Floats:
+        """See `Runner.masses`: queries and lse are where attention found and left them."""
+        layer = asked_layer([one.window for one in self._spec.layers])
+        behind = self._program.parts[layer + 1][0]
+        whole, memory = self._run_begin(batch, behind - int(len(rows) == 0))  # the operation before is attention
+        if not len(rows):
+            return np.zeros(len(stored.slots), dtype=np.float32)
+        queries = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads)[rows]
+        keys = self._buffers.turned(layer, whole.stored_keys(layer, stored.slots), stored.deltas).astype(np.float32)
+        return attended_masses(
+            queries, memory.lse[rows], batch.positions[rows], keys, stored.positions, self._params[layer]
+        )
+
+    def _run_begin(self, batch: ForwardBatch, end: int) -> tuple[WholePass, PassMemory]:
+        """Run operations [0, end) alone."""
+        backend, whole = self._backend, self._whole
+        if backend is None or whole is None:
+            raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
+        tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
+        addresses = self._addresses(batch, tokens, positions)
+        memory = self._prepare_whole(whole, batch, backend.prepare(batch.layout), addresses, end)
+        self._run((0, end), addresses, len(tokens), memory.counters)
+        return whole, memory
 
     def _addresses(
         self, batch: ForwardBatch, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]

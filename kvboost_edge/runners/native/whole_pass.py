@@ -33,12 +33,14 @@ class PassMemory(NamedTuple):
     counters  int64: those of the program, then the attention rows, then the counters of the attention calls
     rows      address of the attention rows
     attended  float32 [num_tokens, num_heads * head_dim], where attention writes
+    lse       float32 [num_tokens, num_heads], and there
     held      calls and arrays that the rows point to
     """
 
     counters: npt.NDArray[np.int64]
     rows: int
     attended: Floats
+    lse: Floats
     held: list[Any]
 
 
@@ -90,17 +92,29 @@ class WholePass:
         """Whether the pool is."""
         return self._coded is not None
 
-    def stored_values(self, layer: int, slots: npt.NDArray[np.int64]) -> Floats:
-        """What the pool holds as values of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
+    def stored_keys(self, layer: int, slots: npt.NDArray[np.int64]) -> Floats:
+        """What the pool holds as keys of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
         head_dim]."""
-        blocks, offsets = np.divmod(slots, self._block_size)
         if self._coded is None:
+            blocks, offsets = np.divmod(slots, self._block_size)
+            return from_storage(self._pools[layer].keys[blocks, :, :, offsets])
+        return self._decoded(self._coded, layer, slots, 0)
+
+    def stored_values(self, layer: int, slots: npt.NDArray[np.int64]) -> Floats:
+        """The same of values."""
+        if self._coded is None:
+            blocks, offsets = np.divmod(slots, self._block_size)
             return from_storage(self._pools[layer].values[blocks, :, offsets])
-        (pools, layout), heads = self._coded.codes, range(self._shape.num_kv_heads)
+        return self._decoded(self._coded, layer, slots, 1)
+
+    def _decoded(self, coded: CodedBlocks, layer: int, slots: npt.NDArray[np.int64], which: int) -> Floats:
+        """Keys (0) or values (1)."""
+        blocks, offsets = np.divmod(slots, self._block_size)
+        (pools, layout), heads = coded.codes, range(self._shape.num_kv_heads)
         found = np.empty((len(slots), self._shape.num_kv_heads, self._shape.head_dim), dtype=np.float32)
         for block in np.unique(blocks).tolist():
-            values = np.stack([decode_block(pools[layer][block, head], layout)[1] for head in heads], axis=1)
-            found[blocks == block] = values[offsets[blocks == block]]
+            tokens = np.stack([decode_block(pools[layer][block, head], layout)[which] for head in heads], axis=1)
+            found[blocks == block] = tokens[offsets[blocks == block]]
         return found
 
     def prepare(
@@ -129,7 +143,7 @@ class WholePass:
         first = rows.ctypes.data + 8 * num_layers * la.ROW_NUMBERS
         rows[:, la.R_COUNTERS] = first + 8 * each * np.arange(num_layers)
         held = [*calls, *storage.held]
-        return PassMemory(memory, rows.ctypes.data, calls[0].out.reshape(len(queries), -1), held)
+        return PassMemory(memory, rows.ctypes.data, calls[0].out.reshape(len(queries), -1), calls[0].lse, held)
 
     def _plain(self, prepared: PreparedBatch) -> _Storage:
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)

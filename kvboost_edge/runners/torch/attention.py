@@ -4,10 +4,11 @@ While an `AttentionHook` is active, the model's configs name our attention funct
 then calls `_paged_mask` where it would build a mask tensor, and `_paged_attention` in each layer with q, k and v after
 rope. What the call means is decided by the pass that is active in this thread:
 
-- `ProbePass` (once, at load) records each layer's shapes and constants, and proves that the mask transformers asked
-  for is causal with at most a sliding window, by evaluating its mask function at points around every edge.
+- `ProbePass` (once, at load) records each layer's shapes, constants and keys, and proves that the mask transformers
+  asked for is causal with at most a sliding window, by evaluating its mask function at points around every edge.
 - `PagedPass` (each forward) writes k, v into the backend and returns its attention, counts that every layer came by
   exactly once, and notes which sequences wrote NaN or infinite values.
+- `LookPass` is one that ends in the middle of the model.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout
+from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
 
-__all__ = ["ATTENTION_NAME", "AttentionHook", "LayerPlan", "PagedPass", "ProbePass"]
+__all__ = ["ATTENTION_NAME", "AttentionHook", "LayerPlan", "LookPass", "PagedPass", "ProbePass", "Seen"]
 
 ATTENTION_NAME = "kvboost_edge_paged"
 _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}  # others, such as a position bias, would change the scores
@@ -71,10 +74,12 @@ _active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar("
 
 
 class ProbePass:
-    """Records a `LayerPlan` per layer during a pass of one token; attention of one token is its own value."""
+    """Records a `LayerPlan` per layer, and its keys and values, during a pass of tokens that see only themselves: the
+    attention of one is its own value."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerPlan] = {}
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def wants_params(self) -> bool:
         return True
@@ -112,16 +117,23 @@ class ProbePass:
             )
         assert params is not None
         self.layers[layer] = LayerPlan(query.shape[0], key.shape[0], key.shape[2], params)
+        self.kv[layer] = key, value
         return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
 
 
 class PagedPass:
     """One forward pass on a backend."""
 
-    def __init__(self, backend: Backend, layout: BatchLayout, layers: Sequence[LayerPlan]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        layout: BatchLayout,
+        layers: Sequence[LayerPlan],
+        turning: Sequence[npt.NDArray[np.float64]] = (),
+    ) -> None:
         self._backend = backend
         self._batch = backend.prepare(layout)
-        self._layers = layers
+        self._layers, self._turning = layers, turning
         self._calls = [0] * len(layers)
         self._starts = layout.cu_seqlens_q
         # Sums over all that a token wrote; None in a pass of single tokens, each of which attends to what it wrote.
@@ -145,13 +157,16 @@ class PagedPass:
             # In float32 nothing finite adds up to infinity, and nothing makes NaN or infinity finite again.
             sums = key.sum((1, 2), dtype=torch.float32) + value.sum((1, 2), dtype=torch.float32)
             self._row_sums = sums if self._row_sums is None else self._row_sums + sums
-        if backend.array_kind == "torch":
+        if isinstance(backend, TorchBackend):
             backend.write_kv(layer, key, value, self._batch)
-            out: torch.Tensor = backend.attention(layer, query, self._batch, self._layers[layer].params)[0]
-            return out
+            return self._attend(backend, layer, query)[0]
         backend.write_kv(layer, _to_numpy(key), _to_numpy(value), self._batch)
         array, _ = backend.attention(layer, _to_numpy(query), self._batch, self._layers[layer].params)
         return torch.from_numpy(array).to(device=query.device, dtype=query.dtype)
+
+    def _attend(self, backend: TorchBackend, layer: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        frequencies = self._turning[layer] if self._turning else None
+        return backend.attention(layer, query, self._batch, self._layers[layer].params, frequencies)
 
     def blank_broken(self, logits: np.ndarray, logit_rows: np.ndarray) -> None:
         """Make the logits of each sequence that wrote a NaN or infinite key or value NaN. Without that its last row
@@ -170,6 +185,37 @@ class PagedPass:
                 f"{architecture}: layer {wrong[0]} called the attention function {self._calls[wrong[0]]} times in one "
                 "pass instead of once; its results cannot be trusted"
             )
+
+
+class Seen(Exception):
+    """Ends a pass in a layer behind which nothing is wanted."""
+
+
+class LookPass(PagedPass):
+    """A pass that ends in a layer, with `Seen`, once its keys and values are stored.
+
+    values   of the pass's tokens in that layer, [num_tokens, num_kv_heads, head_dim]
+    query    [num_tokens, num_q_heads, head_dim], and lse [num_tokens, num_q_heads] of its attention
+    """
+
+    values: torch.Tensor
+    query: torch.Tensor
+    lse: torch.Tensor
+
+    def __init__(self, last: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._last = last
+
+    def attend(
+        self, layer: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], params: AttentionParams | None
+    ) -> torch.Tensor:
+        if layer < self._last:
+            return super().attend(layer, tensors, params)
+        self.query, key, self.values = (tensor.transpose(0, 1) for tensor in tensors)
+        assert isinstance(self._backend, TorchBackend)
+        self._backend.write_kv(layer, key, self.values, self._batch)
+        self.lse = self._attend(self._backend, layer, self.query)[1]
+        raise Seen
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

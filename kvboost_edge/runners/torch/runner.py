@@ -19,18 +19,22 @@ from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.layout import refuse_deltas
+from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
 from kvboost_edge.models.config.file import context_length
-from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
-from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, PagedPass, ProbePass
+from kvboost_edge.runners.attended import asked_layer, attended_masses
+from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
+from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, LookPass, PagedPass, ProbePass, Seen
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.plan import compute_dtype
+from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
 
 __all__ = ["TorchRunner", "load"]
 
 _LOG = logging.getLogger(__name__)
+_PROBED_TOKEN = 1  # any; 0 pads in some vocabularies, and is embedded as nothing
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOADING_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -39,8 +43,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class TorchRunner:
     """Implements `Runner` over a loaded transformers model.
 
-    A pass of one token at construction finds each layer's KV shape, window, scale, softcap and sinks as transformers
-    itself uses them, and refuses with ModelFormatError what paged attention cannot do; a family that no test covers
+    A pass at construction finds each layer's KV shape, window, scale, softcap, sinks and rope as transformers itself
+    uses them, and refuses with ModelFormatError what paged attention cannot do; a family that no test covers
     is compared with eager attention as well. Between forward passes the model is unchanged and usable by its owner.
     """
 
@@ -61,13 +65,14 @@ class TorchRunner:
         self.device = str(model.device)
         if model.dtype not in _NAMES:
             raise ModelFormatError(f"{self._kind} computes in {model.dtype}; supported: {', '.join(_DTYPES)}")
-        self._layers, vocab_size = self._probe(int(config.num_hidden_layers))
+        longest = _context_length(config, max_context)
+        self._layers, self._turning, vocab_size = self._probe(int(config.num_hidden_layers), longest)
         self.info = RunnerInfo(
             name="torch",
             architecture=model_type or model.config.model_type,
             dtype=_NAMES[model.dtype],
             vocab_size=vocab_size,
-            max_context=_context_length(config, max_context),
+            max_context=longest,
             weight_bytes=_weight_bytes(model),
             kv_spec=KVSpec(
                 tuple(LayerKVSpec(layer.num_kv_heads, layer.head_dim) for layer in self._layers),
@@ -82,12 +87,46 @@ class TorchRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        return "the torch runner attends keys only at the positions they were computed at; use runner='native'"
+        if self._turning.refusal is not None:
+            return f"{self._kind}: {self._turning.refusal}; use runner='native'"
+        if isinstance(self._backend, TorchBackend):
+            return None
+        name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
+        return f"the torch runner on {name} attends keys only where they were computed; use backend='torch'"
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        raise BackendUnavailable(str(self.moved_keys_refusal))
+        """See `Runner.deviations`."""
+        if len(self._layers) < 2:
+            return np.zeros(len(rows), dtype=np.float32)
+        backend, seen = self._look(batch, 1)
+        computed = seen.values[torch.from_numpy(rows).to(seen.values.device)].float()
+        return _numpy((computed - backend.stored(1, slots)[1]).square().sum((1, 2)))
+
+    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
+        """See `Runner.masses`."""
+        layer = asked_layer([one.params.window for one in self._layers])
+        backend, seen = self._look(batch, layer)
+        if not len(rows):
+            return np.zeros(len(stored.slots), dtype=np.float32)
+        deltas, which = np.unique(stored.deltas, return_inverse=True)
+        keys = backend.stored(layer, stored.slots)[0]
+        turns = torch.from_numpy(which).to(keys.device)[:, None]
+        turned = _numpy(turn_keys(keys, deltas, turns, self._turning.layers[layer]))
+        query, lse = (_numpy(tensor)[rows] for tensor in (seen.query, seen.lse))
+        params = self._layers[layer].params
+        return attended_masses(query, lse, batch.positions[rows], turned, stored.positions, params)
+
+    def _look(self, batch: ForwardBatch, layer: int) -> tuple[TorchBackend, LookPass]:
+        """Run the layers up to this one, and its attention; store KV of them."""
+        backend = self._backend
+        if self.moved_keys_refusal is not None or not isinstance(backend, TorchBackend):
+            raise BackendUnavailable(str(self.moved_keys_refusal))
+        look = LookPass(layer, backend, batch.layout, self._layers, self._turning.layers)
+        with torch.inference_mode(), self._hook.active(look), contextlib.suppress(Seen):
+            self._run(batch.token_ids, batch.positions, np.empty(0, np.int64))
+        return backend, look
 
     @classmethod
     def from_dir(
@@ -127,12 +166,12 @@ class TorchRunner:
             raise ModelFormatError(f"{model_dir}: {len(missing)} weights are missing, first {missing[0]!r}")
         return cls(model.to(device), max_context=max_context, block_size=block_size)
 
-    def _probe(self, num_layers: int) -> tuple[list[LayerPlan], int]:
-        """Run one token; return the layers' plans and the width of the logits."""
-        probe = ProbePass()
+    def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], Turning, int]:
+        """Run one token at some positions; return the layers' plans, how they turn keys, and the logits' width."""
+        probe, positions = ProbePass(), np.arange(min(NUM_PROBED, longest))
         try:
             with torch.inference_mode(), self._hook.active(probe):
-                logits = self._run(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+                logits = self._run(np.full_like(positions, _PROBED_TOKEN), positions, np.zeros(1, np.int64))
         except ModelFormatError as error:
             raise ModelFormatError(f"{self._kind}: {error}") from error
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -145,7 +184,10 @@ class TorchRunner:
                 f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' attention interface; "
                 "layers of another kind keep state that the block pool does not hold"
             )
-        return [probe.layers[layer] for layer in range(num_layers)], logits.shape[-1]
+        kv = [probe.kv[layer] for layer in range(num_layers)]
+        with torch.inference_mode():
+            turning = find_turning(self.model, kv, _NAMES[self.model.dtype])
+        return [probe.layers[layer] for layer in range(num_layers)], turning, logits.shape[-1]
 
     def bind(self, backend: Backend) -> None:
         """Use this backend for the KV of the following passes."""
@@ -160,8 +202,10 @@ class TorchRunner:
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
-        refuse_deltas(batch.layout, "the torch runner")
-        paged = PagedPass(backend, batch.layout, self._layers)
+        refusal = self.moved_keys_refusal
+        if refusal is not None:
+            refuse_deltas(batch.layout, "the torch runner")
+        paged = PagedPass(backend, batch.layout, self._layers, [] if refusal else self._turning.layers)
         with torch.inference_mode(), self._hook.active(paged):
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
             paged.check_complete(self._kind)
@@ -197,6 +241,11 @@ class TorchRunner:
         `info` may be read afterwards."""
         self.unbind()
         vars(self).pop("model", None)
+
+
+def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = tensor.to(device="cpu", dtype=torch.float32).numpy()
+    return array
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:

@@ -12,16 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import AttentionOptions, Turning
+from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.runners.attended import asked_layer
+from kvboost_edge.runners.base import ForwardBatch, Runner, StoredKeys
 from kvboost_edge.runners.native.runner import NativeRunner
 from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
 from tiny_models import save_tiny_model
@@ -343,3 +347,36 @@ def test_a_model_whose_heads_are_padded_says_so(tmp_path: Path) -> None:
     hand = Hand(save_tiny_model("llama", tmp_path, hidden_size=80, intermediate_size=104))
     assert hand.runner.moved_keys_refusal is not None
     hand.close()
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
+@pytest.mark.parametrize("name", [name for name in ONE_LAYER if name != "phi3-longrope"])  # other factors beyond 96
+def test_what_tokens_attend_to_is_what_transformers_gives(name: str, bits: Bits, tmp_path: Path) -> None:
+    """Without reuse, as the first layer's keys are the same there."""
+    hand = Hand(model(name, tmp_path), bits)
+    mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
+    hand.forward(mixed.rows[:-1], [mixed.tokens] * 3)
+    row = mixed.rows[-1]
+    parts = np.array(row.parts, np.int32)
+    own = {position for one in mixed.rows for position in range(one.start, one.stop)}
+    positions = np.array([position for position in range(row.stop) if position not in own])
+    entries, offsets = entry_of(parts, 0, positions, SIZE)
+    stored = StoredKeys(np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions))
+    new = np.arange(row.start, row.stop)
+    batch = ForwardBatch(np.array(mixed.tokens[row.start :]), new, layout_of([row], SIZE), np.empty(0, np.int64))
+    asking = np.array([2, 3, 8])
+    masses = hand.runner.masses(batch, asking, stored)
+    hand.close()
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        weights = oracle(torch.tensor([mixed.tokens]), output_attentions=True).attentions[0][0]
+    wanted = weights[:, row.start + asking][:, :, positions].sum((0, 1)).numpy()
+    assert wanted.sum() > 0.1
+    np.testing.assert_allclose(masses, wanted, atol=1e-4 if bits == (16, 16) else 0.05)
+
+
+def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everything() -> None:
+    assert [asked_layer([0] * count) for count in (1, 2, 3, 4, 30)] == [0, 1, 2, 2, 20]
+    assert asked_layer([24, 24, 0, 24, 24, 0]) == 5
+    assert asked_layer([24, 0, 24, 24]) == 1
+    assert asked_layer([24] * 6) == 4

@@ -20,7 +20,6 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.torch.runner import TorchRunner
-from moved_cases import Pieces, blocks_from, layout_of
 from paged_driver import PagedDriver
 from tiny_models import build_tiny_model, save_tiny_model
 
@@ -297,19 +296,6 @@ def test_forward_needs_a_backend() -> None:
     runner.close()
     with pytest.raises(ConfigError, match="before bind"):
         runner.forward(flat_pass(TOKENS[:3], [0]))
-
-
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_keys_computed_at_other_positions_are_refused(backend: str) -> None:
-    """Nothing is written: transformers rotates queries before attention gets them."""
-    driver = drive(TorchRunner(build_tiny_model("llama")), backend)
-    assert driver.runner.moved_keys_refusal is not None
-    pieces = Pieces(16, blocks_from(10))
-    pieces.run([0, 1], 3, 20)
-    layout, before = layout_of([pieces.own(2)], 16), driver.backend.checksum_blocks(range(driver.backend.num_blocks))
-    with pytest.raises(ConfigError, match="the torch runner does not attend keys computed at other positions"):
-        driver.runner.forward(ForwardBatch(np.array([1, 2]), np.array([20, 21]), layout, np.array([1])))
-    assert driver.backend.checksum_blocks(range(driver.backend.num_blocks)) == before
 
 
 def test_a_backend_of_another_shape_is_refused() -> None:

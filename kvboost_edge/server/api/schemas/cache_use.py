@@ -22,7 +22,7 @@ class CacheUse(Strict):
         "beginning, exact, and what happens anyway; chunk_kv_reuse: runs of tokens that were computed at other "
         "positions too, approximate",
     )
-    recompute_strategy: Literal["none", "selective", "cacheblend"] | None = None
+    recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = None
     recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = None
     recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = None
     speculation: Literal["auto", "on", "off"] | None = Field(

@@ -1,0 +1,248 @@
+"""Keys attended at positions other than those they were computed at, through the torch runner.
+
+The keys and values of the first layer depend on a token alone: a model of one layer gives what it gives without reuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_edge.backends.select import choose_backend, make_backend
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
+from kvboost_edge.runners.base import ForwardBatch, StoredKeys
+from kvboost_edge.runners.torch.runner import TorchRunner
+from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
+from tiny_models import FAMILIES, build_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+SIZE, BLOCKS = 16, 64
+FULL, SLIDING = "full_attention", "sliding_attention"
+OTHER_ROPE = {"llama-llama3rope": "llama3", "llama-yarn": "yarn"}
+ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in FAMILIES if name not in (*OTHER_ROPE, "gemma2", "gemma3", "smollm3")},
+    "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
+    "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
+    "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
+    "smollm3-rope": ("smollm3", {"no_rope_layers": [1]}),
+    "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
+}
+STORED = np.random.default_rng(1).integers(2, 256, 96).tolist()
+Logits = np.ndarray
+
+
+class Hand:
+    """A runner whose passes are made by hand; memory that is not written is NaN."""
+
+    def __init__(self, model: torch.nn.Module, backend: str = "torch") -> None:
+        self.runner = TorchRunner(model)
+        self.backend = make_backend(choose_backend(backend), self.runner.info.kv_spec, BLOCKS, num_threads=1)
+        self.backend.poison_blocks(range(BLOCKS))
+        self.runner.bind(self.backend)
+        self.take = blocks_from(0)
+
+    def batch(self, rows: Sequence[Row], tokens: Sequence[int]) -> ForwardBatch:
+        """Of rows of one sequence."""
+        positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
+        layout = layout_of(rows, SIZE)
+        return ForwardBatch(np.array(tokens)[positions], positions, layout, np.arange(len(positions)))
+
+    def forward(self, rows: Sequence[Row], tokens: Sequence[int]) -> Logits:
+        return np.array(self.runner.forward(self.batch(rows, tokens)))
+
+
+class Mixed:
+    """A prompt of runs of a stored one and of its own stretches between them, each a row."""
+
+    def __init__(self, hand: Hand) -> None:
+        stored = plain(len(STORED), SIZE, hand.take)
+        hand.forward([stored], STORED)
+        pieces, rng = Pieces(SIZE, hand.take), np.random.default_rng(2)
+        self.tokens: list[int] = []
+        self.rows: list[Row] = []
+        # Behind and before where they were; from inside blocks to inside blocks.
+        for count, run in ((16, (21, 46)), (32, (50, 33)), (9, None)):
+            self.rows.append(pieces.own(count))
+            self.tokens += rng.integers(2, 256, count).tolist()
+            if run is not None:
+                pieces.run(stored.table, *run)
+                self.tokens += STORED[run[0] : sum(run)]
+        assert [part.delta for part in self.rows[-1].parts] == [0, -5, 0, 44, 0]
+
+    @property
+    def own(self) -> np.ndarray:
+        return np.concatenate([np.arange(row.start, row.stop) for row in self.rows])
+
+    @property
+    def stored(self) -> StoredKeys:
+        """The tokens of the runs."""
+        row = self.rows[-1]
+        parts = np.array(row.parts, np.int32)
+        positions = np.setdiff1d(np.arange(row.stop), self.own)
+        entries, offsets = entry_of(parts, 0, positions, SIZE)
+        return StoredKeys(np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions))
+
+
+def error(got: Logits, wanted: Logits) -> float:
+    assert np.isfinite(got).all()
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_one_layer_gives_what_it_gives_without_reuse(name: str) -> None:
+    family, overrides = ONE_LAYER[name]
+    hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides))
+    assert hand.runner.moved_keys_refusal is None
+    mixed = Mixed(hand)
+    wanted = hand.runner.eager_logits(np.array(mixed.tokens))[mixed.own]
+    assert error(hand.forward(mixed.rows, mixed.tokens), wanted) <= 1e-4
+    if name != "smollm3-nope":
+        wrong = [with_deltas(row, lambda delta: delta - 1) for row in mixed.rows]
+        assert error(hand.forward(wrong, mixed.tokens), wanted) >= 0.005
+    # Single tokens behind the runs, as in decoding.
+    last = mixed.rows[-1]
+    hand.forward(mixed.rows, mixed.tokens)
+    one = hand.forward([last.last(1)], mixed.tokens)
+    assert error(one, wanted[-1:]) <= 1e-4
+    hand.runner.close()
+
+
+def test_bfloat16_is_as_near_as_its_rounding() -> None:
+    hand = Hand(build_tiny_model("llama", num_hidden_layers=1).to(torch.bfloat16))
+    assert hand.runner.moved_keys_refusal is None
+    mixed = Mixed(hand)
+    wanted = hand.runner.eager_logits(np.array(mixed.tokens))[mixed.own]
+    assert error(hand.forward(mixed.rows, mixed.tokens), wanted) <= 0.03
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm3"])
+def test_every_layer_turns_its_keys_by_its_own_rope(name: str) -> None:
+    """gemma3 has two ropes, smollm3 layers without one."""
+    runner = TorchRunner(build_tiny_model(name))
+    config = runner.model.config.to_dict()
+    for layer, frequencies in enumerate(runner._turning.layers):
+        if name == "smollm3":
+            assert len(frequencies) == (8 if config["no_rope_layers"][layer] else 0)
+        else:
+            theta = config["rope_parameters"][config["layer_types"][layer]]["rope_theta"]
+            np.testing.assert_allclose(frequencies, theta ** (-np.arange(16) / 16), rtol=1e-5)
+
+
+@pytest.mark.parametrize("asking", [np.array([0, 5, 8]), np.array([], int)], ids=["some", "none"])
+@pytest.mark.parametrize("name", ["llama", "gemma2-window", "gemma3-global", "smollm3-nope", "gpt_neox"])
+def test_what_tokens_attend_to_is_what_transformers_gives(name: str, asking: np.ndarray) -> None:
+    family, overrides = ONE_LAYER[name]
+    model = build_tiny_model(family, num_hidden_layers=1, **overrides)
+    hand = Hand(model)
+    mixed = Mixed(hand)
+    hand.forward(mixed.rows[:-1], mixed.tokens)
+    row, stored = mixed.rows[-1], mixed.stored
+    masses = hand.runner.masses(hand.batch([row], mixed.tokens), asking, stored)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        weights = model(torch.tensor([mixed.tokens]), output_attentions=True).attentions[0][0]
+    wanted = weights[:, row.start + asking][:, :, stored.positions].sum((0, 1)).numpy()
+    assert len(asking) == 0 or wanted.sum() > 0.1
+    np.testing.assert_allclose(masses, wanted, atol=1e-5)
+
+
+def test_deviations_are_of_the_second_layers_values() -> None:
+    """Of tokens computed anew behind others from those that are stored."""
+    model = build_tiny_model("llama")
+    hand = Hand(model)
+    mixed = Mixed(hand)
+    hand.runner.deviations(hand.batch(mixed.rows[:1], mixed.tokens), np.arange(0), np.arange(0))
+    start, count = 16, 32  # the first of the first run, in blocks of their own
+    pieces = Pieces(SIZE, hand.take)
+    pieces.run(mixed.rows[0].table, 0, start)
+    row, slots = pieces.own(count), mixed.stored.slots[:count]
+    rows = np.arange(count)
+    got = hand.runner.deviations(hand.batch([row], mixed.tokens), rows, slots)
+    values = []
+    for tokens, first in ((mixed.tokens[: start + count], start), (STORED[: 21 + count], 21)):
+        layer = model.model.layers[1]
+        with torch.inference_mode():
+            hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[1]
+            values.append(layer.self_attn.v_proj(layer.input_layernorm(hidden))[0, first:])
+    wanted = (values[0] - values[1]).square().sum(1).numpy()
+    assert wanted.min() > 0.01
+    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+
+
+def test_a_model_of_one_layer_has_no_values_that_deviate() -> None:
+    hand = Hand(build_tiny_model("llama", num_hidden_layers=1))
+    mixed = Mixed(hand)
+    batch = hand.batch(mixed.rows[:1], mixed.tokens)
+    assert hand.runner.deviations(batch, np.arange(4), mixed.stored.slots[:4]).tolist() == [0] * 4
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(hand: Hand, why: str) -> None:
+    """Nothing is written, and no layer is looked at alone."""
+    assert why in str(hand.runner.moved_keys_refusal)
+    pieces = Pieces(SIZE, blocks_from(10))
+    pieces.run([0, 1], 3, 20)
+    batch, before = hand.batch([pieces.own(2)], STORED), hand.backend.checksum_blocks(range(BLOCKS))
+    with pytest.raises(ConfigError, match="the torch runner does not attend keys computed at other positions"):
+        hand.runner.forward(batch)
+    nothing = np.arange(0)
+    with pytest.raises(BackendUnavailable, match=why):
+        hand.runner.deviations(batch, nothing, nothing)
+    with pytest.raises(BackendUnavailable, match=why):
+        hand.runner.masses(batch, nothing, StoredKeys(nothing, nothing, nothing))
+    assert hand.backend.checksum_blocks(range(BLOCKS)) == before
+
+
+@pytest.mark.parametrize("name", OTHER_ROPE)
+def test_other_kinds_of_rope_are_refused_by_name(name: str) -> None:
+    refused(Hand(build_tiny_model(name)), f"rope of type '{OTHER_ROPE[name]}' is not turned")
+
+
+def test_a_kind_of_some_layers_is_refused_too() -> None:
+    ropes = {
+        FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+    refused(Hand(build_tiny_model("gemma3", rope_parameters=ropes)), "rope of type 'linear'")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_backends_that_turn_no_keys_are_refused(backend: str) -> None:
+    refused(Hand(build_tiny_model("llama"), backend), f"backend '{backend}'")
+
+
+def test_without_a_backend_nothing_is_known() -> None:
+    assert "no backend" in str(TorchRunner(build_tiny_model("llama")).moved_keys_refusal)
+
+
+def test_pairs_of_neighbours_are_refused() -> None:
+    """Cohere turns channels 2i and 2i + 1, with the same table."""
+    refused(Hand(build_tiny_model("cohere")), "does not turn its keys by plain rope")
+
+
+def test_learned_positions_are_refused() -> None:
+    model = build_tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    refused(Hand(model), "does not take positions from rope alone")
+
+
+def test_a_token_embedded_as_nothing_tells_nothing() -> None:
+    model = build_tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] = 0
+    assert "layer 0" in str(TorchRunner(model).moved_keys_refusal)
+
+
+def test_a_pool_of_torch_is_told_how_keys_are_turned() -> None:
+    hand = Hand(build_tiny_model("llama"))
+    assert isinstance(hand.backend, TorchBackend)
+    batch = hand.backend.prepare(layout_of(Mixed(hand).rows, SIZE))
+    assert batch.deltas.tolist() == [-5, 0, 44]
