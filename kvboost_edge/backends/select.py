@@ -99,11 +99,17 @@ def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
     if kind in _ACCELERATORS and device is not None:
         return _available(_serving(device), device, f"device={device!r} was asked for")
     if kind is None:
+        problems: list[str] = []
         for accelerator in _ACCELERATORS:
             name = _serving(accelerator)
-            if _missing(name, accelerator) is None:
+            problem = _missing(name, accelerator)
+            if problem is not None:
+                problems.append(problem)
+            else:
                 return BackendChoice(name, accelerator, f"{name} offers the device {accelerator!r}")
-        return BackendChoice("cpu", "cpu", "no accelerator is available to torch: compiled CPU kernels")
+        return BackendChoice(
+            "cpu", "cpu", f"no accelerator is available ({'; '.join(dict.fromkeys(problems))}): compiled CPU kernels"
+        )
     return BackendChoice("cpu", "cpu", "device='cpu' was asked for: compiled CPU kernels")
 
 

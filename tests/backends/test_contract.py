@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fake_mps import FakeMpsBackend
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -22,6 +23,7 @@ MAKERS: dict[str, Callable[..., Backend]] = {
     "reference": ReferenceBackend,
     "cpu": CPUBackend,
     "torch-cpu": TorchBackend,
+    "torch-mps": FakeMpsBackend,
 }
 DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 MIX = ((1, 30), (40, 40), (1, 65), (7, 100), (1, 1), (1, 530))  # new tokens, all tokens
@@ -81,7 +83,8 @@ class Maker:
 
 
 @pytest.fixture(
-    params=[(name, dtype) for name in MAKERS for dtype in DTYPES], ids=lambda param: f"{param[0]}-{param[1]}"
+    params=[(name, dtype) for name in MAKERS for dtype in DTYPES if name != "torch-mps" or dtype == "float16"],
+    ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     maker = Maker(*request.param, made=[])
