@@ -12,6 +12,7 @@ import torch
 
 from conftest import ONE_THREAD
 from cuda_standin import CAN_RUN, DEVICE, ON_GPU, standing_in
+from fake_mps import FakeMpsBackend
 from kvboost_edge.backends.base import AttentionParams, Backend, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.cuda import CUDABackend
@@ -33,13 +34,14 @@ MAKERS: dict[str, Callable[..., Backend]] = {
     "reference": ReferenceBackend,
     "cpu": CPUBackend,
     "torch-cpu": TorchBackend,
+    "torch-mps": FakeMpsBackend,
 }
 if ON_GPU:
     MAKERS = {"cuda": on_cuda}
 elif CAN_RUN and not ONE_THREAD:  # fibers have one thread in any case
     MAKERS |= {"cuda-mma": on_cuda, "cuda-wmma": on_cuda}
 # The wmma kernels compute in float16; KV in float32 is torch's, whatever the kernels.
-UNMADE = {("cuda-wmma", "bfloat16"), ("cuda-wmma", "float32")}
+UNMADE = {("cuda-wmma", "bfloat16"), ("cuda-wmma", "float32"), ("torch-mps", "bfloat16"), ("torch-mps", "float32")}
 # What weights and results in that dtype are off by, where the backend computes in it; else as in float32.
 HALF_ERRORS = {"float16": 5e-3, "bfloat16": 4e-2}
 MIX = ((1, 30), (40, 40), (1, 65), (7, 100), (1, 1), (1, 530))  # new tokens, all tokens

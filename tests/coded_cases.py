@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
+from fake_mps import FakeMpsBackend
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
+from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.kernels.attention.paged import KVPool
-from kvboost_edge.kernels.coded.layout import code_layout
+from kvboost_edge.kernels.coded.layout import BIT_PAIRS, code_layout
 from kvboost_edge.kernels.reference.coded import decode_block, quantize_blocks
 from paged_cases import Case, attend_densely, num_blocks_for
 
-MAKERS = {"reference": ReferenceBackend, "cpu": CPUBackend}
+
+class _OnArrays:
+    """NumPy arrays into a torch backend and out of it."""
+
+    array_kind = "numpy"
+
+    def write_kv(self, layer: int, keys: np.ndarray, values: np.ndarray, batch: Any) -> None:
+        super().write_kv(layer, torch.from_numpy(keys), torch.from_numpy(values), batch)  # type: ignore[misc]
+
+    def attention(self, layer: int, queries: np.ndarray, *more: Any) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = super().attention(layer, torch.from_numpy(queries), *more)  # type: ignore[misc]
+        return out.numpy(), lse.numpy()
+
+
+class _Torch(_OnArrays, TorchBackend):
+    pass
+
+
+class _TorchMps(_OnArrays, FakeMpsBackend):
+    pass
+
+
+MAKERS: dict[str, Callable[..., Backend]] = {
+    "reference": ReferenceBackend,
+    "cpu": CPUBackend,
+    "torch-cpu": _Torch,
+    "torch-mps": _TorchMps,
+}
+KERNELS = ("reference", "cpu")
+"""Those that round as the kernels do, and have codes of all widths; the others are of 8 bits, in float32."""
+KINDS = [(name, bits) for name in MAKERS for bits in BIT_PAIRS if name in KERNELS or bits == (8, 8)]
 Span = tuple[int, int, int]  # sequence, first position, position after the last
 
 

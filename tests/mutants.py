@@ -93,14 +93,14 @@ FAULTS = (
     # The torch backend.
     fault(
         "torch: causal mask off by one",
-        "backends/torch_backend.py",
+        "backends/torch/attend.py",
         "(keys <= queries)",
         "(keys <= queries + 1)",
         *CONTRACT,
     ),
     fault(
         "torch: window off by one",
-        "backends/torch_backend.py",
+        "backends/torch/attend.py",
         "(keys > queries - window)",
         "(keys >= queries - window)",
         *CONTRACT,

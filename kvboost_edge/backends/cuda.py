@@ -24,7 +24,9 @@ from kvboost_edge.backends import torch_backend
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cuda_check import failed_check, kernel_dtypes
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
-from kvboost_edge.backends.torch_backend import TorchBackend, TorchBatch
+from kvboost_edge.backends.torch.batch import TorchBatch
+from kvboost_edge.backends.torch.plain import PlainBlocks
+from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.kvcache.block_table import CopyOp
 
@@ -130,6 +132,11 @@ class CUDABackend(TorchBackend):
     name = "cuda"
 
     def __init__(self, spec: KVSpec, num_blocks: int, *, device: str, kernels: Any) -> None:
+        if spec.is_quantized:
+            raise BackendUnavailable(
+                f"backend 'cuda' keeps KV at 16 or 32 bits, not at {spec.bits}: use kv_cache_bits=16, or 8 with "
+                "backend='torch'"
+            )
         super().__init__(spec, num_blocks, device=device)
         self._kernels = kernels
         has_dtype = spec.dtype in kernel_dtypes(self._device)
@@ -149,6 +156,11 @@ class CUDABackend(TorchBackend):
         why = f"KV in {self.spec.dtype}, head dims {sorted({layer.head_dim for layer in layers})}"
         return f"{_PACKAGE} for {sum(self._served)} of {len(self._served)} layers, torch for the others ({why})"
 
+    @property
+    def _plain(self) -> PlainBlocks:
+        assert isinstance(self._blocks, PlainBlocks), "quantized pools are refused"
+        return self._blocks
+
     def prepare(self, layout: BatchLayout) -> CUDABatch:
         """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for one pass."""
         check_layout(layout, self.spec.block_size, self.num_blocks)
@@ -158,7 +170,7 @@ class CUDABackend(TorchBackend):
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         """Copy whole blocks src -> dst over all layers, in order."""
         self._check_copies(ops)
-        halves = [half for pool in self._pool for half in pool]
+        halves = self._blocks.whole_blocks
         if ops and all(half[0].numel() * half.element_size() % 16 == 0 for half in halves):
             self._kernels.copy_blocks(halves, [(src, dst) for src, dst in ops])
         else:
@@ -166,12 +178,12 @@ class CUDABackend(TorchBackend):
 
     def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
         """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
-        pool = self._pool[layer]
         if not self._served[layer]:
             super().write_kv(layer, keys, values, batch)
             return
-        rows = [tokens.to(pool.dtype) for tokens in (keys, values)]
-        self._kernels.write_kv(*rows, pool[0], pool[1], batch.slots, check_values=False)
+        pool = self._plain.of(layer)
+        rows = [tokens.to(pool[0].dtype) for tokens in (keys, values)]
+        self._kernels.write_kv(*rows, *pool, batch.slots, check_values=False)
 
     def attention(
         self,
@@ -183,9 +195,9 @@ class CUDABackend(TorchBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]). Tables with parts are torch's:
         the kernels know one position for each slot."""
-        pool = self._pool[layer]
+        pool = self._plain.of(layer)
         tables = batch.tables if isinstance(batch, CUDABatch) else None
-        if tables is None or not self._served[layer] or queries.dtype != pool.dtype:
+        if tables is None or not self._served[layer] or queries.dtype != pool[0].dtype:
             return super().attention(layer, queries, batch, params, frequencies)
         out, lse = self._kernels.paged_attention(
             queries,

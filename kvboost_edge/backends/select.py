@@ -104,10 +104,14 @@ def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
     if kind in _ACCELERATORS and device is not None:
         return _accelerated(device, f"device={device!r} was asked for")
     if kind is None:
+        problems: list[str] = []
         for accelerator in _ACCELERATORS:
-            if _missing(_serving(accelerator)[-1], accelerator) is None:
+            problem = _missing(_serving(accelerator)[-1], accelerator)
+            if problem is None:
                 return _accelerated(accelerator, f"torch offers the device {accelerator!r}")
-        return BackendChoice("cpu", "cpu", "no accelerator is available to torch: compiled CPU kernels")
+            problems.append(problem)
+        reasons = "; ".join(dict.fromkeys(problems))
+        return BackendChoice("cpu", "cpu", f"no accelerator is available ({reasons}): compiled CPU kernels")
     return BackendChoice("cpu", "cpu", "device='cpu' was asked for: compiled CPU kernels")
 
 

@@ -80,8 +80,11 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
         check_model_compatibility(checkpoint.config, strict=config.strict)
     summary = checkpoint.summary()
     selected = select_path(checkpoint, config)
-    if selected.backend.device == "cpu":
-        check_weights_fit(_loaded_bytes(checkpoint, summary, selected.runner, config.dtype), available_bytes())
+    device = selected.backend.device
+    if not device.startswith("cuda"):
+        check_weights_fit(
+            _loaded_bytes(checkpoint, summary, selected.runner, config.dtype, device), _available_on(device)
+        )
     tokenizer = load_tokenizer(checkpoint)
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
@@ -135,10 +138,10 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
     from kvboost_edge.runners.torch.runner import TorchRunner
 
-    if config.runner in ("native", "onnx") or config.weights != "auto" or config.kv_bits != (16, 16):
+    if config.runner in ("native", "onnx") or config.weights != "auto" or config.kv_bits not in ((16, 16), (8, 8)):
         raise ConfigError(
-            "a loaded transformers model runs on the torch runner, which has no weights= and no kv_cache_bits=; give "
-            "a path for another runner"
+            "a loaded transformers model runs on the torch runner, which has no weights= and keeps KV at "
+            f"kv_cache_bits=16 or 8, not {config.kv_cache_bits!r}; give a path for another runner"
         )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
@@ -148,7 +151,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     defaults = generation_defaults(model.config.to_dict(), generation, tokenizer_eos=text.eos_token_id)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    runner = TorchRunner(model, block_size=config.block_size)
+    runner = TorchRunner(model, block_size=config.block_size, kv_bits=config.kv_bits)
     fingerprint = fingerprint_of_module(model, tokenizer)
     return _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
 
@@ -211,22 +214,28 @@ def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
     return (weights, *pool) if weights.nbytes and pool else ()
 
 
-def _loaded_bytes(checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str) -> int:
-    """Bytes the weights will take on the CPU: packed, or in the dtype of the compute."""
+def _loaded_bytes(
+    checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
+) -> int:
+    """Bytes the weights will take: packed, or in the dtype of the compute on that device."""
     if selected.weights:
         return checkpoint.packed_bytes(selected.weights)
     if selected.name == "onnx":
         return summary.nbytes
-    per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), "cpu"))
+    per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), device))
     return summary.nbytes if per_param is None else summary.num_params * per_param
 
 
 def _available_on(device: str) -> int:
-    """Memory the pool could take where it will live; Apple GPUs share the machine's."""
+    """Memory the pool could take where it will live; Apple GPUs share the machine's, up to a limit of their own."""
     if device.startswith("cuda"):
         import torch
 
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    if device.startswith("mps"):
+        from kvboost_edge.backends.torch import apple
+
+        return apple.available_bytes()
     return available_bytes()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fake_mps import FakeMpsBackend
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -32,6 +33,7 @@ MAKERS: dict[str, Callable[[KVSpec, int], Backend]] = {
     "cpu": lambda spec, num_blocks: CPUBackend(spec, num_blocks, num_threads=1),
     "torch-cpu": TorchBackend,
     "torch-device": _as_on_a_device,
+    "torch-mps": FakeMpsBackend,
 }
 PLAIN = (16, 16)
 WIDTHS = [*((dtype, PLAIN) for dtype in DTYPES), *(("float16", bits) for bits in BIT_PAIRS)]
@@ -45,7 +47,9 @@ Make = Callable[..., Backend]
 def _kinds() -> Iterator[Any]:
     for name in MAKERS:
         for dtype, bits in WIDTHS:
-            if not name.startswith("torch") or bits == PLAIN:
+            if name == "torch-mps" and dtype != "float16":
+                continue
+            if not name.startswith("torch") or bits in (PLAIN, (8, 8)):
                 yield pytest.param((name, dtype, bits), id=f"{name}-{dtype}-{bits[0]}-{bits[1]}")
 
 

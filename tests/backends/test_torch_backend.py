@@ -67,7 +67,7 @@ def attend_plainly(
 def test_attention_of_a_ragged_batch_in_poisoned_memory(
     params: AttentionParams, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost_edge.backends.torch_backend._MAX_SCORES", {"cpu": max_scores})
+    monkeypatch.setattr("kvboost_edge.backends.torch.attend._MAX_SCORES", {"cpu": max_scores})
     rng = np.random.default_rng(3)
     backend = TorchBackend(make_spec(), 24)
     backend.poison_blocks(range(24))

@@ -89,7 +89,7 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, capsys, m
         (["-o", "kv_cache_bits=5"], "kv_cache_bits"),
         (["--kv-cache-bits", "8,4,4"], "kv_cache_bits"),
         (["--kv-cache-bits", "8", "-o", "kv_cache_bits=4"], "given twice"),
-        (["--kv-cache-bits", "8", "-o", "runner=torch"], "kv_cache_bits"),
+        (["--kv-cache-bits", "8,4", "-o", "runner=torch"], "kv_cache_bits"),
         (["-n", "-1"], "max_new_tokens"),
         (["-n", "100000"], "max_new_tokens"),
         (["-m", "/no/such/directory"], "/no/such/directory"),

@@ -56,6 +56,8 @@ def weights(available: int = 10**9, pool: int = 0, *, stored: bool = False, **op
         ({"backend": "cpu", "device": "cpu"}, "native"),
         ({"backend": "reference"}, "native"),
         ({"kv_cache_bits": (8, 4)}, "native"),
+        ({"kv_cache_bits": 8}, "native"),
+        ({"device": "mps", "kv_cache_bits": 8}, "torch"),
         ({"runner": "torch"}, "torch"),
         ({"backend": "torch"}, "torch"),
         ({"backend": "cuda"}, "torch"),
@@ -80,7 +82,7 @@ def test_a_family_that_native_does_not_know_runs_on_torch_with_the_reason() -> N
 
 @pytest.mark.parametrize(
     ("options", "gguf"),
-    [({"runner": "native"}, False), ({"weights": "int4"}, False), ({"kv_cache_bits": 8}, False), ({}, True)],
+    [({"runner": "native"}, False), ({"weights": "int4"}, False), ({"kv_cache_bits": 4}, False), ({}, True)],
 )
 def test_what_only_native_serves_is_refused_for_other_families(options: dict[str, Any], gguf: bool) -> None:
     named = "a GGUF file" if gguf else next(iter(options))
@@ -94,7 +96,7 @@ def test_what_only_native_serves_is_refused_for_other_families(options: dict[str
         ({"backend": "torch", "weights": "int8"}, "weights='int8' needs .* backend='cpu', and backend='torch' asks"),
         ({"runner": "torch", "weights": "int8"}, "weights='int8' needs .* and runner='torch' asks"),
         ({"runner": "native", "dtype": "float16"}, "runner='native' needs .* and dtype='float16' asks"),
-        ({"runner": "torch", "kv_cache_bits": 8}, "kv_cache_bits=8 needs .* and runner='torch' asks"),
+        ({"runner": "torch", "kv_cache_bits": 4}, "kv_cache_bits=4 needs .* and runner='torch' asks"),
         ({"device": "cuda", "kv_cache_bits": (8, 4)}, r"kv_cache_bits=\(8, 4\) needs .* and device='cuda' asks"),
     ],
 )

@@ -29,13 +29,14 @@ AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda'
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 _GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
+_ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
     """The option, or the form of the checkpoint, that only this runner serves, empty if none does."""
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
-        f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits != _UNQUANTIZED,
+        f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
         "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")

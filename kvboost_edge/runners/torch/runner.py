@@ -55,7 +55,9 @@ class TorchRunner:
         model_type: str | None = None,
         max_context: int | None = None,
         block_size: int = 16,
+        kv_bits: tuple[int, int] = (16, 16),
     ) -> None:
+        """kv_bits: of keys and of values in the pool; (16, 16): the model's own dtype."""
         config = model.config.get_text_config()
         self.model = model.eval()
         self._kind = type(model).__name__
@@ -77,7 +79,8 @@ class TorchRunner:
             kv_spec=KVSpec(
                 tuple(LayerKVSpec(layer.num_kv_heads, layer.head_dim) for layer in self._layers),
                 block_size,
-                _NAMES[model.dtype],
+                _NAMES[model.dtype] if kv_bits == (16, 16) else "float16",
+                kv_bits,
             ),
             numerics=f"torch {torch.__version__} transformers {version('transformers')} {torch.get_num_threads()}",
         )
@@ -138,6 +141,7 @@ class TorchRunner:
         num_threads: int | None = None,
         max_context: int | None = None,
         block_size: int = 16,
+        kv_bits: tuple[int, int] = (16, 16),
     ) -> TorchRunner:
         """Load a model directory (safetensors only, no remote code, no network).
 
@@ -164,7 +168,7 @@ class TorchRunner:
         missing = sorted(report["missing_keys"])
         if missing:
             raise ModelFormatError(f"{model_dir}: {len(missing)} weights are missing, first {missing[0]!r}")
-        return cls(model.to(device), max_context=max_context, block_size=block_size)
+        return cls(model.to(device), max_context=max_context, block_size=block_size, kv_bits=kv_bits)
 
     def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], Turning, int]:
         """Run one token at some positions; return the layers' plans, how they turn keys, and the logits' width."""
@@ -256,6 +260,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
         device=options.device,
         num_threads=options.num_threads,
         block_size=options.block_size,
+        kv_bits=options.kv_bits,
     )
 
 

@@ -47,7 +47,7 @@ def find_turning(model: PreTrainedModel, layers: Sequence[KeysAndValues], dtype:
     if others:
         return Turning([], f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is")
     tables = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
-    known = [np.zeros(0), *(table.to("cpu", torch.float64).numpy() for table in tables)]
+    known = [np.zeros(0), *(table.cpu().to(torch.float64).numpy() for table in tables)]
     found: list[Frequencies] = []
     for number, (keys, values) in enumerate(layers):
         tolerance = _TOLERANCE[dtype]

@@ -1,0 +1,171 @@
+"""A pass as the torch backend computes it: sequences with equally many new tokens, padded to one another.
+
+Positions are int32 and ids of blocks, rows and slots int64, which on a device are used as indices alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.open_blocks import PassPlan
+from kvboost_edge.errors import CapacityError
+from kvboost_edge.kernels.attention.parts import entry_deltas, entry_positions, has_delta
+
+__all__ = ["SameLength", "TorchBatch"]
+
+Longs = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SameLength:
+    """Sequences with the same number of new tokens, padded to the longest KV among them. Slots are those of the blocks
+    gathered, then, of a quantized pool, those of the buffers gathered: float16 copies of blocks that the pass writes.
+
+    rows        int64 [num_seqs * q_len]              rows of the flat batch
+    blocks      int64 [num_seqs, max_blocks]          block ids to gather; 0 where masked
+    buffers     int64 [num_seqs, max_buffers]         buffers to gather, as in PassPlan; None: the pool is not quantized
+    q_positions int32 [num_seqs, q_len]
+    q_starts    int32 [num_seqs, q_len]               where the block that holds a query begins; None without buffers
+    k_positions int32 [num_seqs, num_slots]           absolute positions of the gathered slots
+    k_valid     bool, like k_positions                slots that some query of the sequence sees
+    k_own       bool [num_slots]                      slots of buffers; None without
+    k_turns     int64, like k_positions               which of the batch's deltas; None where it has none
+    lead        the gathered slot of the first query, in the sequence where it is largest
+    """
+
+    q_len: int
+    lead: int
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    buffers: torch.Tensor | None
+    q_positions: torch.Tensor
+    q_starts: torch.Tensor | None
+    k_positions: torch.Tensor
+    k_valid: torch.Tensor
+    k_own: torch.Tensor | None
+    k_turns: torch.Tensor | None
+
+
+class TorchBatch:
+    """A prepared pass: device tensors of the layout, and the groups per window, built on first use."""
+
+    def __init__(
+        self,
+        layout: BatchLayout,
+        block_size: int,
+        device: torch.device,
+        *,
+        plan: PassPlan | None = None,
+        most_slots: int | None = None,
+    ) -> None:
+        """plan: of a quantized pool's buffers; most_slots: gathered at once, None: no limit."""
+        self.layout, self.plan, self.device = layout, plan, device
+        self.slots = self._tensor(np.ascontiguousarray(layout.slot_mapping))
+        self.writes = None if plan is None else PlannedWrites(plan, block_size, device)
+        self._block_size, self._most_slots = block_size, most_slots
+        self._groups: dict[int, list[SameLength]] = {}
+        self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
+        # By how much keys are turned: int64 [num_deltas], and which of those each entry has; none where there are none.
+        self.deltas, self._turns = np.zeros(0, np.int64), None
+        if layout.parts is not None and has_delta(layout.parts):
+            deltas = entry_deltas(layout.block_tables.shape, layout.parts)
+            self.deltas, turns = np.unique(deltas, return_inverse=True)
+            self._turns = turns.reshape(deltas.shape)
+
+    def groups(self, window: int) -> list[SameLength]:
+        """The groups for a window (0: none); the window bounds the blocks that are gathered. CapacityError where one
+        sequence has more slots than are gathered at once."""
+        if window not in self._groups:
+            q_lens = np.diff(self.layout.cu_seqlens_q)
+            self._groups[window] = [
+                self._build(seqs, int(q_len), window)
+                for q_len in np.unique(q_lens[q_lens > 0])
+                for seqs in self._fitting(np.flatnonzero(q_lens == q_len))
+            ]
+        return self._groups[window]
+
+    def _fitting(self, seqs: Longs) -> list[Longs]:
+        """Cut sequences so that what is gathered of some at once stays within the limit."""
+        width = self.layout.block_tables.shape[1] * self._block_size
+        if self._most_slots is None:
+            return [seqs]
+        if width > self._most_slots:
+            raise CapacityError(
+                f"a sequence of up to {width} tokens does not fit into one buffer of {self.device}, which holds keys "
+                f"of {self._most_slots}: give max_new_tokens or a prompt that is shorter"
+            )
+        step = self._most_slots // width
+        return [seqs[start : start + step] for start in range(0, len(seqs), step)]
+
+    def _build(self, seqs: np.ndarray, q_len: int, window: int) -> SameLength:
+        layout, size = self.layout, self._block_size
+        seq_lens = layout.seq_lens[seqs].astype(np.int64)
+        q_first = seq_lens - q_len
+        q_positions = q_first[:, None] + np.arange(q_len)
+        k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
+        # A quantized block is read as codes by the queries behind it.
+        first_own = np.zeros_like(seq_lens) if self.plan is None else self.plan.first[seqs].astype(np.int64)
+        k_end = seq_lens if self.plan is None else first_own + (seq_lens - 1 - first_own) // size * size
+        first, served, until = (rows[seqs] for rows in self._entries)
+        seen = (until > k_first[:, None]) & (served < np.minimum(until, k_end[:, None]))
+        num_blocks = seen.sum(axis=1)
+        columns = np.argsort(~seen, axis=1, kind="stable")[:, : num_blocks.max()]
+        present = np.arange(columns.shape[1]) < num_blocks[:, None]
+        blocks, first, served, until = (
+            np.take_along_axis(rows, columns, axis=1) for rows in (layout.block_tables[seqs], first, served, until)
+        )
+        blocks = np.where(present, blocks, 0)
+        k_positions = first[:, :, None] + np.arange(size)
+        k_valid = present[:, :, None] & (k_positions >= served[:, :, None]) & (k_positions < until[:, :, None])
+        k_positions, k_valid = k_positions.reshape(len(seqs), -1), k_valid.reshape(len(seqs), -1)
+        k_valid &= (k_positions >= k_first[:, None]) & (k_positions < k_end[:, None])
+        turns = None
+        if self._turns is not None:
+            turns = np.take_along_axis(self._turns[seqs], columns, axis=1).repeat(size, axis=1)
+        own: dict[str, Any] = {"buffers": None, "q_starts": None, "k_own": None}
+        if self.plan is not None:
+            tables, coded = self.plan.tables[seqs].astype(np.int64), k_positions.shape[1]
+            k_own = first_own[:, None] + np.arange(tables.shape[1] * size)
+            own_valid = (k_own >= k_first[:, None]) & (k_own < seq_lens[:, None])
+            k_positions, k_valid = np.hstack([k_positions, k_own]), np.hstack([k_valid, own_valid])
+            if turns is not None:
+                turns = np.hstack([turns, np.full_like(k_own, np.searchsorted(self.deltas, 0))])
+            starts = first_own[:, None] + (q_positions - first_own[:, None]) // size * size
+            own = {"buffers": tables, "q_starts": starts.astype(np.int32)}
+            own["k_own"] = np.arange(k_positions.shape[1]) >= coded
+        queries = (k_valid & (k_positions == q_first[:, None])).argmax(axis=1)
+        rows = layout.cu_seqlens_q[seqs].astype(np.int64)[:, None] + np.arange(q_len)
+        return SameLength(
+            q_len=q_len,
+            lead=int(queries.max()),
+            rows=self._tensor(rows.ravel()),
+            blocks=self._tensor(blocks.astype(np.int64)),
+            q_positions=self._tensor(q_positions.astype(np.int32)),
+            k_positions=self._tensor(k_positions.astype(np.int32)),
+            k_valid=self._tensor(k_valid),
+            k_turns=None if turns is None else self._tensor(turns),
+            **{name: None if array is None else self._tensor(array) for name, array in own.items()},
+        )
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+class PlannedWrites:
+    """What a pass writes of a quantized pool, int64 each: `buffers` and `offsets` of the new tokens; buffers that are
+    copied before, `continued_from` `continued_to`; buffers quantized after, `closed`, into blocks `targets`."""
+
+    def __init__(self, plan: PassPlan, block_size: int, device: torch.device) -> None:
+        def upload(values: Any) -> torch.Tensor:
+            return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+
+        self.buffers, self.offsets = (upload(some) for some in np.divmod(plan.slots, block_size))
+        self.num_continued, self.num_closed = len(plan.continued), len(plan.closed)
+        self.continued_from, self.continued_to = (upload([pair[at] for pair in plan.continued]) for at in (0, 1))
+        self.closed, self.targets = (upload([pair[at] for pair in plan.closed]) for at in (0, 1))

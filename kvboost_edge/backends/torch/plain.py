@@ -1,0 +1,91 @@
+"""Keys and values as they are, in torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvboost_edge.backends.base import BatchLayout, KVSpec
+from kvboost_edge.backends.torch.batch import SameLength, TorchBatch
+
+__all__ = ["DTYPES", "PlainBlocks"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class PlainBlocks:
+    """Storage per layer, keys and values each: [num_blocks, block_size, num_kv_heads, head_dim] in the spec's dtype."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
+        self._pools = [
+            [
+                torch.zeros(
+                    (num_blocks, spec.block_size, layer.num_kv_heads, layer.head_dim),
+                    dtype=DTYPES[spec.dtype],
+                    device=device,
+                )
+                for _ in range(2)
+            ]
+            for layer in spec.layers
+        ]
+
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, all blocks."""
+        keys, values = self._pools[layer]
+        return keys, values
+
+    @property
+    def arrays(self) -> list[torch.Tensor]:
+        """What `pool_bytes` counts."""
+        return self.whole_blocks
+
+    @property
+    def whole_blocks(self) -> list[torch.Tensor]:
+        """[num_blocks, ...] each: what the bytes of a block are rows of, in order."""
+        return [half for pool in self._pools for half in pool]
+
+    def prepare(self, layout: BatchLayout) -> None:
+        """There is nothing to plan."""
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """No block is open."""
+
+    def check_full(self, block_ids: Sequence[int]) -> None:
+        """The caller knows which blocks are full."""
+
+    def copy(self, src: int, dst: int) -> None:
+        """Copy a whole block over all layers."""
+        for half in self.whole_blocks:
+            half[dst].copy_(half[src])
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch) -> None:
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the batch."""
+        for half, tokens in zip(self._pools[layer], (keys, values), strict=True):
+            half.flatten(0, 1).index_copy_(0, batch.slots, tokens.to(half.dtype))
+
+    def gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]."""
+        num_seqs = len(group.blocks)
+        keys, values = (
+            half[group.blocks].flatten(1, 2).transpose(1, 2).float().reshape(num_seqs, half.shape[2], -1, half.shape[3])
+            for half in self._pools[layer]
+        )
+        return keys, values
+
+    def stored(
+        self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim]; `which` of the blocks
+        each slot is in."""
+        keys, values = (half[blocks][which, offsets].float() for half in self._pools[layer])
+        return keys, values
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        for half in self.whole_blocks:
+            half[torch.tensor(list(block_ids), dtype=torch.int64).to(half.device)] = float("nan")
+
+    def content(self, block_id: int) -> list[torch.Tensor]:
+        """What a checksum of the block covers."""
+        return [half[block_id] for half in self.whole_blocks]
