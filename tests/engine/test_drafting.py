@@ -8,6 +8,8 @@ import pytest
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory, most_drafted
 from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.kernels.drafts.automaton import extend_entry
+from kvboost_edge.kernels.drafts.ring import append_entry, find_entry
 
 SAID = list(range(100, 140))
 
@@ -191,3 +193,8 @@ def test_bad_options_are_refused_by_name(engines: dict[str, CPUPagedEngine], opt
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options)
     with pytest.raises(RequestError, match=match):
         engines["on"].generate("x", **options)
+
+
+def test_what_drafts_need_is_compiled_before_the_first_of_them(engines: dict[str, CPUPagedEngine]) -> None:
+    assert engines["on"].generate(QUESTION, max_new_tokens=4).generated_tokens
+    assert all(entry.is_ready for entry in (extend_entry, append_entry, find_entry))

@@ -74,4 +74,4 @@ def test_whatever_numbers_clients_choose_few_repairs_are_tested() -> None:
                 assert asked.tested.ratio <= asked.ratio
                 assert asked.tested.tested == asked.tested
                 tested.add(asked.tested)
-    assert len(tested) == 1 + 4 + 16
+    assert len(tested) == 1 + 4 + 16 + 16

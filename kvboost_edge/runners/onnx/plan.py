@@ -15,14 +15,17 @@ from kvboost_edge.runners.base import ModelTraits
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
+    "MOVED_KEYS_REFUSAL",
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
+    "moved_keys_refusal",
     "onnx_kv_spec",
     "unsupported_reason",
     "wish",
 ]
 
+MOVED_KEYS_REFUSAL = "the ONNX runner attends keys only at the positions they were computed at; use runner='native'"
 WORKS_WITH = "backend='cpu' and 'reference'"
 AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "blocks in NumPy arrays, between which and onnxruntime the ONNX runner copies"
@@ -31,6 +34,11 @@ AUTO_BACKEND_REASON = "blocks in NumPy arrays, between which and onnxruntime the
 def wish(config: EngineConfig, model: ModelTraits) -> str:
     """Empty: no option but its name asks for this runner."""
     return ""
+
+
+def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
+    """The graph turns keys before anybody sees them."""
+    return MOVED_KEYS_REFUSAL
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:

@@ -21,7 +21,7 @@ from kvboost_edge.models.config.file import context_length
 from kvboost_edge.models.onnx.past import PastLayout
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
 from kvboost_edge.runners.onnx.buffers import Buffer, Buffers
-from kvboost_edge.runners.onnx.plan import onnx_kv_spec
+from kvboost_edge.runners.onnx.plan import MOVED_KEYS_REFUSAL, onnx_kv_spec
 
 __all__ = ["OnnxRunner", "load"]
 
@@ -78,7 +78,7 @@ class OnnxRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        return "the ONNX runner attends keys only at the positions they were computed at; use runner='native'"
+        return MOVED_KEYS_REFUSAL
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ class Listener(event.Listener):
 event.register("numba:compile", Listener())
 options = {"weights": sys.argv[1], "kv_cache_bits": int(sys.argv[2]), "num_blocks": 64, "num_threads": 2}
 # KVBOOST_EDGE_CACHE is empty: weights are packed.
-with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+with CPUPagedEngine.from_pretrained("kvboost-edge/demo", speculation="off", **options) as engine:
     engine.generate_batch(["one two three four five six " * 9, "one two"], max_new_tokens=20, ignore_eos=True)
 from kvboost_edge.kernels.entry import _ENTRIES
 used = [name for name, entry in _ENTRIES.items() if entry._kernel.overloads]

@@ -87,7 +87,9 @@ Schema = Annotated[
 ]
 Text = Annotated[str, PlainValidator(_text), WithJsonSchema({"type": "string"})]
 Texts = Annotated[
-    list[str], PlainValidator(_texts), WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1})
+    list[str],
+    PlainValidator(_texts),
+    WithJsonSchema({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}),
 ]
 Structured = Annotated[dict[str, Any], PlainValidator(_structured), WithJsonSchema(_ANY)]
 
