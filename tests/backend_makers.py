@@ -78,8 +78,10 @@ class Arrays:
     def _into(self, array: np.ndarray) -> Any:
         if self.backend.array_kind == "numpy":
             return array
-        own = self.backend.spec.dtype if self.backend.name == "cuda" else "float32"
-        return torch.from_numpy(array).to(self.backend.device, getattr(torch, own))
+        tensor = torch.from_numpy(array)
+        if self.backend.name != "cuda":  # the stand-in for Apple GPUs takes the CPU's
+            return tensor
+        return tensor.to(self.backend.device, getattr(torch, self.backend.spec.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

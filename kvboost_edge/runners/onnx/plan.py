@@ -58,10 +58,16 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 def choose_weights(
     config: EngineConfig, model: ModelTraits, plan_pool: Callable[[KVSpec, int], int], available: int
 ) -> tuple[str, str]:
-    """No format of its own: the weights and the compute are the file's. ConfigError for a dtype that was asked for."""
+    """No format of its own: the weights and the compute are the file's. ConfigError for a dtype, or bits of the
+    cache, that were asked for."""
     if config.dtype != "auto":
         raise ConfigError(
             f"dtype={config.dtype!r} does not apply to the ONNX runner, which computes as the file says; leave it out"
+        )
+    if config.kv_bits != (16, 16):
+        raise ConfigError(
+            f"kv_cache_bits={config.kv_cache_bits!r} does not apply to the ONNX runner, whose graphs read floats; leave "
+            "it out"
         )
     return "", ""
 

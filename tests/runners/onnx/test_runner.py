@@ -168,7 +168,8 @@ def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path: Path, cap
     [
         ({"dtype": "bfloat16"}, ConfigError, "dtype='bfloat16' does not apply to the ONNX runner"),
         ({"weights": "int8"}, ConfigError, "needs the native runner"),
-        ({"kv_cache_bits": 8}, ConfigError, "needs the native runner"),
+        ({"kv_cache_bits": 8}, ConfigError, "kv_cache_bits=8 does not apply to the ONNX runner"),
+        ({"kv_cache_bits": 4}, ConfigError, "needs the native runner"),
         ({"backend": "torch"}, ConfigError, "needs the torch runner"),
     ],
 )
