@@ -66,8 +66,8 @@ def choose_weights(
         )
     if config.kv_bits != (16, 16):
         raise ConfigError(
-            f"kv_cache_bits={config.kv_cache_bits!r} does not apply to the ONNX runner, whose graphs read floats; leave "
-            "it out"
+            f"kv_cache_bits={config.kv_cache_bits!r} does not apply to the ONNX runner, whose graphs read floats; "
+            "leave it out"
         )
     return "", ""
 

@@ -74,7 +74,8 @@ def test_answers_are_as_documented(case: Any, live_server: LiveServer) -> None:
         error = response.json()["error"]
         # Fields that do not go together, or not with this model, have another code. What a schema, an expression or a
         # grammar holds is judged by the engine.
-        judged = is_not_exact(case.body) or any(case.body.get(name) for name in ANSWER_FORMATS)
+        given = case.body if isinstance(case.body, dict) else {}
+        judged = is_not_exact(case.body) or any(given.get(name) for name in ANSWER_FORMATS)
         assert not positive or error["code"] != "invalid_request" or judged, error
     statuses[response.status_code] += 1
     if statuses.total() % 100 == 1:
