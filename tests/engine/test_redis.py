@@ -139,7 +139,7 @@ def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog
 def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path: Path):
     with running_redis() as mortal, engine(mortal, disk_cache_dir=tmp_path) as one:
         one.warm(TOKENS)
-        wait_until(lambda: one.paged_stats()["tiers"]["disk"]["blocks"] >= 224 // 16)
+        wait_until(lambda: one.paged_stats()["tiers"]["disk"]["blocks"] == 14, "the blocks to be on disk")
         mortal.kill()
         one.reset_cache()
         for number in range(4):
