@@ -298,6 +298,8 @@ def main() -> None:
         command += ["--model-name", "own", "--num-blocks", str(options.capacity // 16)]
         command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
         command += ["--request-timeout", str(_REQUEST_S), "--log-level", "warning"]
+        # Else a second run has all prompts of the first on disk, questions too.
+        command += ["--disk-cache-dir", "off"]
         rows += over_http(f"kvboost_edge kv{options.kv_cache_bits}", command, port, "own", options)
     if "llama.cpp" in wanted and options.peers_python.exists():
         port = free_port()
