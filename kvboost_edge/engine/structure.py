@@ -21,12 +21,15 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 __all__ = ["Structure", "Structures"]
 
 Floats = npt.NDArray[np.float32]
 
 _WORD = 32
+# JSON allows any white space between two tokens, and a small model that has begun with it goes on for ever.
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
 
 
@@ -80,7 +83,10 @@ class Structures:
 
         tokenizer = self._vocabulary()
         try:
-            text = grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
+            if grammar.kind == "json_schema":
+                text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+            else:
+                text = grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
         except ValueError as error:
             raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
         matcher = LLMatcher(tokenizer, text, log_level=0)

@@ -140,6 +140,17 @@ def test_too_few_tokens_end_with_what_there_is(engine: CPUPagedEngine) -> None:
     assert (result.finish_reason, result.output_text) == ("length", '"a lo')
 
 
+def test_white_space_does_not_go_on_for_ever(engine: CPUPagedEngine) -> None:
+    """JSON allows any amount of it, and small models like it."""
+    assert engine.tokenizer is not None
+    likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    result = engine.generate(prompt(1), max_new_tokens=MOST, temperature=0, json_schema=schema, logit_bias=likely)
+    assert result.finish_reason == "stop"
+    assert json.loads(result.output_text) == [1, 1, 1]
+    assert len(result.output_text) > 20, "it was wanted"
+
+
 def test_a_stop_string_ends_inside_a_grammar(engine: CPUPagedEngine) -> None:
     result = engine.generate(prompt(1), max_new_tokens=40, temperature=0, choice=["one, two, three"], stop=", t")
     assert (result.finish_reason, result.output_text) == ("stop", "one")
