@@ -22,7 +22,7 @@ import jinja2.utils
 
 from kvboost_edge.errors import ModelFormatError, RequestError
 
-__all__ = ["ChatTemplate", "is_reserved", "plain_messages"]
+__all__ = ["ChatTemplate", "is_reserved", "plain_messages", "plain_tools"]
 
 # A prompt of this many characters is beyond every context; a template that writes more is broken or hostile.
 _MAX_CHARS = 1 << 28
@@ -62,7 +62,7 @@ class ChatTemplate:
             **self._variables,
             **given,
             "messages": plain_messages(messages),
-            "tools": _plain(list(tools), "tools") if tools is not None else None,
+            "tools": plain_tools(tools) if tools is not None else None,
             "documents": None,
             "add_generation_prompt": bool(add_generation_prompt),
         }
@@ -113,6 +113,16 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
             kind = type(message["content"]).__name__
             raise RequestError(f"content of chat message {i} must be a string or a list of parts, got {kind}")
     return [_plain(message, f"chat message {i}") for i, message in enumerate(messages)]
+
+
+def plain_tools(tools: object) -> list[dict[str, Any]]:
+    """A deep plain copy of the tools a template is given; RequestError names what is wrong with them."""
+    if not isinstance(tools, (list, tuple)):
+        raise RequestError(f"tools must be a list of dicts, got {type(tools).__name__}")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"tool {i} must be a dict, got {type(tool).__name__}")
+    return [_plain(tool, f"tool {i}") for i, tool in enumerate(tools)]
 
 
 def _plain(value: Any, what: str, depth: int = 0) -> Any:

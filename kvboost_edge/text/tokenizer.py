@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,17 @@ from tokenizers import AddedToken
 
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.text.answers import FindAnswer, encode_with_answers
-from kvboost_edge.text.chat_template import ChatTemplate, plain_messages
+from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
+from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.formats import TurnFormat
+from kvboost_edge.text.turns.history import with_arguments
 
 __all__ = ["Tokenizer"]
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer:
@@ -43,8 +48,6 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.pad_token_id = self._special_id("pad_token")
-        self._compiled: ChatTemplate | None = None
-        self._specials = SpecialTexts()
 
     @classmethod
     def from_dir(cls, model_dir: Path | str) -> Tokenizer:
@@ -108,12 +111,22 @@ class Tokenizer:
         return self.codec.decode(ids, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tools: Tools | None = None,
     ) -> str:
         """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the template's own, such
-        as enable_thinking; names that mean something already are refused. A model without a template raises
-        RequestError."""
-        return "".join(self._chat_pieces(messages, add_generation_prompt, variables))
+        as enable_thinking; names that mean something already are refused. `tools`: those the model may call, in
+        OpenAI's form. A model without a template raises RequestError."""
+        return "".join(self._chat_pieces(messages, add_generation_prompt, variables, tools))
+
+    @functools.cached_property
+    def turn_format(self) -> TurnFormat:
+        """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
+        return turn_format(self._template.render)
 
     def encode_chat(
         self,
@@ -121,14 +134,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         *,
+        tools: Tools | None = None,
         continue_final: bool = False,
         find_answer: FindAnswer | None = None,
     ) -> list[int]:
-        """Token ids of chat messages. `find_answer`: the assistant's messages with the ids they were generated with,
-        see `encode_with_answers`. The template writes the BOS token where the model wants one; none is added. Only
-        the template writes special tokens: their text in a message is text. `continue_final` ends behind the content
-        of the last message, so that the model goes on with it."""
-        pieces = self._chat_pieces(messages, add_generation_prompt, variables, continue_final=continue_final)
+        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the assistant's messages with
+        the ids they were generated with, see `encode_with_answers`. The template writes the BOS token where the model
+        wants one; none is added. Only the template writes special tokens: their text in a message or a tool is text.
+        `continue_final` ends behind the content of the last message, so that the model goes on with it."""
+        pieces = self._chat_pieces(messages, add_generation_prompt, variables, tools, continue_final=continue_final)
         return self._encode_pieces(pieces, messages, find_answer)
 
     def chat_prompt(self, messages: Messages, find_answer: FindAnswer | None = None) -> tuple[str, list[int]]:
@@ -150,32 +164,39 @@ class Tokenizer:
         messages: Messages,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
+        tools: Tools | None = None,
         *,
         continue_final: bool = False,
     ) -> list[str]:
-        """The prompt text, cut inside of every special token's text that comes from a message."""
-        if self._compiled is None:
-            if self.chat_template is None:
-                raise RequestError(
-                    f"model {self.name} has no chat template; give the prompt as a string or as token ids"
-                )
-            self._compiled = ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
-            self._specials = SpecialTexts(*self.codec.special_texts())
-        plain, given = plain_messages(messages), dict(variables or {})
+        """The prompt text, cut inside of every special token's text that comes from a message or a tool."""
+        template, plain = self._template, plain_messages(messages)
+        if any(message.get("tool_calls") for message in plain):
+            plain = with_arguments(plain, self.turn_format.calls)
+        given = {"variables": dict(variables or {}), "tools": None if tools is None else plain_tools(tools)}
         mark, cut = free_marks([plain, given])
         if continue_final:
             _end_with(plain[-1], cut)
             add_generation_prompt = False
-        text = self._compiled.render(
+        text = template.render(
             self._specials.marked(plain, mark),
             add_generation_prompt=add_generation_prompt,
-            variables=self._specials.marked(given, mark),
+            **self._specials.marked(given, mark),
         )
         if continue_final:
             text, found, _ = text.rpartition(cut)
             if not found:
                 raise RequestError("the model's chat template does not show the last message, so nothing can go on")
         return pieces_of(text, mark)
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise RequestError(f"model {self.name} has no chat template; give the prompt as a string or as token ids")
+        return ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
+
+    @functools.cached_property
+    def _specials(self) -> SpecialTexts:
+        return SpecialTexts(*self.codec.special_texts())
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

@@ -1,0 +1,256 @@
+"""Reads the calls of a message and gives their arguments as JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvboost_edge.text.turns.formats import CallFormat, Tool
+from kvboost_edge.text.turns.parts import CallArguments, CallStart, Part
+from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, words_of
+from kvboost_edge.text.turns.schemas import members_of, resolved, value_kind
+
+__all__ = ["CallReader"]
+
+_LONGEST_KEY = 256
+
+
+class CallReader:
+    """Passes calls in a text and appends their parts. A call counts once its name is a tool's and its arguments begin;
+    until then nothing is shown, and who asked can go back."""
+
+    def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat) -> None:
+        self._scanner, self._parts, self._format = scanner, parts, format
+        self._tools = {tool.name: tool for tool in tools}
+        self._kinds: dict[str, Callable[[], Step[bool]]] = {
+            "json": self._json_call,
+            "named_json": self._named_json_call,
+            "tagged": self._tagged_call,
+        }
+        self._named: str | None = None  # the tool of a call that has not begun
+        self.trigger = format.trigger
+        self.count = 0
+
+    def read(self) -> Step[bool]:
+        """Whether calls begin here; then all of them are passed."""
+        found = yield from self._first()
+        if not found:
+            return False
+        while (yield from self._another()):
+            pass
+        yield from self._passed(self._format.closing)
+        return True
+
+    def _first(self) -> Step[bool]:
+        begun = yield from self._scanner.piece(self._format.opening + self._format.before)
+        return begun and (yield from self._call())
+
+    def _another(self) -> Step[bool]:
+        scanner, before = self._scanner, self.count
+        if not self._format.parallel:
+            return False
+        scanner.forget()
+        try:
+            begun = yield from scanner.piece(self._format.separator + self._format.before)
+            if begun and (yield from self._call()):
+                return True
+        except Ended:
+            if self.count > before:
+                raise
+        scanner.at = 0
+        return False
+
+    def _call(self) -> Step[bool]:
+        self._named = None
+        try:
+            found = yield from self._kinds[self._format.kind]()
+        except Ended:
+            if self._named is not None:
+                self._start(self._named)
+            raise
+        if found:
+            yield from self._passed(self._format.after)
+        return found
+
+    def _passed(self, piece: str) -> Step[None]:
+        """Passes a piece that should stand here; what else stands here stays."""
+        self._scanner.forget()
+        if not (yield from self._scanner.piece(piece)):
+            self._scanner.at = 0
+
+    def _start(self, name: str) -> None:
+        self._named = None
+        self._parts.append(CallStart(self.count, name))
+        self.count += 1
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._parts.append(CallArguments(self.count - 1, text))
+
+    # -- {"name": NAME, "arguments": {...}} --
+
+    def _json_call(self) -> Step[bool]:
+        """Members in any order; arguments that come before the name wait for it."""
+        scanner, calls = self._scanner, self._format
+        before, waiting, first = self.count, "", True
+        yield from scanner.space()
+        if not (yield from scanner.exactly("{")):
+            return False
+        while True:
+            key = yield from self._key()
+            if key is None or (first and not calls.trigger and key != calls.members[0]):
+                return self.count > before
+            first = False
+            if key == calls.arguments_key and self._named is not None:
+                if not (yield from self._shown_arguments()):
+                    return False
+            elif key == calls.name_key and self.count == before:
+                self._named = _text_of((yield from scanner.value()))
+                if self._named not in self._tools:
+                    return False
+            else:
+                value = yield from scanner.value()
+                waiting = value if key == calls.arguments_key else waiting
+            yield from scanner.space()
+            if not (yield from scanner.exactly(",")):
+                break
+        closed = yield from scanner.exactly("}")
+        if closed and self._named is not None and (not waiting or waiting[0] == "{"):
+            self._start(self._named)
+            self._show(waiting or "{}")
+        return self.count > before
+
+    def _key(self) -> Step[str | None]:
+        """A member's key, and the colon behind it."""
+        scanner = self._scanner
+        yield from scanner.space()
+        start = scanner.at
+        if not (yield from scanner.exactly('"')):
+            return None
+        yield from scanner.string()
+        key = scanner.text[start : scanner.at]
+        yield from scanner.space()
+        colon = yield from scanner.exactly(":")
+        yield from scanner.space()
+        return _text_of(key) if colon else None
+
+    def _shown_arguments(self) -> Step[bool]:
+        """An object of arguments, shown as it comes; the call begins with it."""
+        scanner, name = self._scanner, self._named
+        yield from scanner.space()
+        start = scanner.at
+        if name is None or not (yield from scanner.exactly("{")):
+            return False
+        scanner.at = start
+        self._start(name)
+        yield from scanner.shown_value(self._show)
+        return True
+
+    # -- NAME between {...} --
+
+    def _named_json_call(self) -> Step[bool]:
+        found = yield from self._name()
+        return found and (yield from self._shown_arguments())
+
+    def _name(self) -> Step[bool]:
+        """A tool's name and what stands behind it."""
+        scanner = self._scanner
+        yield from scanner.space()
+        name = yield from scanner.one_of(self._tools)
+        if name is None:
+            return False
+        self._named = name
+        return (yield from scanner.piece(self._format.between))
+
+    # -- NAME between KEY VALUE KEY VALUE --
+
+    def _tagged_call(self) -> Step[bool]:
+        if not (yield from self._name()) or self._named is None:
+            return False
+        scanner, calls, name = self._scanner, self._format, self._named
+        schema = self._tools[name].parameters
+        members, _ = members_of(schema)
+        before, start = self.count, scanner.at
+        while (yield from scanner.piece(calls.argument_before)):
+            key = yield from self._argument_key()
+            if key is None:
+                break
+            first = self.count == before
+            if first:
+                self._start(name)
+            self._show(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+            yield from self._argument_value(members.get(key, {}), schema)
+            scanner.forget()
+            start = 0
+        scanner.at = start
+        if self.count > before:
+            self._show("}")
+            return True
+        ends = yield from scanner.piece(calls.after)
+        if ends:
+            scanner.at = start
+            self._start(name)
+            self._show("{}")
+        return ends
+
+    def _argument_key(self) -> Step[str | None]:
+        """The key of an argument and what stands behind it; None for what cannot be one."""
+        scanner = self._scanner
+        marker = words_of(self._format.value_before)[0]
+        while (end := scanner.text.find(marker, scanner.at)) < 0:
+            if len(scanner.text) - scanner.at >= _LONGEST_KEY + len(marker):
+                return None
+            yield from scanner.more()
+        key = scanner.text[scanner.at : end].strip()
+        if end - scanner.at > _LONGEST_KEY:
+            return None
+        scanner.at = end
+        return key if (yield from scanner.piece(self._format.value_before)) else None
+
+    def _argument_value(self, schema: object, root: Mapping[str, Any]) -> Step[None]:
+        """The value of an argument, shown as JSON: a string as it comes, others when they are whole."""
+        scanner, calls = self._scanner, self._format
+        marker, *others = words_of(calls.argument_after)
+        kept = calls.argument_after[: len(calls.argument_after) - len(calls.argument_after.lstrip())]
+        if calls.value_before.endswith("\n"):
+            yield from scanner.exactly("\n")
+        if value_kind(schema, root) == "string" and "enum" not in resolved(schema, root):
+            self._show('"')
+            yield from scanner.up_to(marker, kept, lambda text: self._show(_inside(text)))
+            self._show('"')
+        else:
+            pieces: list[str] = []
+            yield from scanner.up_to(marker, kept, pieces.append)
+            self._show(_value_of("".join(pieces), schema, root))
+        yield from scanner.piece(" ".join(others))
+
+
+def _text_of(written: str) -> str | None:
+    """The string that a JSON text is; None where it is none."""
+    try:
+        value = json.loads(written)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _inside(text: str) -> str:
+    """A text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _value_of(text: str, schema: object, root: Mapping[str, Any]) -> str:
+    """A value between tags as JSON: what is JSON stays, what is not, or may be a string alone, is a string."""
+    bare = text.strip()
+    if value_kind(schema, root) == "string":
+        return json.dumps(bare, ensure_ascii=False)
+    try:
+        value = json.loads(bare, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else bare
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,200 @@
+"""Learns from a chat template how the model writes reasoning and tool calls: it is rendered with and without them, and
+what differs is the model's way. No model is known by its name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.calls import PROBES, Calls, call_format
+from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, TurnFormat
+
+__all__ = ["turn_format"]
+
+Render = Callable[..., str]
+Message = dict[str, Any]
+
+_USER: Message = {"role": "user", "content": "kvbquestion"}
+_CONTENT, _EARLIER = "kvbcontent", "kvbearlier"
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
+_ENDS_IN_MARKER = re.compile(rf"({_MARKER})\s*\Z")
+_BEGINS_WITH_MARKER = re.compile(rf"\s*({_MARKER})\s*")
+_OPENED = re.compile(r"(<[A-Za-z][\w:-]*>|\[[A-Z]+\])\s*\Z")
+# What a template cuts off past answers without showing how it is written in new ones.
+_CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>", "</thinking>"))
+
+
+def turn_format(render: Render) -> TurnFormat:
+    """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show is not there."""
+    turns = _Turns(render)
+    reasoning = _reasoning(turns)
+    return TurnFormat(
+        calls=_calls(turns, reasoning),
+        reasoning=reasoning,
+        shows_tools=turns.shows_tools(),
+        replays=_replays(turns, reasoning),
+    )
+
+
+class _Turns:
+    """A template's texts; None where it refuses."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self.asked = self.text([_USER], prompt=False) or ""
+        self.prompt = self.text([_USER]) or self.asked
+
+    def text(self, messages: list[Message], *, prompt: bool = True, tools: list[Message] | None = None) -> str | None:
+        try:
+            return self._render(messages, tools=tools, add_generation_prompt=prompt)
+        except RequestError:
+            return None
+
+    def answer(self, message: Message, tools: list[Message] | None = None) -> str | None:
+        return self.text([_USER, {"role": "assistant", **message}], prompt=False, tools=tools)
+
+    def shows_tools(self) -> bool:
+        shown = self.text([_USER], tools=PROBES.tools)
+        return shown is not None and PROBES.name in shown
+
+
+# -- reasoning --
+
+
+def _reasoning(turns: _Turns) -> ReasoningFormat | None:
+    return _shown_reasoning(turns) or _opened_reasoning(turns) or _cut_reasoning(turns)
+
+
+def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
+    """The template writes reasoning between two markers, right in front of the answer."""
+    for key in _REASONING_KEYS:
+        text = turns.answer({"content": _CONTENT, key: _EARLIER})
+        front, found, back = (text or "").partition(_EARLIER)
+        start, end = _ENDS_IN_MARKER.search(front), _BEGINS_WITH_MARKER.match(back)
+        if found and start and end and back[end.end() :].startswith(_CONTENT):
+            return ReasoningFormat(start[1], end[1])
+    return None
+
+
+def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
+    """The generation prompt ends in an opening tag that past answers do not begin with."""
+    opened = _OPENED.search(turns.prompt.removeprefix(turns.asked))
+    if opened is None:
+        return None
+    start = opened[1]
+    end = f"{start[0]}/{start[1:]}"
+    front = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)[0].rstrip()
+    return None if front.endswith(start) else ReasoningFormat(start, end)
+
+
+def _cut_reasoning(turns: _Turns) -> ReasoningFormat | None:
+    """The template takes everything up to a closing tag off past answers."""
+    for start, end in _CUT_MARKERS:
+        past = {"role": "assistant", "content": f"{_EARLIER}{end}{_CONTENT}"}
+        text = turns.text([_USER, past, _USER])
+        if text is not None and _CONTENT in text and _EARLIER not in text:
+            return ReasoningFormat(start, end)
+    return None
+
+
+def _replays(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
+    text = turns.text([_USER, {"role": "assistant", "content": _CONTENT}, _USER])
+    front = _before_reasoning(turns.prompt, reasoning)
+    if text is None or not text.startswith(front):
+        return False
+    return _behind_reasoning(text[len(front) :], reasoning).startswith(_CONTENT)
+
+
+def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:
+    """A generation prompt up to a reasoning block it opens, and maybe closes at once."""
+    if reasoning is None:
+        return prompt
+    kept = prompt.rstrip()
+    if kept.endswith(reasoning.end):
+        kept = kept.removesuffix(reasoning.end).rstrip()
+    return kept.removesuffix(reasoning.start) if kept.endswith(reasoning.start) else prompt
+
+
+def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
+    """A text without the reasoning block that it begins with."""
+    if reasoning is None:
+        return text
+    rest = text.lstrip()
+    _, found, behind = rest.partition(reasoning.end)
+    # Some templates write the closing marker alone.
+    if found and (rest.startswith((reasoning.start, reasoning.end))):
+        return behind.lstrip()
+    return text
+
+
+# -- calls --
+
+
+class _Way(NamedTuple):
+    """How a template wants past calls."""
+
+    as_text: bool  # the arguments as JSON text
+    content: str | None
+    with_result: bool  # a tool's answer has to follow
+
+
+_WAYS = [_Way(*way) for way in itertools.product((False, True), ("", None), (False, True))]
+
+
+def _calls(turns: _Turns, reasoning: ReasoningFormat | None) -> CallFormat | None:
+    for way in _WAYS:
+        found = call_format(_Shown(turns, reasoning, way), arguments_as_text=way.as_text)
+        if found is not None:
+            return found
+    return None
+
+
+class _Shown:
+    """The text of a message's calls alone, in one way of giving them to the template."""
+
+    def __init__(self, turns: _Turns, reasoning: ReasoningFormat | None, way: _Way) -> None:
+        self._turns, self._reasoning, self._way = turns, reasoning, way
+
+    def __call__(self, calls: Calls) -> str | None:
+        """None where the template refuses these calls or does not show them."""
+        given = PROBES.messages(calls, as_text=self._way.as_text)
+        messages = [_USER, {"role": "assistant", "content": self._way.content, "tool_calls": given}]
+        for call in given if self._way.with_result else []:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": calls[0].name, "content": _EARLIER})
+        for tools in (PROBES.tools, None):
+            text = self._turns.text(messages, prompt=False, tools=tools)
+            plain = self._turns.answer({"content": _CONTENT}, tools)
+            if text is not None and plain is not None and _CONTENT in plain:
+                return self._cut(text, plain, tools)
+        return None
+
+    def _cut(self, text: str, plain: str, tools: list[Message] | None) -> str | None:
+        front, _, tail = plain.rpartition(_CONTENT)
+        for lead in self._leads(front, tools):
+            if text.startswith(lead):
+                rest = _behind_reasoning(text[len(lead) :], self._reasoning)
+                shown = _without_tail(rest, tail)
+                return None if _EARLIER in shown else shown
+        return None
+
+    def _leads(self, front: str, tools: list[Message] | None) -> Iterator[str]:
+        """What may stand in front of a message's text, the surest first."""
+        prompt = self._turns.text([_USER], tools=tools) or self._turns.prompt
+        for lead in (front, prompt):
+            yield lead
+            yield _before_reasoning(lead, self._reasoning)
+        for lead in (front, prompt):
+            yield _before_reasoning(lead, self._reasoning).rstrip()
+
+
+def _without_tail(text: str, tail: str) -> str:
+    """A message's text without what ends a turn, and without a tool's answer behind it."""
+    ending = tail.strip()
+    if not ending:
+        return text
+    at = text.find(ending)
+    return text[:at] if at >= 0 else text

@@ -1,0 +1,86 @@
+"""How a model writes what is more than an answer: its reasoning and its tool calls.
+
+A message's calls are one text, of these pieces (any but the call itself may be empty):
+
+    opening  before CALL after  separator  before CALL after  ...  closing
+
+    kind          CALL
+    "json"        {"name": NAME, "arguments": {...}}, the keys as `members` has them
+    "named_json"  NAME between {...}
+    "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is
+                  argument_before KEY value_before VALUE argument_after, strings as they are, other values as JSON
+
+Models are free with white space around the pieces, so nobody asks for what the template writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["ID_SLOT", "CallFormat", "ReasoningFormat", "Tool", "TurnFormat"]
+
+ID_SLOT = "\0"
+"""Stands in a piece where the model writes an id of its own for the call."""
+
+
+class ReasoningFormat(NamedTuple):
+    """The markers around a model's reasoning, without white space at their ends: "<think>", "</think>"."""
+
+    start: str
+    end: str
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model writes its calls; the pieces are those of the drawing above.
+
+    trigger            the marker that calls begin with; "" where they are known only by standing at the message's start
+    parallel           whether a message may hold several
+    arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not as an object
+    members            kind "json": all keys of a call in order; a key that is none of those named below has a fixed
+                       value, in `constants`
+    """
+
+    kind: Literal["json", "named_json", "tagged"]
+    trigger: str
+    opening: str = ""
+    before: str = ""
+    after: str = ""
+    separator: str = ""
+    closing: str = ""
+    parallel: bool = False
+    arguments_as_text: bool = False
+    members: tuple[str, ...] = ()
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    id_key: str = ""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    between: str = ""
+    argument_before: str = ""
+    value_before: str = ""
+    argument_after: str = ""
+
+
+class TurnFormat(NamedTuple):
+    """What a chat template tells about the assistant's turns.
+
+    calls        None where the template shows none, or in a way that is not known
+    reasoning    None where there is none
+    shows_tools  whether the template tells the model which tools there are
+    replays      whether the content of a past message stands right behind what a generation prompt is, so that its own
+                 tokens can take its place
+    """
+
+    calls: CallFormat | None
+    reasoning: ReasoningFormat | None
+    shows_tools: bool
+    replays: bool
+
+
+class Tool(NamedTuple):
+    """A tool the model may call. parameters: the JSON schema of its arguments; empty: any object."""
+
+    name: str
+    parameters: dict[str, Any]

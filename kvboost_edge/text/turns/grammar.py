@@ -1,0 +1,203 @@
+"""Grammars (Lark, as llguidance reads it) that hold an assistant's turn to the model's own way of calling tools.
+
+Text runs free until the marker of a call; from there a tool's name and the schema of its arguments bind. A marker that
+is a special token of the vocabulary is one in the grammar, as text never matches special tokens there; its letters,
+written by other tokens, count as the marker too, since who reads the text cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
+from kvboost_edge.text.turns.lark import FREE, JSON_SPACE, SPACE, Atom, Lark, Rule, SpecialId, escaped
+from kvboost_edge.text.turns.schemas import members_of, value_kind
+
+__all__ = ["answer_grammar", "calls_grammar"]
+
+_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+_ID = '"[A-Za-z0-9_-]{1,64}"'
+
+
+def calls_grammar(
+    format: TurnFormat,
+    tools: Sequence[Tool],
+    *,
+    choice: str,
+    parallel: bool,
+    reasoning: str,
+    special_id: SpecialId,
+) -> str:
+    """The grammar of a turn that may, must or must not call `tools`.
+
+    choice      "auto": free text until a call begins, and nothing but calls behind it; "required": calls alone, one at
+                least; "none": free text in which no call begins
+    parallel    whether several calls may follow one another, where the model can
+    reasoning   "opened": the prompt ended inside a reasoning block; "possible": one may come first; "closed": none
+    special_id  the id of a text that is one special token, else None
+
+    RequestError where the model's way of calls is not known, or there is no tool to call.
+    """
+    if format.calls is None:
+        raise RequestError("the model's chat template shows no tool calls in a way that is known")
+    if not tools and choice != "none":
+        raise RequestError(f"tool_choice {choice!r} needs at least one tool")
+    lark = Lark(special_id)
+    turn = _Turn(lark, format.calls, tools, parallel=parallel and format.calls.parallel)
+    bodies = {"auto": turn.auto, "required": turn.required, "none": turn.none}
+    return _behind_reasoning(lark, format.reasoning, reasoning, bodies[choice])
+
+
+def answer_grammar(
+    reasoning_format: ReasoningFormat | None, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId
+) -> str:
+    """The grammar of an answer in JSON that fits `schema`, behind a reasoning block where there may be one; `reasoning`
+    and `special_id` as for `calls_grammar`."""
+    lark = Lark(special_id)
+    answer = lark.json("answer", schema)
+    return _behind_reasoning(lark, reasoning_format, reasoning, lambda _: [[SPACE, answer]])
+
+
+Body = Callable[[str], list[list[Atom]]]
+"""The ways a turn may go on; given the marker that they must not begin with."""
+
+
+def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, body: Body) -> str:
+    """The whole grammar: a reasoning block, where there is or may be one, and a body."""
+    if state not in ("opened", "possible", "closed"):
+        raise RequestError(f'reasoning {state!r} must be "opened", "possible" or "closed"')
+    if markers is None or state == "closed":
+        lark.add("start", *body(""))
+        return lark.text()
+    block = lark.reasoning(markers, opened=state == "opened")
+    # Without the block, text must not begin like one: a marker of a call inside would count.
+    plain = body("" if state == "opened" else markers.start)
+    behind = lark.add("behind", *(body("") if state == "possible" else plain))
+    lark.add("start", [block, behind], *(plain if state == "possible" else []))
+    return lark.text()
+
+
+class _Turn:
+    """The bodies of a turn that may call tools."""
+
+    def __init__(self, lark: Lark, calls: CallFormat, tools: Sequence[Tool], *, parallel: bool) -> None:
+        self._lark, self._format, self._tools, self._parallel = lark, calls, tools, parallel
+        self._made: dict[str, Rule] = {}
+
+    # -- bodies --
+
+    def required(self, _: str) -> list[list[Atom]]:
+        opening = self._lark.literal(self._format.opening + self._format.before)
+        return [[SPACE, *opening, self._calls()]]
+
+    def auto(self, unlike: str) -> list[list[Atom]]:
+        if not self._format.trigger:
+            return [*self.none(unlike), *self.required(unlike)]
+        free = self._free("free", unlike)
+        name = "called_plain" if unlike else "called"
+        called = self._once(name, lambda: self._lark.up_to(name, free, self._format.trigger))
+        behind = (self._format.opening + self._format.before).lstrip().removeprefix(self._format.trigger)
+        return [[free], [called, *self._lark.literal(behind), self._calls()]]
+
+    def none(self, unlike: str) -> list[list[Atom]]:
+        if self._format.trigger:
+            return [[self._free("none", unlike, FREE + escaped(self._format.trigger) + FREE)]]
+        return [[self._free("none", unlike, self._bare_call() + FREE)]]
+
+    def _free(self, name: str, unlike: str, *without: str) -> Rule:
+        """Text that does not begin with the marker `unlike`."""
+        name = (f"{name}_plain" if unlike else name).upper()
+        block = [rf"\s*{escaped(unlike)}{FREE}"] if unlike else []
+        return self._once(name, lambda: self._lark.terminal(name, FREE, without=[*without, *block]))
+
+    def _bare_call(self) -> str:
+        """How a message begins that is a call of one of the tools, and has no marker that would tell."""
+        names = "|".join(escaped(json.dumps(tool.name, ensure_ascii=False)) for tool in self._tools) or '"'
+        front = rf"\s*{escaped((self._format.opening + self._format.before).strip())}\s*\{{\s*"
+        first = self._format.members[0]
+        return (
+            front + escaped(json.dumps(first)) + r"\s*:" + (rf"\s*({names})" if first == self._format.name_key else "")
+        )
+
+    def _once(self, name: str, make: Callable[[], Rule]) -> Rule:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    # -- calls --
+
+    def _calls(self) -> Rule:
+        """All calls of a message, without what stands in front of the first."""
+        return self._once("calls", self._add_calls)
+
+    def _add_calls(self) -> Rule:
+        lark, calls = self._lark, self._format
+        one = lark.add("call", *([self._call(number, tool)] for number, tool in enumerate(self._tools)))
+        more: list[Atom] = []
+        if self._parallel:
+            lark.add("another", [SPACE, *lark.literal(calls.separator), SPACE, *lark.literal(calls.before), one])
+            more = [Rule("another*")]
+        closing = lark.literal(calls.closing)
+        return lark.add("calls", [one, *more, *([SPACE, *closing] if closing else [])])
+
+    def _call(self, number: int, tool: Tool) -> Rule:
+        parts = {"json": self._json_call, "named_json": self._named_json_call, "tagged": self._tagged_call}
+        after = self._lark.literal(self._format.after)
+        inner = parts[self._format.kind](f"tool{number}", tool)
+        return self._lark.add(f"tool{number}", [SPACE, *inner, *([SPACE, *after] if after else [])])
+
+    def _arguments(self, name: str, tool: Tool) -> Rule:
+        return self._lark.json(f"{name}_arguments", {"type": "object", **tool.parameters})
+
+    def _json_call(self, name: str, tool: Tool) -> list[Atom]:
+        calls = self._format
+        atoms: list[Atom] = [r"\{", JSON_SPACE]
+        for place, member in enumerate(calls.members):
+            atoms += [*((r",", JSON_SPACE) if place else ()), escaped(json.dumps(member)), JSON_SPACE, ":", JSON_SPACE]
+            if member == calls.arguments_key:
+                atoms.append(self._arguments(name, tool))
+            elif member == calls.id_key:
+                atoms.append(_ID)
+            else:
+                value = tool.name if member == calls.name_key else calls.constants[member]
+                atoms.append(escaped(json.dumps(value, ensure_ascii=False)))
+            atoms.append(JSON_SPACE)
+        return [*atoms, r"\}"]
+
+    def _named_json_call(self, name: str, tool: Tool) -> list[Atom]:
+        between = self._lark.literal(self._format.between)
+        return [escaped(tool.name), SPACE, *between, SPACE, self._arguments(name, tool)]
+
+    def _tagged_call(self, name: str, tool: Tool) -> list[Atom]:
+        atoms: list[Atom] = [escaped(tool.name), SPACE, *self._lark.literal(self._format.between)]
+        members, required = members_of(tool.parameters)
+        for number, (key, schema) in enumerate(members.items()):
+            rule = f"{name}_argument{number}"
+            self._lark.add(rule, self._tagged_argument(rule, escaped(key), schema, tool.parameters))
+            atoms.append(Rule(rule if key in required else f"{rule}?"))
+        if not members and tool.parameters.get("additionalProperties", True) is not False:
+            self._lark.add(f"{name}_any", self._tagged_argument(f"{name}_any", _KEY, {}, {}))
+            atoms.append(Rule(f"{name}_any*"))
+        return atoms
+
+    def _tagged_argument(self, name: str, key: str, schema: object, root: Mapping[str, Any]) -> list[Atom]:
+        calls, lark = self._format, self._lark
+        front = [SPACE, *lark.literal(calls.argument_before), key, *lark.literal(calls.value_before)]
+        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        ends = lark.literal(calls.argument_after)
+        if value_kind(schema, root) == "json":
+            return [*front, SPACE, lark.json(f"{name}_value", _rooted(schema, root)), SPACE, *ends]
+        if isinstance(choices, list):
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
+            return [*front, SPACE, f"({'|'.join(map(escaped, texts))})", SPACE, *ends]
+        text = self._once("VALUE", lambda: lark.terminal("VALUE", FREE))
+        return [*front, lark.up_to(f"{name}_value", text, calls.argument_after.strip())]
+
+
+def _rooted(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A member's schema that can be read alone: what it refers to comes along."""
+    found = dict(schema) if isinstance(schema, Mapping) else {}
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **found}

@@ -1,0 +1,140 @@
+"""Pieces of Lark grammars as llguidance reads them: literal text in which white space is free and special tokens are
+tokens, JSON schemas, and reasoning blocks.
+
+A grammar's right-hand side is put together from atoms: a regular expression (str), a special token's id (int), a rule.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
+
+__all__ = ["FREE", "JSON_SPACE", "SPACE", "Atom", "Lark", "Rule", "SpecialId", "escaped", "json_schema"]
+
+SpecialId = Callable[[str], int | None]
+
+# JSON allows any white space between two tokens, and a small model that has begun with it goes on for ever.
+JSON_SPACE = r"( |\n[ \t]{0,16})?"
+SPACE = r"[ \t\r\n]{0,4}"
+"""What may stand between two pieces of a call."""
+FREE = r"(?s:.*)"
+_ID = "[A-Za-z0-9_-]{1,64}"
+_LONGEST_MARKER = 64
+
+
+class Rule(NamedTuple):
+    """A reference to a rule, or to JSON that a schema describes."""
+
+    name: str
+
+
+Atom = str | int | Rule
+
+
+class Lark:
+    """A grammar in the making."""
+
+    def __init__(self, special_id: SpecialId) -> None:
+        """`special_id`: the id of a text that is one special token, else None."""
+        self._special_id = special_id
+        self._lines = ["%llguidance {}", "WS: /[ \\t\\r\\n]{1,4}/"]
+
+    def text(self) -> str:
+        """The grammar; some rule must be called start."""
+        return "\n".join(self._lines) + "\n"
+
+    def add(self, name: str, *ways: Iterable[Atom]) -> Rule:
+        """A rule that is one of these sequences."""
+        self._lines.append(f"{name}: " + " | ".join(_sequence(way) for way in ways))
+        return Rule(name)
+
+    def terminal(self, name: str, pattern: str, *, without: Sequence[str] = ()) -> Rule:
+        """Text (`name` in capitals) that matches one pattern and none of the others."""
+        self._lines.append(f"{name}: /{pattern}/" + "".join(f" & ~/{other}/" for other in without))
+        return Rule(name)
+
+    def up_to(self, name: str, text: Rule, marker: str) -> Rule:
+        """`text` and the first `marker` in it, as a special token or spelt."""
+        self._lines.append(f"{name}_spelt[lazy]: {text.name} /{escaped(marker)}/")
+        atoms = self.literal(marker)
+        ways: list[list[Atom]] = [[Rule(f"{name}_spelt")]]
+        if isinstance(atoms[0], int):
+            ways.append([text, *atoms])
+        return self.add(name, *ways)
+
+    def json(self, name: str, schema: Mapping[str, Any]) -> Rule:
+        """JSON that fits a schema."""
+        self._lines.append(f"{name}: %json {json.dumps(json_schema(schema), ensure_ascii=False)}")
+        return Rule(name)
+
+    def literal(self, text: str) -> list[Atom]:
+        """A piece of a call: special tokens as such, white space free, and what stands for an id."""
+        atoms: list[Atom] = []
+        at = done = 0
+        while at < len(text):
+            end, token_id = self._special_at(text, at)
+            if token_id is not None:
+                atoms += [_spaced(text[done:at]), token_id]
+                done = end
+            at = end
+        return [atom for atom in [*atoms, _spaced(text[done:])] if atom != ""]
+
+    def _special_at(self, text: str, at: int) -> tuple[int, int | None]:
+        """Where the special token that begins there ends, and its id."""
+        for end in range(min(len(text), at + _LONGEST_MARKER), at + 1, -1):
+            token_id = self._special_id(text[at:end])
+            if token_id is not None:
+                return end, token_id
+        return at + 1, None
+
+    def reasoning(self, markers: ReasoningFormat, *, opened: bool) -> Rule:
+        """A reasoning block, or what is left of one that is `opened`."""
+        text = self.terminal("THOUGHT", FREE)
+        rest = self.up_to("thought", text, markers.end)
+        return rest if opened else self.add("block", [SPACE, *self.literal(markers.start), rest])
+
+
+def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema that bounds white space."""
+    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}}
+
+
+def escaped(text: str) -> str:
+    """A regular expression, as it may stand between slashes, for this text alone."""
+    return "".join(map(_escaped_letter, text))
+
+
+def _escaped_letter(letter: str) -> str:
+    if letter.isalnum() or not letter.isascii() or letter in "_<>\"'=:;,!%@` ":
+        return letter
+    return f"\\{letter}" if letter.isprintable() else f"\\x{ord(letter):02x}"
+
+
+def _spaced(text: str) -> str:
+    """The regular expression of a text in which white space is free, but for that between two words."""
+    parts = [escaped(part) if part.strip() else SPACE for part in re.split(r"(\s+)", text) if part]
+    return "".join(parts).replace(escaped(ID_SLOT), _ID)
+
+
+def _sequence(atoms: Iterable[Atom]) -> str:
+    """Atoms side by side; regular expressions become one, as white space in two would be told apart by nothing."""
+    found: list[Atom] = []
+    for atom in atoms:
+        if isinstance(atom, str) and found and isinstance(found[-1], str):
+            joined = found[-1] + atom
+            found[-1] = joined.replace(SPACE + SPACE, SPACE)
+        else:
+            found.append(atom)
+    return " ".join(map(_item, found)) or '""'
+
+
+def _item(atom: Atom) -> str:
+    if isinstance(atom, int):
+        return f"<[{atom}]>"
+    if isinstance(atom, Rule):
+        return atom.name
+    return "WS?" if atom == SPACE else f"/{atom}/"

@@ -1,0 +1,160 @@
+"""An assistant's turn, as it is written, taken apart: reasoning, content, tool calls.
+
+Text that could begin a marker is held back until it is decided. What only looks like a call, or calls what is no tool,
+is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.call_reader import CallReader
+from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
+from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning, folded
+from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
+
+__all__ = ["CallArguments", "CallStart", "Content", "Part", "Reasoning", "TurnParser", "folded"]
+
+
+class TurnParser:
+    """Takes one turn apart. `push` and `close` return the parts as they are certain; folded, they are the same however
+    the text is cut. White space that only separates (behind a reasoning block, around calls) is in none."""
+
+    def __init__(self, format: TurnFormat, tools: Sequence[Tool], *, reasoning: str, calls: bool) -> None:
+        """reasoning: "opened" where the prompt ended inside a block, "possible" where one may come first, "closed";
+        calls: whether calls of `tools` are looked for."""
+        if calls and format.calls is None:
+            raise RequestError("the model's chat template shows no tool calls in a way that is known")
+        self._scanner = Scanner()
+        self._parts: list[Part] = []
+        turn = _Turn(self._scanner, self._parts, tools, format.calls if calls else None)
+        self._steps = turn.read(format.reasoning, reasoning)
+        next(self._steps, None)
+
+    def push(self, text: str) -> list[Part]:
+        """More of the turn's text; what is certain now."""
+        if text:
+            self._scanner.text += text
+            next(self._steps, None)
+        return self._taken()
+
+    def close(self) -> list[Part]:
+        """The turn is over: what was held back. A call that is cut short stays as far as it came."""
+        self._scanner.ended = True
+        next(self._steps, None)
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        parts = folded(self._parts)
+        self._parts.clear()
+        return parts
+
+
+class _Turn:
+    """The steps of reading a turn."""
+
+    def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat | None) -> None:
+        self._scanner, self._parts, self._format = scanner, parts, format
+        self._calls = CallReader(scanner, parts, tools, format) if format is not None else None
+        self._bare = False  # white space that comes next only separates
+
+    def read(self, markers: ReasoningFormat | None, state: str) -> Step[None]:
+        try:
+            if markers is not None and state != "closed":
+                yield from self._reasoning(markers, opened=state == "opened")
+            if self._calls is not None and not self._calls.trigger:
+                yield from self._try_calls()
+            yield from self._content()
+        except Ended:
+            pass
+
+    def _reasoning(self, markers: ReasoningFormat, *, opened: bool) -> Step[None]:
+        scanner, start = self._scanner, self._scanner.at
+        try:
+            yield from scanner.space()
+            begun = yield from scanner.exactly(markers.start)
+        except Ended:
+            begun = False
+        if not begun and not opened:
+            scanner.at = start
+            return
+        yield from scanner.space()
+        scanner.forget()
+        yield from self._thoughts(markers.end)
+        self._bare = True
+
+    def _thoughts(self, marker: str) -> Step[None]:
+        """Reasoning up to its end, without the white space there."""
+        scanner = self._scanner
+        while (end := scanner.text.find(marker)) < 0:
+            self._show_thought(len(scanner.text) - held_back(scanner.text, 0, marker))
+            try:
+                yield from scanner.more()
+            except Ended:
+                self._parts += [Reasoning(scanner.text)] if scanner.text else []
+                raise
+        self._show_thought(end)
+        scanner.at = scanner.text.index(marker) + len(marker)
+        scanner.forget()
+
+    def _show_thought(self, end: int) -> None:
+        text = self._scanner.text[:end].rstrip()
+        if text:
+            self._parts.append(Reasoning(text))
+            self._scanner.at = len(text)
+            self._scanner.forget()
+
+    def _content(self) -> Step[None]:
+        """Everything else: an answer, and calls where a marker says so."""
+        scanner = self._scanner
+        trigger = self._calls.trigger if self._calls is not None else ""
+        looked = 0  # no call begins before
+        while True:
+            at = scanner.text.find(trigger, looked) if trigger else -1
+            if at < 0:
+                held = held_back(scanner.text, looked, trigger) if trigger else 0
+                looked = self._show_content(len(scanner.text) - held)
+                try:
+                    yield from scanner.more()
+                except Ended:
+                    self._show_rest()
+                    raise
+                continue
+            at = self._show_content(at)
+            scanner.at = at
+            called = yield from self._try_calls()
+            looked = 0 if called else at + len(trigger)
+
+    def _show_content(self, end: int) -> int:
+        """Shows the text up to there but for white space at its end; returns where `end` is then."""
+        scanner = self._scanner
+        text = scanner.text[:end].rstrip()
+        if text:
+            self._parts.append(Content(text.lstrip() if self._bare else text))
+            self._bare = False
+            scanner.at = len(text)
+            scanner.forget()
+        return end - len(text)
+
+    def _show_rest(self) -> None:
+        rest = self._scanner.text
+        if rest and not (self._bare and rest.isspace()):
+            self._parts.append(Content(rest.lstrip() if self._bare else rest))
+
+    def _try_calls(self) -> Step[bool]:
+        """Calls that begin here; where none does, nothing is passed."""
+        assert self._calls is not None
+        scanner, before = self._scanner, self._calls.count
+        try:
+            found = yield from self._calls.read()
+        except Ended:
+            if self._calls.count > before:
+                raise
+            found = False
+        if not found:
+            scanner.at = 0
+            return False
+        scanner.forget()
+        self._bare = True
+        return True

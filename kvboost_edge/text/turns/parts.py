@@ -1,0 +1,57 @@
+"""What an assistant's turn is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CallArguments", "CallStart", "Content", "Part", "Reasoning", "folded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins. index: 0 for a message's first."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Part = Reasoning | Content | CallStart | CallArguments
+
+
+def folded(parts: Sequence[Part]) -> list[Part]:
+    """Parts of one kind that follow one another are one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
+            found[-1] = CallArguments(part.index, last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        else:
+            found.append(part)
+    return found
