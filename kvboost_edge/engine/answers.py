@@ -11,8 +11,9 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["AnswerStore"]
+__all__ = ["AnswerStore", "KeptAnswers"]
 
 _MAX_BYTES = 1 << 20  # of one root: some thousand answers
 _MAX_ROOTS = 64
@@ -69,6 +70,21 @@ class AnswerStore:
         with self._lock:
             for root in roots:
                 self._roots.pop(root, None)
+
+
+class KeptAnswers(NamedTuple):
+    """The part of a store that belongs to one root."""
+
+    store: AnswerStore
+    root: bytes
+
+    def find(self, text: str) -> list[int] | None:
+        """The ids an answer of exactly this text was generated with, or None."""
+        return self.store.find(self.root, text)
+
+    def keep(self, text: str, token_ids: Sequence[int]) -> None:
+        """Remember what a text was written with, where it is not the whole of an output: those are kept already."""
+        self.store.keep(self.root, text, token_ids)
 
 
 def _size(text: str, token_ids: array[int]) -> int:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvboost_edge.compat.hf_batches import group_by_prefix
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.calls import Calls
 from kvboost_edge.engine.core import EngineCore
@@ -271,10 +272,9 @@ class CPUPagedEngine:
 
     warm_chunks = warm
 
-    def answer_ids(self, text: str, *, tenant: str | None = None, cache_salt: str | None = None) -> list[int] | None:
-        """The token ids an answer of exactly this text was generated with, if they are kept; chat messages given as a
-        prompt use them by themselves."""
-        return self._core.answers.find(self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt)), text)
+    def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
+        """The token ids of this tenant's answers; chat messages given as a prompt use them by themselves."""
+        return KeptAnswers(self._core.answers, self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt)))
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
         """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal paged path.

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["KINDS", "MOST_BYTES", "Grammar", "read_grammar"]
+__all__ = ["KINDS", "MOST_BYTES", "Grammar", "read_grammar", "schema_of"]
 
 KINDS = ("json_schema", "regex", "grammar", "choice")
-MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 18, "choice": 1 << 18}
+MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 20, "choice": 1 << 18}
 _MOST_DEPTH = 200
 _MOST_CHOICES = 10_000
 
@@ -47,7 +47,8 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
     return Grammar(kind, text)
 
 
-def _schema_text(value: object) -> str:
+def schema_of(value: object) -> dict[str, Any] | bool:
+    """A JSON schema, given as it is or as its JSON; RequestError for what is none."""
     schema = value
     if isinstance(value, str):
         if len(value) > MOST_BYTES["json_schema"]:
@@ -60,6 +61,11 @@ def _schema_text(value: object) -> str:
         raise RequestError(f"json_schema must be an object, or its JSON, not {type(schema).__name__}")
     if _depth(schema) > _MOST_DEPTH:
         raise RequestError(f"json_schema is nested more than {_MOST_DEPTH} deep")
+    return schema
+
+
+def _schema_text(value: object) -> str:
+    schema = schema_of(value)
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

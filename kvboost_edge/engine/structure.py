@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.lark import JSON_OPTIONS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -28,8 +29,6 @@ __all__ = ["Structure", "Structures"]
 Floats = npt.NDArray[np.float32]
 
 _WORD = 32
-# JSON allows any white space between two tokens, and a small model that has begun with it goes on for ever.
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
 
 
@@ -84,7 +83,9 @@ class Structures:
         tokenizer = self._vocabulary()
         try:
             if grammar.kind == "json_schema":
-                text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+                text = LLMatcher.grammar_from_json_schema(
+                    grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
+                )
             else:
                 text = grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
         except ValueError as error:

@@ -66,8 +66,8 @@ def _start_of(texts: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(branches)) if branches else None
 
 
-def free_marks(values: Sequence[Any]) -> tuple[str, str]:
-    """Two marks that plain JSON values have in none of their strings. RequestError where all are taken."""
+def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
+    """Three marks that plain JSON values have in none of their strings. RequestError where all are taken."""
     taken: set[str] = set()
     waiting = list(values)
     while waiting:
@@ -77,9 +77,9 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str]:
         elif isinstance(value, (list, dict)):
             waiting += value.values() if isinstance(value, dict) else value
     free = [mark for mark in _MARKS if mark not in taken]
-    if len(free) < 2:
+    if len(free) < 3:
         raise RequestError("the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF; they are no text")
-    return free[0], free[1]
+    return free[0], free[1], free[2]
 
 
 def pieces_of(text: str, mark: str) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken
@@ -14,16 +15,31 @@ from tokenizers import AddedToken
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.text.answers import FindAnswer, encode_with_answers
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
-from kvboost_edge.text.codec import FastCodec, SimpleCodec, TextCodec
+from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.history import with_arguments
+from kvboost_edge.text.turns.replay import with_marks
 
 __all__ = ["Tokenizer"]
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+_SPECIAL_LENGTH = 256  # characters; no special token's text is as long
+
+
+class _Rendered(NamedTuple):
+    """A prompt: parts with kept ids between them, each part cut inside of every special token's text that comes from a
+    message."""
+
+    parts: list[list[str]]
+    kept: list[list[int]]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for part in self.parts for piece in part)
 
 
 class Tokenizer:
@@ -110,23 +126,31 @@ class Tokenizer:
         """Text of token ids; an id without a token decodes to nothing."""
         return self.codec.decode(ids, skip_special_tokens)
 
+    @functools.cached_property
+    def turn_format(self) -> TurnFormat:
+        """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
+        return turn_format(self._template.render)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token of exactly this text; None where it is text like any other."""
+        return self.codec.token_id(text) if text in self.codec.special_texts()[0] else None
+
+    def special_ids_in(self, text: str) -> frozenset[int]:
+        """The ids of all special tokens whose texts stand in this one."""
+        found = [self.codec.token_id(special) for special in self.codec.special_texts()[0] if special in text]
+        return frozenset(token_id for token_id in found if token_id is not None)
+
     def apply_chat_template(
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-        *,
         tools: Tools | None = None,
     ) -> str:
         """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the template's own, such
-        as enable_thinking; names that mean something already are refused. `tools`: those the model may call, in
-        OpenAI's form. A model without a template raises RequestError."""
-        return "".join(self._chat_pieces(messages, add_generation_prompt, variables, tools))
-
-    @functools.cached_property
-    def turn_format(self) -> TurnFormat:
-        """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
-        return turn_format(self._template.render)
+        as enable_thinking; names that mean something already are refused. `tools`: as OpenAI's API has them. A model
+        without a template raises RequestError."""
+        return self._rendered(messages, add_generation_prompt, variables, tools).text
 
     def encode_chat(
         self,
@@ -138,55 +162,94 @@ class Tokenizer:
         continue_final: bool = False,
         find_answer: FindAnswer | None = None,
     ) -> list[int]:
-        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the assistant's messages with
-        the ids they were generated with, see `encode_with_answers`. The template writes the BOS token where the model
-        wants one; none is added. Only the template writes special tokens: their text in a message or a tool is text.
-        `continue_final` ends behind the content of the last message, so that the model goes on with it."""
-        pieces = self._chat_pieces(messages, add_generation_prompt, variables, tools, continue_final=continue_final)
-        return self._encode_pieces(pieces, messages, find_answer)
+        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the assistant's messages
+        with the ids they were generated with, see `encode_with_answers` and, of those with calls, turns/replay.py. The
+        template writes the BOS token where the model wants one; none is added. Only the template writes special tokens:
+        their text in a message or a tool is text. `continue_final` ends behind the content of the last message, so that
+        the model goes on with it."""
+        rendered = self._rendered(
+            messages, add_generation_prompt, variables, tools, find_answer, continue_final=continue_final
+        )
+        return self._encode_rendered(rendered, messages, find_answer)
 
     def chat_prompt(self, messages: Messages, find_answer: FindAnswer | None = None) -> tuple[str, list[int]]:
         """The text of chat messages, as `apply_chat_template` has it, and their ids, as `encode_chat` has them."""
-        pieces = self._chat_pieces(messages, True, None)
-        return "".join(pieces), self._encode_pieces(pieces, messages, find_answer)
+        rendered = self._rendered(messages, True, None, None, find_answer)
+        ids = self._encode_rendered(rendered, messages, find_answer)
+        return (self.decode(ids, False) if rendered.kept else rendered.text), ids
 
-    def _encode_pieces(self, pieces: list[str], messages: Messages, find_answer: FindAnswer | None) -> list[int]:
-        if len(pieces) > 1:
-            return self.codec.encode_apart(pieces)  # some message holds a special token's text: nothing of it is parsed
+    def _encode_rendered(self, rendered: _Rendered, messages: Messages, find_answer: FindAnswer | None) -> list[int]:
         contents = [message.get("content") for message in messages if message.get("role") == "assistant"]
         answers = [content for content in contents if isinstance(content, str)]
-        if find_answer is None or not answers:
-            return self.encode(pieces[0], False)
-        return encode_with_answers(pieces[0], answers, self, find_answer)
+        ids: list[int] = []
+        for pieces, kept in itertools.zip_longest(rendered.parts, rendered.kept, fillvalue=list[Any]()):
+            if len(pieces) > 1:  # some message holds a special token's text: nothing of it is parsed
+                ids += self.codec.encode_apart(pieces)
+            elif find_answer is None or not answers:
+                ids += self.encode(pieces[0], False)
+            else:
+                ids += encode_with_answers(pieces[0], answers, self, find_answer)
+            ids += kept
+        return ids
 
-    def _chat_pieces(
+    def _rendered(
         self,
         messages: Messages,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
-        tools: Tools | None = None,
+        tools: Tools | None,
+        find_answer: FindAnswer | None = None,
         *,
         continue_final: bool = False,
-    ) -> list[str]:
-        """The prompt text, cut inside of every special token's text that comes from a message or a tool."""
+    ) -> _Rendered:
+        """The prompt text. Messages whose ids are known stand for themselves where the template lets them."""
         template, plain = self._template, plain_messages(messages)
-        if any(message.get("tool_calls") for message in plain):
+        if has_calls := any(message.get("tool_calls") for message in plain):
             plain = with_arguments(plain, self.turn_format.calls)
         given = {"variables": dict(variables or {}), "tools": None if tools is None else plain_tools(tools)}
-        mark, cut = free_marks([plain, given])
+        mark, cut, place = free_marks([plain, given])
         if continue_final:
             _end_with(plain[-1], cut)
-            add_generation_prompt = False
-        text = template.render(
-            self._specials.marked(plain, mark),
-            add_generation_prompt=add_generation_prompt,
-            **self._specials.marked(given, mark),
-        )
+
+        def render(shown: list[dict[str, Any]]) -> str:
+            return template.render(
+                self._specials.marked(shown, mark),
+                add_generation_prompt=add_generation_prompt and not continue_final,
+                **self._specials.marked(given, mark),
+            )
+
+        kept: list[list[int]] = []
+        text = None
+        if find_answer is not None and has_calls:
+            placed, kept = with_marks(plain, find_answer, place)
+            text = self._replayed(render, placed, place, len(kept))
+        if text is None:
+            text, kept = render(plain), []
         if continue_final:
             text, found, _ = text.rpartition(cut)
             if not found:
                 raise RequestError("the model's chat template does not show the last message, so nothing can go on")
-        return pieces_of(text, mark)
+        parts = text.split(place) if kept else [text]
+        return _Rendered([pieces_of(part, mark) for part in parts], kept)
+
+    def _replayed(
+        self, render: Callable[[list[dict[str, Any]]], str], placed: list[dict[str, Any]], place: str, count: int
+    ) -> str | None:
+        """The text with `count` places for answers' own ids; None where the template does not show each of them where
+        the model wrote, or text behind one would be cut into other tokens than within the whole."""
+        if not count or not self.turn_format.replays:
+            return None
+        try:
+            text = render(placed)
+        except RequestError:  # some look at calls to see whose turn it is
+            return None
+        _, *behind = text.split(place)
+        if len(behind) != count:
+            return None
+        if self.codec.stream_kind is StreamKind.BYTES:
+            return text
+        firsts = [self.encode(part[:_SPECIAL_LENGTH], False)[:1] for part in behind]
+        return text if all(first and not self.codec.has_text(first[0], True) for first in firsts) else None
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

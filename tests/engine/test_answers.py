@@ -88,9 +88,9 @@ def test_the_next_turn_of_a_chat_finds_the_whole_last_one() -> None:
             chat: list[dict[str, str]] = [{"role": "user", "content": f"Tell me of {number}."}]
             first = engine.generate(chat, 60, temperature=1.5, logit_bias=special, tenant="a")
             chat += [{"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And then?"}]
-            kept = engine.answer_ids(first.output_text, tenant="a")
+            kept = engine.kept_answers(tenant="a").find(first.output_text)
             assert kept == list(first.output_token_ids)
-            assert engine.answer_ids(first.output_text) is None, "another tenant's"
+            assert engine.kept_answers().find(first.output_text) is None, "another tenant's"
             size = engine.config.block_size
             full = (first.prompt_tokens + first.generated_tokens - 1) // size * size
             other = engine.generate(chat, 1, tenant="b")

@@ -72,6 +72,11 @@ COUNTS: dict[str, Bound] = {
     "json_strings": Bound(0, 2**16),  # strings among them and names of fields, which cost more still
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
+    "tools": Bound(0, 512),
+    "tool_name": Bound(1, 128),
+    "tools_text": Bound(0, 2**20),  # characters of all tools
+    "tool_calls": Bound(0, 512),  # of one message
+    "tool_call_id": Bound(0, 256),
     "name": Bound(1, 256),
     "stop": Bound(0, 64),
     "stop_length": Bound(1, 1024),

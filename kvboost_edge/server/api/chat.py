@@ -12,10 +12,12 @@ from kvboost_edge.server.api.generation import Order, PromptLogprobs
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
 from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
 from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.reader import TurnReader
 
 __all__ = ["chat_order"]
 
@@ -35,27 +37,31 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
             body.messages,
             body.chat_template_kwargs,
             body.add_generation_prompt is not False,
+            tools=body.tools,
             continue_final=body.continues,
             find_answer=find_answer,
         )
-        return [EncodedPrompt(ids)]
+        return [EncodedPrompt(ids, turn=turn_of(tokenizer, body, ids))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
         if body.token_limit is None and body.num_logprobs is not None:
             room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
-        return body.sampling(room, body.num_logprobs, choice)
+        fits = None if prompt.turn is None else prompt.turn.fits
+        return body.sampling(room, body.num_logprobs, choice, fits=fits)
 
     def choice(index: int, run: Running) -> ChatChoice:
-        return ChatChoice(index, tokenizer, texts, with_ids=bool(body.return_token_ids))
+        turn = run.prompts[0].turn
+        reader = None if turn is None else TurnReader(turn, tokenizer, body.stop or (), run.answers.keep)
+        return ChatChoice(index, tokenizer, texts, reader, with_ids=bool(body.return_token_ids))
 
     limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
     return Order(
-        estimate=estimate_messages(body.messages) + body.num_choices * limit,
+        estimate=estimate_messages(body.messages, body.tools) + body.num_choices * limit,
         num_prompts=1,
         job=Job(
             encode=encode,
-            size=size_of(body.messages),
+            size=size_of(body.messages, body.tools),
             params=params,
             per_prompt=body.num_choices,
             mode=check_mode(state, body.mode),
@@ -74,25 +80,33 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
 
 
 class ChatChoice:
-    """One choice of a chat answer; `texts` is None unless log probabilities are asked for."""
+    """One choice of a chat answer; `texts` is None unless log probabilities are asked for, `reader` where the answer is
+    text alone."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, texts: TokenTexts | None, *, with_ids: bool) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, texts: TokenTexts | None, reader: TurnReader | None, *, with_ids: bool
+    ) -> None:
         self._index = index
         self._codec = tokenizer.codec
         self._texts = texts
-        self._with_ids = with_ids
+        self._with_ids, self._reader = with_ids, reader
         self._offsets = OffsetCounter(tokenizer, 0)
         self._shown = 0
         self._ids: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []  # where the token begins in the text
 
     def whole(self, result: GenerationResult) -> dict[str, Any]:
-        message = {"role": "assistant", "content": result.output_text, "refusal": None}
+        message, reason = {"role": "assistant", "content": result.output_text, "refusal": None}, result.finish_reason
+        if self._reader is not None:
+            for token_id in result.output_token_ids:
+                self._reader.push(token_id)
+            self._reader.close()
+            message, reason = self._reader.message.as_sent(), self._reader.reason(result.finish_reason)
         self._shown = len(result.output_text)
         for token in result.logprobs or ():
             self._add(token)
         logprobs = None if self._texts is None else chat_logprobs(self._texts, self._tokens_of_text())
-        return self._piece("message", message, logprobs, list(result.output_token_ids), result.finish_reason)
+        return self._piece("message", message, logprobs, list(result.output_token_ids), reason)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
         return self._piece("delta", {"role": "assistant", "content": "", "refusal": None}, None, [], None)
@@ -102,10 +116,21 @@ class ChatChoice:
         self._shown += len(event.text)
         if event.logprobs is not None:
             self._add(event.logprobs)
-        return self._flush({"content": event.text}, None) if event.text else None
+        if self._reader is None:
+            return self._flush({"content": event.text}, None) if event.text else None
+        parts = self._reader.push(event.token_id)
+        return self._flush(self._reader.message.delta(parts), None) if parts else None
 
     def close(self, result: GenerationResult) -> dict[str, Any]:
-        return self._flush({}, result.finish_reason)
+        if self._reader is None:
+            return self._flush({}, result.finish_reason)
+        parts = self._reader.close()
+        return self._flush(self._reader.message.delta(parts), self._reader.reason(result.finish_reason))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that are reasoning; known once it is closed."""
+        return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def _add(self, token: TokenLogprobs) -> None:
         """Keep a token that text may come of: EOS is none, and never shown."""

@@ -105,6 +105,8 @@ class CompletionChoice:
     """One choice of a completion; `echo` is the prompt to begin with, `texts` None unless log probabilities are asked
     for."""
 
+    num_reasoning_tokens = 0  # a completion is text alone
+
     def __init__(
         self, index: int, echo: EncodedPrompt | None, tokenizer: Tokenizer, texts: TokenTexts | None, *, with_ids: bool
     ) -> None:

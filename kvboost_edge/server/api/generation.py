@@ -47,6 +47,11 @@ class Choice(Protocol):
         """The last piece, with the reason of the end."""
         ...
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that are reasoning; known once it is whole or closed."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -93,8 +98,10 @@ async def respond(request: Request, send: Send, order: Order) -> None:
 
 def _whole(state: ServerState, order: Order, run: Running, results: list[GenerationResult]) -> bytes:
     # One choice after the other, each as bytes at once: with their log probabilities they are large.
-    choices = [dumps_long(order.choice(index, run).whole(result)) for index, result in enumerate(order.chosen(results))]
-    head, figures = dumps(_head(state, order.id_prefix, order.kind)), dumps(_figures(results, run))
+    writers = [(order.choice(index, run), result) for index, result in enumerate(order.chosen(results))]
+    choices = [dumps_long(writer.whole(result)) for writer, result in writers]
+    figures = dumps(_figures(results, run, [writer for writer, _ in writers]))
+    head = dumps(_head(state, order.id_prefix, order.kind))
     return head[:-1] + b',"choices":[' + b",".join(choices) + b"]," + figures[1:]
 
 
@@ -132,16 +139,17 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
                     ticket.first_token()
                     await _open(choice, run.handles[index].prompt_logprobs, stream)
                 if isinstance(item, GenerationResult):
+                    closing = choice.close(item)
                     last = len(results) == len(choices) and not order.body.include_usage
-                    members = _figures(_in_order(results), run) if last else {}
+                    members = _figures(_in_order(results), run, choices) if last else {}
                     members.pop("usage", None)  # only who asks for it gets it in a stream
-                    stream.chunk([choice.close(item)], **members)
+                    stream.chunk([closing], **members)
                 elif (piece := choice.push(item)) is not None:
                     stream.chunk([piece])
             if len(results) < len(choices):
                 await stream.flush()
     if order.body.include_usage:
-        stream.chunk([], **_figures(_in_order(results), run))
+        stream.chunk([], **_figures(_in_order(results), run, choices))
 
 
 async def _open(choice: Choice, prompt_logprobs: PromptLogprobs, stream: EventStream) -> None:
@@ -175,6 +183,7 @@ def _in_order(results: Mapping[int, GenerationResult]) -> list[GenerationResult]
     return [results[index] for index in range(len(results))]
 
 
-def _figures(results: Sequence[GenerationResult], run: Running) -> Json:
+def _figures(results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]) -> Json:
     """usage, timings and kvboost."""
-    return {"usage": usage_of(results, run.per_prompt), **costs(results, run.per_prompt, run.tokenize_ms)}
+    reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+    return {"usage": usage_of(results, run.per_prompt, reasoning), **costs(results, run.per_prompt, run.tokenize_ms)}

@@ -8,6 +8,8 @@ from typing import Any
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.schemas.tools import size_of_tools
+from kvboost_edge.server.api.turns import offered
 from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -23,14 +25,15 @@ def estimate_tokens(text: str) -> int:
     return len(text) // _CHARACTERS_PER_TOKEN + 1
 
 
-def estimate_messages(messages: Sequence[ChatMessage]) -> int:
+def estimate_messages(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> int:
     """About how many tokens these are."""
-    return sum(estimate_tokens(message.content) + _TEMPLATE_TOKENS for message in messages)
+    sizes = [message.size // _CHARACTERS_PER_TOKEN + 1 + _TEMPLATE_TOKENS for message in messages]
+    return size_of_tools(tools) // _CHARACTERS_PER_TOKEN + sum(sizes)
 
 
-def size_of(messages: Sequence[ChatMessage]) -> int:
+def size_of(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> int:
     """Characters to read, with those the template may add."""
-    return sum(len(message.content) + _TEMPLATE_CHARACTERS for message in messages)
+    return size_of_tools(tools) + sum(message.size + _TEMPLATE_CHARACTERS for message in messages)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
@@ -50,14 +53,20 @@ def encode_messages(
     variables: dict[str, Any] | None,
     add_generation_prompt: bool = True,
     *,
+    tools: list[dict[str, Any]] | None = None,
     continue_final: bool = False,
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
     """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
-    plain = [message.for_template() for message in messages]
+    plain, described = offered(tokenizer, [message.for_template() for message in messages], tools)
     try:
         ids = tokenizer.encode_chat(
-            plain, add_generation_prompt, variables, continue_final=continue_final, find_answer=find_answer
+            plain,
+            add_generation_prompt,
+            variables,
+            tools=described,
+            continue_final=continue_final,
+            find_answer=find_answer,
         )
     except RequestError as error:
         raise bad_field("messages", str(error)) from error

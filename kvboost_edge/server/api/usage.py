@@ -10,12 +10,12 @@ from kvboost_edge.engine.results import GenerationResult
 __all__ = ["costs", "usage_of"]
 
 
-def usage_of(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, Any]:
+def usage_of(results: Sequence[GenerationResult], per_prompt: int, reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's usage of all sequences, `per_prompt` of them for each prompt, prompt by prompt.
 
     A prompt counts once however many sequences continue it; its cached tokens are what the cache held before the
     request itself filled it, so the least of its sequences; what was shared at other positions is not among them. Every
-    generated token counts, of unchosen sequences too.
+    generated token counts, of unchosen sequences too; `reasoning_tokens` of them are reasoning.
     """
     firsts = first_comers(results, per_prompt)
     prompt = sum(result.prompt_tokens for result in firsts)
@@ -25,6 +25,7 @@ def usage_of(results: Sequence[GenerationResult], per_prompt: int) -> dict[str, 
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

@@ -19,12 +19,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request import Entry, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.text.answers import FindAnswer
+from kvboost_edge.text.turns.reader import Turn
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -52,11 +54,13 @@ _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks)."""
+    """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its answers are made of;
+    None: text alone."""
 
     token_ids: list[int]
     text: str = ""
     from_text: bool = True
+    turn: Turn | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,7 @@ class Running:
     handles: list[RequestHandle]
     per_prompt: int
     tokenize_ms: float
+    answers: KeptAnswers
 
 
 class Answer(Response):
@@ -141,15 +146,15 @@ def _long_workers() -> ThreadPoolExecutor:
 async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
     """Tokenize, queue, and cancel whatever is not done when the block is left."""
     started = time.perf_counter()
-    answer_ids = functools.partial(engine.answer_ids, tenant=ticket.tenant, cache_salt=job.cache_salt)
-    encode = functools.partial(job.encode, answer_ids)
+    answers = engine.kept_answers(tenant=ticket.tenant, cache_salt=job.cache_salt)
+    encode = functools.partial(job.encode, answers.find)
     prompts = encode() if job.size <= _SHORT else await off_loop(encode, job.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
     if job.mode is not GenerationMode.BASELINE and job.cache_salt is None:
         await ticket.group(prompts[0].token_ids)
     handles = await _submit(engine, job, ticket, prompts, Entry(started, prompt_text=""))
     try:
-        yield Running(prompts, handles, job.per_prompt, tokenize_ms)
+        yield Running(prompts, handles, job.per_prompt, tokenize_ms, answers)
     finally:
         for handle in handles:
             handle.cancel()

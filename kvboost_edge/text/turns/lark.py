@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
 
-__all__ = ["FREE", "JSON_SPACE", "SPACE", "Atom", "Lark", "Rule", "SpecialId", "escaped", "json_schema"]
+__all__ = ["FREE", "JSON_OPTIONS", "JSON_SPACE", "SPACE", "Atom", "Lark", "Rule", "SpecialId", "escaped", "json_schema"]
 
 SpecialId = Callable[[str], int | None]
 
 # JSON allows any white space between two tokens, and a small model that has begun with it goes on for ever.
 JSON_SPACE = r"( |\n[ \t]{0,16})?"
+# Letters are written as they are: llguidance takes \u for control characters alone, so that a model that begins \u00f6
+# would be led to another character.
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": JSON_SPACE, "json_allowed_escapes": 'nrbtf\\"'}
+"""How llguidance reads schemas, here and wherever else an answer is JSON."""
 SPACE = r"[ \t\r\n]{0,4}"
 """What may stand between two pieces of a call."""
 FREE = r"(?s:.*)"
@@ -100,7 +104,7 @@ class Lark:
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema that bounds white space."""
-    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}}
+    return {**schema, "x-guidance": JSON_OPTIONS}
 
 
 def escaped(text: str) -> str:

@@ -29,6 +29,7 @@ class TurnParser:
         self._scanner = Scanner()
         self._parts: list[Part] = []
         turn = _Turn(self._scanner, self._parts, tools, format.calls if calls else None)
+        self._turn = turn
         self._steps = turn.read(format.reasoning, reasoning)
         next(self._steps, None)
 
@@ -38,6 +39,16 @@ class TurnParser:
             self._scanner.text += text
             next(self._steps, None)
         return self._taken()
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside of a reasoning block, its end marker not yet whole."""
+        return self._turn.in_reasoning
+
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether a reasoning block has ended."""
+        return self._turn.has_reasoned
 
     def close(self) -> list[Part]:
         """The turn is over: what was held back. A call that is cut short stays as far as it came."""
@@ -58,6 +69,7 @@ class _Turn:
         self._scanner, self._parts, self._format = scanner, parts, format
         self._calls = CallReader(scanner, parts, tools, format) if format is not None else None
         self._bare = False  # white space that comes next only separates
+        self.in_reasoning = self.has_reasoned = False
 
     def read(self, markers: ReasoningFormat | None, state: str) -> Step[None]:
         try:
@@ -79,9 +91,11 @@ class _Turn:
         if not begun and not opened:
             scanner.at = start
             return
+        self.in_reasoning = True
         yield from scanner.space()
         scanner.forget()
         yield from self._thoughts(markers.end)
+        self.in_reasoning, self.has_reasoned = False, True
         self._bare = True
 
     def _thoughts(self, marker: str) -> Step[None]:

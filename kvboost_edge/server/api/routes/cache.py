@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -62,7 +61,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             await send_json(send, dumps(await _warm_alone(state, request, body)))
             return
         engine, job = state.engine, _warm_job(state, body)
-        estimate = estimate_messages(body.messages or []) + estimate_tokens(body.text or "")
+        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
         async with state.admit(request, estimate) as ticket, running(engine, job, ticket) as run:
             results = await wait_all(ticket, run.handles)
             ids, tenant = run.prompts[0].token_ids, ticket.tenant
@@ -80,12 +79,12 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
     async def work(state: ServerState, send: Send) -> None:
         body.check_together()
         engine = state.engine
-        estimate = estimate_messages(body.messages or []) + estimate_tokens(body.text or "")
+        estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
         async with state.admit(request, estimate) as ticket:
             whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}
 
             def end() -> int:
-                ids = _token_ids(state, body, functools.partial(engine.answer_ids, **whose))
+                ids = _token_ids(state, body, engine.kept_answers(**whose).find)
                 return engine.unpin(ids, **whose) if ids else 0
 
             unpinned = await off_loop(end, _size(body))
@@ -170,7 +169,7 @@ def _token_ids(state: ServerState, body: UnpinRequest, find_answer: FindAnswer) 
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
         variables = body.chat_template_kwargs
-        return encode_messages(tokenizer, body.messages, variables, False, find_answer=find_answer)
+        return encode_messages(tokenizer, body.messages, variables, False, tools=body.tools, find_answer=find_answer)
     return encode_text(tokenizer, body.text or "", True, "text")
 
 
@@ -200,7 +199,7 @@ def _warm_job(state: ServerState, body: WarmRequest) -> Job:
 
 
 def _size(body: UnpinRequest) -> int:
-    return len(body.text or "") + size_of(body.messages or [])
+    return len(body.text or "") + size_of(body.messages or [], body.tools)
 
 
 def _stats(state: ServerState) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
+from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import ERRORS, ChatAnswer, CompletionAnswer
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import chat_order
@@ -14,6 +15,7 @@ from kvboost_edge.server.api.completions import completion_order
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.state import ServerState
 
 __all__ = ["router"]
@@ -38,6 +40,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
 
     async def work(state: ServerState, send: Send) -> None:
-        await respond(request, send, chat_order(state, body))
+        try:
+            await respond(request, send, chat_order(state, body))
+        except RequestError as error:
+            raise named_by_field(error, body) from error
 
     return answered(request, body.model, work)

@@ -46,8 +46,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     async def work(state: ServerState, send: Send) -> None:
         body.check_together()
         text, messages = body.content or body.prompt or "", body.messages or []
-        async with state.admit(request, estimate_tokens(text) + estimate_messages(messages)):
-            answer = await off_loop(lambda: dumps_long(_tokenize(state, body)), len(text) + size_of(messages))
+        async with state.admit(request, estimate_tokens(text) + estimate_messages(messages, body.tools)):
+            answer = await off_loop(
+                lambda: dumps_long(_tokenize(state, body)), len(text) + size_of(messages, body.tools)
+            )
         await send_json(send, answer)
 
     return answered(request, body.model, work)
@@ -97,7 +99,8 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = state.engine.tokenizer
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:
-        ids = encode_messages(tokenizer, body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+        variables = body.chat_template_kwargs
+        ids = encode_messages(tokenizer, body.messages, variables, body.add_generation_prompt, tools=body.tools)
     elif text:
         ids = encode_text(tokenizer, text, body.with_special_tokens, "content" if body.prompt is None else "prompt")
     else:

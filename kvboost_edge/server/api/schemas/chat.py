@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
+from kvboost_edge.server.api.schemas.foreign import refused_field
 from kvboost_edge.server.api.schemas.shared import (
     NotBuilt,
     OnlyEmpty,
-    OnlyFalse,
     OnlyNone,
     OnlyOne,
     SamplingFields,
@@ -22,17 +23,17 @@ from kvboost_edge.server.api.schemas.shared import (
     or_null,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
+from kvboost_edge.server.api.schemas.tools import ToolCalls, ToolChoice, ToolChoiceField, Tools
 from kvboost_edge.text.chat_template import is_reserved
 
 __all__ = ["ChatMessage", "ChatRequest", "Messages"]
 
-_ROLES = ("system", "developer", "user", "assistant")
-_LATER_ROLES = ("tool", "function")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _role(value: Any) -> str:
-    if isinstance(value, str) and value in _LATER_ROLES:
-        raise field_error("not_built", f"role {value!r} is not built in this server: there are no tool calls yet")
+    if value == "function":
+        raise field_error("not_built", "role 'function' is not built in this server; use 'tool'")
     if not isinstance(value, str) or value not in _ROLES:
         raise field_error("role", f"must be one of {', '.join(_ROLES)}")
     return value
@@ -90,6 +91,10 @@ def _modalities(value: Any) -> None:
         raise field_error("not_built", "anything but ['text'] is not built in this server")
 
 
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 _TEXT_SCHEMA = {"type": "string", "maxLength": COUNTS["text"].high}
 _PARTS_SCHEMA = {
     "type": "array",
@@ -122,23 +127,73 @@ TemplateVariables = Annotated[
 ]
 
 
+Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _PARTS_SCHEMA]})]
+
+
+def _by_role(schema: dict[str, Any]) -> None:
+    """What `_belongs_to_its_role` checks, in the document."""
+    null, given = {"type": "null"}, {"not": {"type": "null"}}
+    schema["oneOf"] = [
+        {"properties": {"role": {"const": "tool"}, "tool_call_id": given, "content": given, "tool_calls": null}},
+        {"properties": {"role": {"const": "assistant"}, "tool_call_id": null, "content": given}},
+        {
+            "properties": {"role": {"enum": ["system", "developer", "user"]}}
+            | {"tool_call_id": null, "content": given, "tool_calls": null}
+        },
+    ]
+    for one, needed in zip(schema["oneOf"], (["content", "tool_call_id"], ["content"], ["content"]), strict=True):
+        one["required"] = needed
+
+
 class ChatMessage(Strict):
     """One message. `content` is plain text after validation."""
 
+    model_config = ConfigDict(json_schema_extra=_by_role)
     role: Annotated[str, PlainValidator(_role), WithJsonSchema({"enum": list(_ROLES)})]
-    content: Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _PARTS_SCHEMA]})]
+    content: Content | None = None
     name: Annotated[str, AfterValidator(check_text), counted("name")] | None = None
     refusal: NotBuilt = None
     annotations: OnlyEmpty = None
     audio: NotBuilt = None
-    tool_calls: OnlyEmpty = None
-    tool_call_id: NotBuilt = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
+    reasoning_content: Annotated[str, AfterValidator(check_text), counted("text")] | None = None
+    reasoning: Annotated[str, AfterValidator(check_text), counted("text")] | None = None
     function_call: NotBuilt = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _belongs_to_its_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise refused_field("tool_calls", "belongs to a message of role 'assistant'")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise refused_field("tool_call_id", "belongs to a message of role 'tool', which needs it")
+        if self.content is None and not self.tool_calls:
+            raise refused_field("content", "is missing; only a message with tool_calls may have none")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """As templates know messages: a developer's message is the system's under its older name."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
+        return message
+
+    @property
+    def text(self) -> str:
+        """The content, "" where there is none."""
+        return self.content or ""
+
+    @property
+    def size(self) -> int:
+        """Characters of all its texts."""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls or ())
+        return len(self.text) + len(self.reasoning_content or self.reasoning or "") + calls
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages")]
@@ -164,11 +219,11 @@ class ChatRequest(SamplingFields):
     best_of: OnlyOne = None
     function_call: OnlyNone = None
     functions: OnlyEmpty = None
-    parallel_tool_calls: OnlyFalse = None
+    parallel_tool_calls: bool | None = None
     prediction: NotBuilt = None
     reasoning_effort: NotBuilt = None
-    tool_choice: OnlyNone = None
-    tools: OnlyEmpty = None
+    tool_choice: ToolChoiceField | None = None
+    tools: Tools | None = None
     verbosity: NotBuilt = None
     web_search_options: NotBuilt = None
 
@@ -182,8 +237,25 @@ class ChatRequest(SamplingFields):
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.add_generation_prompt):
             wrong = "needs a last message of role assistant, and no add_generation_prompt"
             raise bad_field("continue_final_message", f"continue_final_message {wrong}")
+        self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+
+    def _check_tools(self) -> None:
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        choice = self.called
+        if not names and choice.mode != "none":
+            raise bad_field("tool_choice", f"tool_choice {choice.mode!r} needs tools")
+        unknown = next((name for name in choice.names or () if name not in names), None)
+        if unknown is not None:
+            raise bad_field("tool_choice", f"tool_choice names {unknown!r}; the tools are {_shown(names)}")
+        if names and choice.mode != "none" and self.answer_format:
+            raise bad_field("tools", "tools and a format of the answer are both given; a call is no such answer")
+
+    @property
+    def called(self) -> ToolChoice:
+        """Which of the tools the model may call; as in OpenAI's API it may call all unless told otherwise."""
+        return self.tool_choice or ToolChoice("auto" if self.tools else "none")
 
     @property
     def token_limit(self) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticCustomError
 
-__all__ = ["GENERATING", "SAME_AS", "Foreign", "known_fields"]
+__all__ = ["GENERATING", "SAME_AS", "Foreign", "known_fields", "refused_field"]
 
 _SHOWN = 5  # unknown names in one message
 _SHOWN_LENGTH = 64
@@ -124,12 +124,12 @@ def known_fields(value: Any, fields: Container[str], foreign: Mapping[str, Forei
         if name not in foreign:
             ours = SAME_AS[name]
             if kept.get(ours) is not None:
-                raise _refused(name, f"means {ours}, which is given too; give one of them")
+                raise refused_field(name, f"means {ours}, which is given too; give one of them")
             kept[ours] = item
             continue
         about = foreign[name]
         if not about.ignored and not any(type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)):
-            raise _refused(name, f"is not taken: {about.instead}")
+            raise refused_field(name, f"is not taken: {about.instead}")
     return kept
 
 
@@ -142,9 +142,9 @@ def _unknown(names: list[str]) -> PydanticCustomError:
     shown = ", ".join(repr(name[:_SHOWN_LENGTH]) for name in itertools.islice(names, _SHOWN))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     what = f"is no field of this; unknown here: {shown}{rest}" if len(names) > 1 else "is no field of this"
-    return _refused(names[0][:_SHOWN_LENGTH], what)
+    return refused_field(names[0][:_SHOWN_LENGTH], what)
 
 
-def _refused(name: str, message: str) -> PydanticCustomError:
+def refused_field(name: str, message: str) -> PydanticCustomError:
     """An error whose place is the field, although the object around it is what is being validated."""
     return PydanticCustomError("foreign_field", "{message}", {"message": message, "field": name})

@@ -6,7 +6,7 @@ A field is honoured, ignored by name (neutral ones, which change nothing about t
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -351,9 +351,18 @@ class SamplingFields(Strict):
         found = self._answer_formats()
         return {} if isinstance(found, tuple) else found
 
-    def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, **more: Any) -> SamplingParams:
+    def sampling(
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        choice: int,
+        *,
+        fits: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> SamplingParams:
         """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless given; choice i of a
-        seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine; others count modulo 2^64."""
+        seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine; others count modulo 2^64.
+        fits: keywords of what the answer has to fit, None: `answer_format`."""
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -370,6 +379,6 @@ class SamplingFields(Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             max_new_tokens=max_new_tokens,
-            **self.answer_format,
+            **(self.answer_format if fits is None else fits),
             **more,
         )

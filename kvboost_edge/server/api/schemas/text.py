@@ -16,6 +16,7 @@ from kvboost_edge.server.api.schemas.shared import (
     check_text,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
+from kvboost_edge.server.api.schemas.tools import Tools
 
 __all__ = ["DetokenizeRequest", "ResetRequest", "TokenizeRequest", "UnpinRequest", "WarmRequest"]
 
@@ -34,6 +35,7 @@ _BELONGS_TO = {
     "add_special_tokens": ("prompt",),
     "add_generation_prompt": ("messages",),
     "chat_template_kwargs": ("messages",),
+    "tools": ("messages",),
 }
 
 
@@ -49,6 +51,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
     return_token_strs: bool = False
     model: ModelName | None = None
 
@@ -77,6 +80,7 @@ class UnpinRequest(Strict):
     text: Annotated[Text, Field(min_length=1)] | None = None
     messages: Messages | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
     cache_salt: CacheSalt | None = None
     model: ModelName | None = None
 
@@ -84,8 +88,12 @@ class UnpinRequest(Strict):
         """ApiError unless exactly one of the two is given."""
         if (self.text is None) == (self.messages is None):
             raise bad_field("text", "give exactly one of text and messages")
-        if self.text is not None and self.chat_template_kwargs is not None:
-            raise bad_field("chat_template_kwargs", "chat_template_kwargs goes with messages, not with text")
+        self._check_of_messages("text", self.text)
+
+    def _check_of_messages(self, other: str, given: object) -> None:
+        for name in ("chat_template_kwargs", "tools"):
+            if given is not None and getattr(self, name) is not None:
+                raise bad_field(name, f"{name} goes with messages, not with {other}")
 
 
 Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
@@ -115,8 +123,7 @@ class WarmRequest(UnpinRequest):
             raise bad_field("position_offset", "position_offset goes with text")
         if self.alone is not None and self.pin:
             raise bad_field("pin", f"pin keeps prompts that are found from their beginning, not {self.alone}")
-        if self.documents is not None and self.chat_template_kwargs is not None:
-            raise bad_field("chat_template_kwargs", "chat_template_kwargs goes with messages, not with documents")
+        self._check_of_messages("documents", self.documents)
         if self.ttl is not None and not self.pin:
             raise bad_field("ttl", "ttl is how long a pin lasts; it goes with pin: true")
 

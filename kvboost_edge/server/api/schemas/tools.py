@@ -1,0 +1,190 @@
+"""Tools that a model may call, which of them it has to, and calls that were made, as OpenAI spells them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.schemas.strict import field_error
+
+__all__ = ["Called", "ToolCalls", "ToolChoice", "ToolChoiceField", "Tools", "size_of_tools"]
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+_CHOICES = ("none", "auto", "required")
+
+
+class ToolChoice(NamedTuple):
+    """mode: "none", "auto" or "required"; names: the tools that may be called, None for all."""
+
+    mode: str
+    names: tuple[str, ...] | None = None
+
+
+class Called(NamedTuple):
+    """A call that was made. arguments: JSON of an object, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates know it: the arguments are an object."""
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _name(kind: str, value: Any) -> str:
+    length = COUNTS["tool_name"]
+    if not isinstance(value, str) or not _NAME.fullmatch(value) or len(value) > length.high:
+        raise field_error(kind, f"a function's name has {length.describe()} letters, digits, '_', '-' and '.'")
+    return value
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Functions as templates know them: a type, and a name, a description and parameters."""
+    if not isinstance(value, list):
+        raise field_error("tools", "must be a list of {'type': 'function', 'function': {'name': …}}")
+    if len(value) > COUNTS["tools"].high:
+        raise field_error("tools", f"holds {len(value)} entries; at most {COUNTS['tools'].high} are allowed")
+    tools = [_tool(one) for one in value]
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise field_error("tools", f"names the function {twice!r} twice")
+    size = size_of_tools(tools)
+    if not _is_text(tools):
+        raise field_error("tools", "holds a lone surrogate; it is no valid text")
+    if size > COUNTS["tools_text"].high:
+        raise field_error("tools", f"has {size} characters; at most {COUNTS['tools_text'].high} are allowed")
+    return tools
+
+
+def _tool(value: Any) -> dict[str, Any]:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise field_error("not_built", "tools other than type 'function' are not built in this server")
+    if kind != "function" or not value.keys() <= {"type", "function"}:
+        raise field_error("tools", "each must be {'type': 'function', 'function': {'name': …, 'parameters': …}}")
+    function = value.get("function")
+    if not isinstance(function, dict) or not function.keys() <= {"name", "description", "parameters", "strict"}:
+        raise field_error("tools", "a function has a name, and may have description, parameters and strict")
+    description, parameters = function.get("description"), function.get("parameters")
+    if not isinstance(description, (str, type(None))):
+        raise field_error("tools", "a function's description must be a string")
+    if not isinstance(parameters, (dict, type(None))):
+        raise field_error("tools", "a function's parameters must be a JSON schema, which is an object")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise field_error("tools", "a function's strict must be true or false")
+    # What holds in any case, strict, is not said to the model.
+    known = {"name": _name("tools", function.get("name")), "description": description or ""}
+    return {"type": "function", "function": {**known, "parameters": parameters or _ANY_ARGUMENTS}}
+
+
+def _tool_choice(value: Any) -> ToolChoice:
+    if isinstance(value, str) and value in _CHOICES:
+        return ToolChoice(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and value.keys() == {"type", "function"}:
+        return ToolChoice("required", (_chosen(value),))
+    allowed = value.get("allowed_tools", value) if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list) and allowed["tools"]:
+        mode = allowed.get("mode", "auto")
+        if mode in ("auto", "required"):
+            return ToolChoice(mode, tuple(_chosen(tool) for tool in allowed["tools"][: int(COUNTS["tools"].high)]))
+    raise field_error(
+        "tool_choice",
+        "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or {'type': "
+        "'allowed_tools', 'allowed_tools': {'mode': …, 'tools': […]}}",
+    )
+
+
+def _chosen(value: Any) -> str:
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    return _name("tool_choice", function.get("name") if isinstance(function, dict) else None)
+
+
+def _tool_calls(value: Any) -> tuple[Called, ...]:
+    if not isinstance(value, list) or len(value) > COUNTS["tool_calls"].high:
+        raise field_error("tool_calls", f"must be a list of at most {COUNTS['tool_calls'].high} calls")
+    return tuple(_called(one) for one in value)
+
+
+def _called(value: Any) -> Called:
+    function = (
+        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+    )
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str):
+        raise field_error("tool_calls", "each must be {'id': …, 'type': 'function', 'function': {'name', 'arguments'}}")
+    call_id, arguments = value.get("id", ""), function.get("arguments") or "{}"
+    if not isinstance(call_id, str) or len(call_id) > COUNTS["tool_call_id"].high:
+        raise field_error("tool_calls", f"an id has at most {COUNTS['tool_call_id'].high} characters")
+    if len(arguments) > COUNTS["text"].high:
+        raise field_error("tool_calls", f"arguments have at most {COUNTS['text'].high} characters")
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict) or not _is_text(given):
+        raise field_error("tool_calls", "a call's arguments must be the JSON of an object")
+    return Called(call_id, _name("tool_calls", function.get("name")), arguments)
+
+
+def _is_text(value: Any) -> bool:
+    """True where all strings in it are valid Unicode: JSON can spell lone surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def size_of_tools(tools: list[dict[str, Any]] | None) -> int:
+    """Characters that they take, about."""
+    return len(json.dumps(tools, ensure_ascii=False)) if tools else 0
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    properties = {**required, **optional}
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+_FUNCTION = {"const": "function"}
+_NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$", "maxLength": COUNTS["tool_name"].high}
+_TOOL = _object(
+    {
+        "type": _FUNCTION,
+        "function": _object(
+            {"name": _NAME_SCHEMA},
+            description={"type": "string"},
+            parameters={"type": "object"},
+            strict={"type": "boolean"},
+        ),
+    }
+)
+_CHOSEN = _object({"type": _FUNCTION, "function": _object({"name": _NAME_SCHEMA})})
+_ALLOWED = _object({"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "minItems": 1, "items": _CHOSEN}})
+_CHOICE = {
+    "anyOf": [
+        {"enum": list(_CHOICES)},
+        _CHOSEN,
+        _object({"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED}),
+    ]
+}
+_CALL = _object(
+    {"function": _object({"name": _NAME_SCHEMA}, arguments={"type": "string", "contentMediaType": "application/json"})},
+    type=_FUNCTION,
+    id={"type": "string", "maxLength": COUNTS["tool_call_id"].high},
+)
+
+
+def _list_of(name: str, items: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "maxItems": COUNTS[name].high, "items": items})
+
+
+Tools = Annotated[list[dict[str, Any]], PlainValidator(_tools), _list_of("tools", _TOOL)]
+ToolChoiceField = Annotated[ToolChoice, PlainValidator(_tool_choice), WithJsonSchema(_CHOICE)]
+ToolCalls = Annotated[tuple[Called, ...], PlainValidator(_tool_calls), _list_of("tool_calls", _CALL)]

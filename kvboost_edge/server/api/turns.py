@@ -1,0 +1,96 @@
+"""What the answers to a chat are made of: what tools bind them to, and whether they begin with reasoning.
+
+How a model marks these is found from its chat template, see text/turns/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvboost_edge.engine.grammars import schema_of
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
+from kvboost_edge.text.turns.generic import GENERIC, with_tools_described
+from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
+from kvboost_edge.text.turns.reader import Turn
+
+__all__ = ["named_by_field", "offered", "turn_of"]
+
+_TAIL_TOKENS = 64  # of a prompt: what its template writes in front of an answer
+
+Json = dict[str, Any]
+
+
+def offered(
+    tokenizer: Tokenizer, messages: list[Json], tools: list[Json] | None
+) -> tuple[list[Json], list[Json] | None]:
+    """Messages and tools as the chat template takes them; where it knows none, they are told in words. ApiError where
+    it writes calls in a way that is not known here."""
+    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        return messages, None
+    if _calls_of(tokenizer) is GENERIC:
+        return with_tools_described(messages, tools or []), None
+    return messages, tools
+
+
+def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) -> Turn | None:
+    """What the answers to a rendered chat are made of; None: text alone."""
+    format = tokenizer.turn_format
+    reasoning = "closed" if body.continues else _reasoning(tokenizer, format, prompt_ids)
+    if not body.tools:
+        return _plain_turn(tokenizer, format, reasoning, body.answer_format)
+    calls = _calls_of(tokenizer)
+    tools = tuple(Tool(one["function"]["name"], one["function"]["parameters"]) for one in body.tools)
+    format, choice = format._replace(calls=calls), body.called
+    grammar = calls_grammar(
+        format,
+        [tool for tool in tools if choice.names is None or tool.name in choice.names],
+        choice=choice.mode,
+        parallel=body.parallel_tool_calls is not False,
+        reasoning=reasoning,
+        special_id=tokenizer.special_id,
+    )
+    return Turn(format, tools, reasoning, choice.mode != "none", body.answer_format or {"grammar": grammar})
+
+
+def _plain_turn(tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: Mapping[str, Any]) -> Turn | None:
+    """Without tools: a JSON schema binds behind the reasoning, any other form from the first token on."""
+    schema = schema_of(fits["json_schema"]) if "json_schema" in fits else None
+    if reasoning == "closed" or (fits and not isinstance(schema, dict)):
+        return None
+    if isinstance(schema, dict):
+        grammar = answer_grammar(format.reasoning, schema, reasoning=reasoning, special_id=tokenizer.special_id)
+        fits = {"grammar": grammar}
+    return Turn(format, (), reasoning, False, fits)
+
+
+def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
+    """What the engine says of a grammar that was made of tools, as an error of that field."""
+    message = str(error)
+    if not body.tools or not message.startswith("grammar "):
+        return error
+    return bad_field("tools", f"the parameters of a tool cannot be enforced: {message.removeprefix('grammar ')}")
+
+
+def _calls_of(tokenizer: Tokenizer) -> CallFormat:
+    """How the model is to write calls: as its chat template has them, or in general terms where that has none. ApiError
+    where it has them in a way that is not known here."""
+    format = tokenizer.turn_format
+    if not format.shows_tools:
+        return GENERIC
+    if format.calls is None:
+        raise bad_field("tools", "the model's chat template writes calls in a way that is not known here")
+    return format.calls
+
+
+def _reasoning(tokenizer: Tokenizer, format: TurnFormat, prompt_ids: Sequence[int]) -> str:
+    if format.reasoning is None:
+        return "closed"
+    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    if tail.endswith(format.reasoning.start):
+        return "opened"
+    return "closed" if tail.endswith(format.reasoning.end) else "possible"

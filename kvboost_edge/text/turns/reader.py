@@ -1,0 +1,161 @@
+"""One answer taken apart, token by token: reasoning, text and calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.stop_strings import StopChecker
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.formats import Tool, TurnFormat
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
+from kvboost_edge.text.turns.replay import call_key
+
+__all__ = ["Turn", "TurnMessage", "TurnReader"]
+
+Keep = Callable[[str, Sequence[int]], None]
+
+# Mistral's templates take ids of nine letters and digits only; others take any.
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+
+
+class Turn(NamedTuple):
+    """How the answers of one request are taken apart.
+
+    reasoning    "opened": the prompt ends inside of a reasoning block; "possible": one may come first; "closed"
+    calls        whether tools may be called
+    fits         what the whole turn has to fit: keywords of the engine's parameters
+    """
+
+    format: TurnFormat
+    tools: tuple[Tool, ...]
+    reasoning: str
+    calls: bool
+    fits: Mapping[str, Any]
+
+
+class TurnReader:
+    """Takes one answer apart, token by token."""
+
+    def __init__(self, turn: Turn, tokenizer: Tokenizer, stop: Sequence[str], keep: Keep) -> None:
+        """keep: remembers with which ids a text was written, for the client's next turn."""
+        self._keep = keep
+        self._codec = tokenizer.codec
+        # Of special tokens only those show that are markers of this format.
+        self._markers = tokenizer.special_ids_in(_literals(turn.format))
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+        self._stops, self._stopped = StopChecker(tuple(stop)), False
+        self._parser = TurnParser(turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls)
+        self._ids: list[int] = []
+        self._answer_at: int | None = 0  # where the ids begin that stand behind the reasoning; None: inside of a token
+        self.num_reasoning_tokens = 0
+        self.message = TurnMessage()
+
+    def push(self, token_id: int) -> list[Part]:
+        """Take the next token; what is certain of its text, already added to the message."""
+        if self._stopped or not (self._codec.has_text(token_id, True) or token_id in self._markers):
+            return []
+        self._ids.append(token_id)
+        text, self._stopped = self._stops.push(self._detokenizer.push(token_id))
+        reasoned = self._parser.has_reasoned
+        parts = self._parser.push(text)
+        if self._parser.has_reasoned and not reasoned:
+            self.num_reasoning_tokens = len(self._ids)
+            self._answer_at = None if any(not isinstance(part, Reasoning) for part in parts) else len(self._ids)
+        elif self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip():
+            self._answer_at += 1  # white space between the two
+        self.message.add(parts)
+        return parts
+
+    def close(self) -> list[Part]:
+        """The end: what was held back. The answer is kept as clients will send it back."""
+        text, rest = "", ""
+        if not self._stopped:
+            text, self._stopped = self._stops.push(self._detokenizer.flush())
+            rest = "" if self._stopped else self._stops.flush()
+        parts = [*self._parser.push(text + rest), *self._parser.close()]
+        if self._parser.in_reasoning:
+            self.num_reasoning_tokens = len(self._ids)
+        self.message.add(parts)
+        # The engine keeps whole outputs by itself; clients have a call, or what stands behind the reasoning.
+        if self._answer_at is not None and (self.num_reasoning_tokens or self.message.calls):
+            key = call_key(self.message.as_sent()) or self.message.content
+            self._keep(key, self._ids[self._answer_at :])
+        return parts
+
+    def reason(self, finish_reason: str) -> str:
+        """Why the answer ended, as clients know it, from why the engine ended it."""
+        return "tool_calls" if self.message.calls and finish_reason == "stop" else finish_reason
+
+
+class TurnMessage:
+    """An assistant's message while it is written."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            match part:
+                case Content(text):
+                    self._content.append(text)
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                case CallStart(_, name):
+                    function = {"name": name, "arguments": ""}
+                    self.calls.append({"id": _new_id(), "type": "function", "function": function})
+                case CallArguments(index, text):
+                    self.calls[index]["function"]["arguments"] += text
+
+    def as_sent(self) -> dict[str, Any]:
+        """As clients get it, and send it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self.calls:
+            message |= {"content": self.content or None, "tool_calls": self.calls}
+        return message
+
+    def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """These parts, which were added, as a piece of a stream."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            match part:
+                case Content(text):
+                    delta["content"] = delta.get("content", "") + text
+                case Reasoning(text):
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                case CallStart(index, name):
+                    function = {"name": name, "arguments": ""}
+                    calls[index] = {
+                        "index": index,
+                        "id": self.calls[index]["id"],
+                        "type": "function",
+                        "function": function,
+                    }
+                case CallArguments(index, text):
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+
+
+def _literals(format: TurnFormat) -> str:
+    """All that the markers are made of."""
+    calls = () if format.calls is None else dataclasses.astuple(format.calls)
+    return "\n".join([*(format.reasoning or ()), *(one for one in calls if isinstance(one, str))])
