@@ -18,6 +18,7 @@ from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.lark import JSON_SPACE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -28,8 +29,7 @@ __all__ = ["Structure", "Structures"]
 Floats = npt.NDArray[np.float32]
 
 _WORD = 32
-# JSON allows any white space between two tokens, and a small model that has begun with it goes on for ever.
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": JSON_SPACE}
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
 
 

@@ -123,6 +123,11 @@ class Tokenizer:
         OpenAI's form. A model without a template raises RequestError."""
         return "".join(self._chat_pieces(messages, add_generation_prompt, variables, tools))
 
+    def marker_id(self, text: str) -> int | None:
+        """The token of exactly this text that is one in grammars too, where text never matches it; None: there is
+        none, or the tokenizer cannot tell."""
+        return self.codec.marker_id(text)
+
     @functools.cached_property
     def turn_format(self) -> TurnFormat:
         """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
