@@ -56,6 +56,10 @@ class TextCodec(Protocol):
 
     def token_id(self, text: str) -> int | None: ...
 
+    def marker_id(self, text: str) -> int | None:
+        """The token of exactly this text that grammars take for a special one, never for text."""
+        ...
+
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         """False for an id without a token, and for a special token that is skipped: `decode` leaves it out."""
         ...
@@ -81,6 +85,9 @@ class FastCodec:
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         special = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special = set(special)
+        added = tokenizer.get_added_tokens_decoder().items()
+        # llguidance reads added tokens in angle brackets as special, whatever the tokenizer's file says of them.
+        self._markers = {token.content: i for i, token in added if token.special or _is_tag(token.content)}
         self._separator = next((token.content for token in special.values() if _stands_alone(token)), None)
         self._pieces: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
@@ -142,6 +149,9 @@ class FastCodec:
     def token_id(self, text: str) -> int | None:
         found = self._tokenizer.token_to_id(text)
         return None if found is None else int(found)
+
+    def marker_id(self, text: str) -> int | None:
+        return self._markers.get(text)
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         if skip_special_tokens and token_id in self._special:
@@ -230,6 +240,9 @@ class SimpleCodec:
         found = convert(text) if callable(convert) else None
         return int(found) if isinstance(found, int) else None
 
+    def marker_id(self, text: str) -> int | None:
+        return None  # grammars need a FastCodec
+
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
         return 0 <= token_id < self.vocab_size and bool(self.decode([token_id], skip_special_tokens))
 
@@ -253,6 +266,10 @@ class SimpleCodec:
                         f"tokenizer of type {name} cannot be streamed: tokens {i} and {j} do not decode one after "
                         "another; use a fast tokenizer (AutoTokenizer with the tokenizers library)"
                     )
+
+
+def _is_tag(text: str) -> bool:
+    return text.startswith("<") and text.endswith(">")
 
 
 def _stands_alone(token: tokenizers.AddedToken) -> bool:

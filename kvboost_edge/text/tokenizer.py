@@ -131,10 +131,6 @@ class Tokenizer:
         """How the chat template writes reasoning and tool calls. A model without a template raises RequestError."""
         return turn_format(self._template.render)
 
-    def special_id(self, text: str) -> int | None:
-        """The id of the special token of exactly this text; None where it is text like any other."""
-        return self.codec.token_id(text) if text in self.codec.special_texts()[0] else None
-
     def special_ids_in(self, text: str) -> frozenset[int]:
         """The ids of all special tokens whose texts stand in this one."""
         found = [self.codec.token_id(special) for special in self.codec.special_texts()[0] if special in text]
@@ -151,6 +147,11 @@ class Tokenizer:
         as enable_thinking; names that mean something already are refused. `tools`: as OpenAI's API has them. A model
         without a template raises RequestError."""
         return self._rendered(messages, add_generation_prompt, variables, tools).text
+
+    def marker_id(self, text: str) -> int | None:
+        """The token of exactly this text that is one in grammars too, where text never matches it; None: there is
+        none, or the tokenizer cannot tell."""
+        return self.codec.marker_id(text)
 
     def encode_chat(
         self,

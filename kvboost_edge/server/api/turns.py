@@ -52,7 +52,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         choice=choice.mode,
         parallel=body.parallel_tool_calls is not False,
         reasoning=reasoning,
-        special_id=tokenizer.special_id,
+        special_id=tokenizer.marker_id,
     )
     return Turn(format, tools, reasoning, choice.mode != "none", body.answer_format or {"grammar": grammar})
 
@@ -63,7 +63,7 @@ def _plain_turn(tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: 
     if reasoning == "closed" or (fits and not isinstance(schema, dict)):
         return None
     if isinstance(schema, dict):
-        grammar = answer_grammar(format.reasoning, schema, reasoning=reasoning, special_id=tokenizer.special_id)
+        grammar = answer_grammar(format.reasoning, schema, reasoning=reasoning, special_id=tokenizer.marker_id)
         fits = {"grammar": grammar}
     return Turn(format, (), reasoning, False, fits)
 

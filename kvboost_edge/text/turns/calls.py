@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
     id: str
     name: str
-    arguments: dict[str, str]
+    arguments: Mapping[str, object]
 
 
 Calls = list[Call]
@@ -63,58 +63,105 @@ class _Probes:
 PROBES = _Probes()
 _ONE = {PROBES.key: PROBES.value}
 _TWO = {**_ONE, PROBES.second_key: PROBES.second_value}
+_NUMBER = 73
 _FIRST = Call(PROBES.ids[0], PROBES.name, _ONE)
 _SECOND = Call(PROBES.ids[1], PROBES.other, _ONE)
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(strict=False)  # the slot of an id is a control character
+_LONGEST_PIECE = 160
+_PROBE = "kvb"  # what all names and values here begin with
+_OPEN_TAG = re.compile(r"<[^<>]*\Z|\[[A-Z/_]+\Z")
+_NOT_THE_SAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
     """How the calls that `show` writes are written; None where it is a way that is not known."""
-    text = show([_FIRST])
-    if text is None or PROBES.name not in text:
+    first = _with_slots(show([_FIRST]))
+    if PROBES.name not in first:
         return None
-    joined = _joined(text, show)
-    found = _json_call(joined.item) or _named_json_call(joined.item) or _tagged_call(joined.item, show)
-    if found is None:
+    for read in (_json_call, _named_json_call, _tagged_call(show)):
+        core = read(first, PROBES.name)
+        if core is not None:
+            return _whole(core, first, _read_both(read, show), arguments_as_text)
+    return None
+
+
+class _Core(NamedTuple):
+    """Where a call stands in a text without what stands around it, and what stands in it."""
+
+    start: int
+    end: int
+    shape: CallFormat
+
+
+ReadCore = Callable[[str, str], _Core | None]
+"""Finds the call of a tool of this name in a text."""
+
+
+def _with_slots(text: str | None) -> str:
+    for call_id in PROBES.ids:
+        text = (text or "").replace(call_id, ID_SLOT)
+    return text or ""
+
+
+# -- what stands around calls --
+
+
+class _Both(NamedTuple):
+    """A text of two calls."""
+
+    text: str
+    one: _Core
+    two: _Core
+
+
+def _read_both(read: ReadCore, show: Show) -> _Both | None:
+    """None where the template refuses two calls, or does not write both."""
+    text = _with_slots(show([_FIRST, _SECOND]))
+    one = read(text, PROBES.name) if PROBES.name in text else None
+    two = read(text, PROBES.other) if PROBES.other in text else None
+    return _Both(text, one, two) if one is not None and two is not None and one.end <= two.start else None
+
+
+def _whole(core: _Core, first: str, both: _Both | None, arguments_as_text: bool) -> CallFormat | None:
+    front, back = first[: core.start], first[core.end :]
+    shape = replace(core.shape, arguments_as_text=arguments_as_text)
+    joined = None if both is None else _joined(front, back, both)
+    same = None if both is None else _alike(core.shape, both.two.shape)
+    if joined is not None and same is not None:
+        shape = replace(shape, **joined, between=same.between, id_key=same.id_key, constants=same.constants)
+    else:
+        shape = replace(shape, before=front, after=shape.after + back)
+    shape = replace(shape, trigger=_trigger(shape))
+    pieces = (shape.opening, shape.before, shape.after, shape.separator, shape.closing, shape.between)
+    arguments = (shape.argument_before, shape.value_before, shape.argument_after)
+    known = all(len(piece) <= _LONGEST_PIECE and _PROBE not in piece for piece in (*pieces, *arguments))
+    known = known and (shape.kind == "json" or bool(shape.trigger))
+    return shape if known else None
+
+
+def _joined(front: str, back: str, both: _Both) -> dict[str, Any] | None:
+    """What stands in front of the first call, between two and behind the last, told apart: what ends a call stands
+    behind each, what begins one in front of each. No tag is cut."""
+    text, one, two = both
+    if text[: one.start] != front or text[two.end :] != back:
         return None
-    found = replace(
-        found,
-        opening=joined.opening,
-        separator=joined.separator,
-        closing=joined.closing,
-        parallel=joined.parallel,
-        arguments_as_text=arguments_as_text,
-    )
-    found = _with_id_slots(found)
-    return replace(found, trigger=_trigger(found))
-
-
-# -- several calls --
-
-
-class _Joined(NamedTuple):
-    """A text of calls: opening item separator item ... closing."""
-
-    item: str
-    opening: str = ""
-    separator: str = ""
-    closing: str = ""
-    parallel: bool = False
-
-
-def _joined(first: str, show: Show) -> _Joined:
-    """Compares the text of one call, of another one, and of both."""
-    second, both = show([_SECOND]), show([_FIRST, _SECOND])
-    if second is None or both is None or PROBES.other not in both or PROBES.name not in both:
-        return _Joined(first)
-    front = _common_prefix(first, both)
-    back = min(_common_prefix(second[::-1], both[::-1]), len(both) - front)
-    opening, closing = second[: len(second) - back], first[front:]
-    joined = _Joined(first[len(opening) : front], opening, both[front : len(both) - back], closing, True)
-    whole = opening + joined.item + joined.separator + second[len(opening) : len(second) - len(closing)] + closing
-    if PROBES.name not in joined.item or whole != both:
-        return _Joined(first)
-    return joined
+    middle = text[one.end : two.start]
+    after = back[: _common_prefix(back, middle)]
+    after = _OPEN_TAG.sub("", after)
+    middle = middle[len(after) :]
+    size = _common_prefix(front[::-1], middle[::-1])
+    opening, before = front[: len(front) - size], front[len(front) - size :]
+    if _OPEN_TAG.search(opening):
+        tag, _, before = before.partition(">")
+        opening += tag + ">"
+    return {
+        "opening": opening,
+        "before": before,
+        "after": both.one.shape.after + after,
+        "separator": middle[: len(middle) - len(before)],
+        "closing": back[len(after) :],
+        "parallel": True,
+    }
 
 
 def _common_prefix(left: str, right: str) -> int:
@@ -124,88 +171,114 @@ def _common_prefix(left: str, right: str) -> int:
     return min(len(left), len(right))
 
 
+def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
+    """The shape of both of two calls; what differs may be a number or an id of theirs."""
+    if first.kind == "json":
+        different = [key for key in first.constants if first.constants[key] != second.constants.get(key)]
+        if first.members != second.members or len(different) > (not first.id_key):
+            return None
+        constants = {key: value for key, value in first.constants.items() if key not in different}
+        return replace(first, id_key=different[0] if different else first.id_key, constants=constants)
+    left, right = first.between, second.between
+    size = _common_prefix(left, right)
+    rest = min(_common_prefix(left[::-1], right[::-1]), len(left) - size, len(right) - size)
+    middles = (left[size : len(left) - rest], right[size : len(right) - rest])
+    if middles == ("", ""):
+        return first
+    if not all(map(_NOT_THE_SAME.fullmatch, middles)):
+        return None
+    return replace(first, between=left[:size] + ID_SLOT + left[len(left) - rest :])
+
+
 # -- one call --
 
 
-def _json_call(text: str) -> CallFormat | None:
+def _json_call(text: str, name: str) -> _Core | None:
     """The smallest object around the name that holds it and the arguments."""
-    at = text.index(PROBES.name)
+    at = text.index(name)
     start = text.rfind("{", 0, at)
     while start >= 0:
         members, end = _object_at(text, start)
         if end > at:
-            keys = {name: key for key, name in members.items() if isinstance(name, str)}
-            name_key, id_key = keys.get(PROBES.name), keys.get(PROBES.ids[0], "")
+            keys = {value: key for key, value in members.items() if isinstance(value, str)}
             arguments_key = next((key for key, value in members.items() if value == _ONE), None)
-            if name_key is None or arguments_key is None:
+            if name not in keys or arguments_key is None:
                 return None
-            known = {name_key, arguments_key, id_key}
-            return CallFormat(
-                "json", "", before=text[:start], after=text[end:], members=tuple(members), name_key=name_key,
-                arguments_key=arguments_key, id_key=id_key,
+            known = {keys[name], arguments_key, keys.get(ID_SLOT)}
+            shape = CallFormat(
+                "json", "", members=tuple(members), name_key=keys[name], arguments_key=arguments_key,
+                id_key=keys.get(ID_SLOT, ""),
                 constants={key: value for key, value in members.items() if key not in known},
             )  # fmt: skip
+            return _Core(start, end, shape)
         start = text.rfind("{", 0, start)
     return None
 
 
-def _named_json_call(text: str) -> CallFormat | None:
+def _named_json_call(text: str, name: str) -> _Core | None:
     """The name, and behind it an object of arguments."""
-    at = text.index(PROBES.name)
-    name_end = at + len(PROBES.name)
-    start = text.find("{", name_end)
+    at = text.index(name)
+    start = text.find("{", at)
     members, end = _object_at(text, start)
     if members != _ONE:
         return None
-    return CallFormat("named_json", "", before=text[:at], between=text[name_end:start], after=text[end:])
+    return _Core(at, end, CallFormat("named_json", "", between=text[at + len(name) : start]))
 
 
 def _object_at(text: str, start: int) -> tuple[dict[str, Any], int]:
     """The JSON object that begins there, and its end; nothing and -1 where none does."""
     try:
         value, end = _DECODER.raw_decode(text, start) if start >= 0 else ({}, -1)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}, -1
     return (value, end) if isinstance(value, dict) else ({}, -1)
 
 
-def _tagged_call(text: str, show: Show) -> CallFormat | None:
-    """Name, keys and values between tags; a second argument shows what stands between two."""
+def _tagged_call(show: Show) -> ReadCore:
+    """Name, keys and values between tags; a second argument shows what stands between two, a number whether other
+    values than strings are written in another way."""
+
+    def read(text: str, name: str) -> _Core | None:
+        at = text.index(name)
+        one = _between(text[at:], name, PROBES.key, PROBES.value)
+        if one is None or shape is None:
+            return None
+        end = at + len("".join([name, one[1], PROBES.key, one[2], PROBES.value]))
+        return _Core(at, end + len(shape.argument_after), shape) if text.startswith(shape.argument_after, end) else None
+
+    shape = _tagged_shape(show)
+    return read
+
+
+def _tagged_shape(show: Show) -> CallFormat | None:
+    first, number = show([_FIRST]), show([_FIRST._replace(arguments={PROBES.key: _NUMBER})])
     longer = show([_FIRST._replace(arguments=_TWO)])
-    one = _between(text, PROBES.name, PROBES.key, PROBES.value)
+    one = _between(first or "", PROBES.name, PROBES.key, PROBES.value)
     two = _between(longer or "", PROBES.name, PROBES.key, PROBES.value, PROBES.second_key, PROBES.second_value)
-    if one is None or two is None or two[3] is None:
+    if one is None or two is None or number != (first or "").replace(PROBES.value, str(_NUMBER)):
         return None
-    before, head, middle, tail = one
+    _, head, middle, tail = one
     joint = two[3]
     # The joint is what ends an argument and what begins the next; tags are not cut.
     for size in range(len(joint), 0, -1):
         ends, begins = joint[: len(joint) - size], joint[len(joint) - size :]
         if head.endswith(begins) and tail.startswith(ends) and ends.rstrip() and begins.lstrip()[:1] in ("<", "["):
             return CallFormat(
-                "tagged", "", before=before, between=head.removesuffix(begins), argument_before=begins,
-                value_before=middle, argument_after=ends, after=tail.removeprefix(ends),
+                "tagged", "", between=head.removesuffix(begins), argument_before=begins, value_before=middle,
+                argument_after=ends,
             )  # fmt: skip
     return None
 
 
 def _between(text: str, *words: str) -> list[str] | None:
-    """A text cut at these words, each of which it holds once, in this order."""
+    """A text cut at these words, in this order."""
     parts = []
     for word in words:
         part, found, text = text.partition(word)
-        if not found or word in text:
+        if not found:
             return None
         parts.append(part)
     return [*parts, text]
-
-
-# -- what is left --
-
-
-def _with_id_slots(found: CallFormat) -> CallFormat:
-    pieces = ("opening", "before", "between", "after")
-    return replace(found, **{name: getattr(found, name).replace(PROBES.ids[0], ID_SLOT) for name in pieces})
 
 
 def _trigger(found: CallFormat) -> str:
@@ -213,4 +286,5 @@ def _trigger(found: CallFormat) -> str:
     text = (found.opening + found.before).strip()
     tag = re.match(r"<[^<>\s]+>|\[[A-Z/_]+\]", text)
     trigger = tag[0] if tag else (text.split(maxsplit=1) or [""])[0]
+    trigger = trigger.partition(ID_SLOT)[0]
     return trigger if any(letter.isalnum() for letter in trigger) else ""

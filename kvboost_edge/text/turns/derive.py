@@ -19,10 +19,12 @@ Message = dict[str, Any]
 
 _USER: Message = {"role": "user", "content": "kvbquestion"}
 _CONTENT, _EARLIER = "kvbcontent", "kvbearlier"
+_SWITCHES = ("enable_thinking", "thinking")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
 _ENDS_IN_MARKER = re.compile(rf"({_MARKER})\s*\Z")
 _BEGINS_WITH_MARKER = re.compile(rf"\s*({_MARKER})\s*")
+_CLOSED = re.compile(r"([<\[])/([A-Za-z][\w:-]*[>\]])\s*\Z")
 _OPENED = re.compile(r"(<[A-Za-z][\w:-]*>|\[[A-Z]+\])\s*\Z")
 # What a template cuts off past answers without showing how it is written in new ones.
 _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>", "</thinking>"))
@@ -33,7 +35,7 @@ def turn_format(render: Render) -> TurnFormat:
     turns = _Turns(render)
     reasoning = _reasoning(turns)
     return TurnFormat(
-        calls=_calls(turns, reasoning),
+        calls=_calls(turns, reasoning) if _writes_plainly(turns, reasoning) else None,
         reasoning=reasoning,
         shows_tools=turns.shows_tools(),
         replays=_replays(turns, reasoning),
@@ -45,12 +47,23 @@ class _Turns:
 
     def __init__(self, render: Render) -> None:
         self._render = render
+        # Some templates cannot do without tools.
+        self._tools = None if self.text([_USER]) is not None else PROBES.tools
         self.asked = self.text([_USER], prompt=False) or ""
         self.prompt = self.text([_USER]) or self.asked
 
-    def text(self, messages: list[Message], *, prompt: bool = True, tools: list[Message] | None = None) -> str | None:
+    _tools: list[Message] | None = None
+
+    def text(
+        self,
+        messages: list[Message],
+        *,
+        prompt: bool = True,
+        tools: list[Message] | None = None,
+        variables: Message | None = None,
+    ) -> str | None:
         try:
-            return self._render(messages, tools=tools, add_generation_prompt=prompt)
+            return self._render(messages, tools=tools or self._tools, add_generation_prompt=prompt, variables=variables)
         except RequestError:
             return None
 
@@ -66,7 +79,7 @@ class _Turns:
 
 
 def _reasoning(turns: _Turns) -> ReasoningFormat | None:
-    return _shown_reasoning(turns) or _opened_reasoning(turns) or _cut_reasoning(turns)
+    return _shown_reasoning(turns) or _opened_reasoning(turns) or _closed_reasoning(turns) or _cut_reasoning(turns)
 
 
 def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
@@ -91,6 +104,17 @@ def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
     return None if front.endswith(start) else ReasoningFormat(start, end)
 
 
+def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
+    """The template writes an empty block in front of an answer, or closes one, maybe only where none is wanted."""
+    switched = [turns.text([_USER], variables={name: False}) or "" for name in _SWITCHES]
+    answered = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)[0]
+    for text in (turns.prompt, answered, *switched):
+        found = _CLOSED.search(text.removeprefix(turns.asked))
+        if found is not None:
+            return ReasoningFormat(found[1] + found[2], f"{found[1]}/{found[2]}")
+    return None
+
+
 def _cut_reasoning(turns: _Turns) -> ReasoningFormat | None:
     """The template takes everything up to a closing tag off past answers."""
     for start, end in _CUT_MARKERS:
@@ -107,6 +131,15 @@ def _replays(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
     if text is None or not text.startswith(front):
         return False
     return _behind_reasoning(text[len(front) :], reasoning).startswith(_CONTENT)
+
+
+def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
+    """Whether an answer begins where the generation prompt ends: no channel or marker of its own has to be opened."""
+    text = turns.answer({"content": _CONTENT}) or ""
+    front = _before_reasoning(turns.prompt, reasoning)
+    behind = _behind_reasoning(text[len(front) :], reasoning).partition(_CONTENT)[0].strip()
+    # Some templates repeat the opening marker of the generation prompt in front of any answer.
+    return text.startswith(front) and behind in ("", reasoning.start if reasoning is not None else "")
 
 
 def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:

@@ -78,6 +78,13 @@ class TurnFormat(NamedTuple):
     shows_tools: bool
     replays: bool
 
+    def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
+        """Whether a prompt ends inside a reasoning block, or one may come first, or none."""
+        text = prompt.rstrip()
+        if self.reasoning is None or text.endswith(self.reasoning.end):
+            return "closed"
+        return "opened" if text.endswith(self.reasoning.start) else "possible"
+
 
 class Tool(NamedTuple):
     """A tool the model may call. parameters: the JSON schema of its arguments; empty: any object."""

@@ -140,8 +140,9 @@ class _Turn:
         if self._parallel:
             lark.add("another", [SPACE, *lark.literal(calls.separator), SPACE, *lark.literal(calls.before), one])
             more = [Rule("another*")]
-        closing = lark.literal(calls.closing)
-        return lark.add("calls", [one, *more, *([SPACE, *closing] if closing else [])])
+        kept, left = _optional_end(lark.literal(calls.closing))
+        lark.add("closing", [SPACE, *left], [])
+        return lark.add("calls", [one, *more, *([SPACE, *kept] if kept else []), Rule("closing")])
 
     def _call(self, number: int, tool: Tool) -> Rule:
         parts = {"json": self._json_call, "named_json": self._named_json_call, "tagged": self._tagged_call}
@@ -195,6 +196,14 @@ class _Turn:
             return [*front, SPACE, f"({'|'.join(map(escaped, texts))})", SPACE, *ends]
         text = self._once("VALUE", lambda: lark.terminal("VALUE", FREE))
         return [*front, lark.up_to(f"{name}_value", text, calls.argument_after.strip())]
+
+
+def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
+    """A piece, and the special tokens at its end: the end of the turn may be among them, which no grammar can ask for."""
+    size = len(atoms)
+    while size and (isinstance(atoms[size - 1], int) or atoms[size - 1] == SPACE):
+        size -= 1
+    return atoms[:size], atoms[size:]
 
 
 def _rooted(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
