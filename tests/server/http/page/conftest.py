@@ -28,7 +28,7 @@ STAND_IN = """
     if (path !== '/v1/chat/completions') return fetchReally(path, options);
     window.asked.push(JSON.parse(options.body));
     const start = (controller) => {
-      window.answering = controller;
+      window.say = (text) => controller.enqueue(new TextEncoder().encode(text));
       options.signal.addEventListener('abort', () => controller.error(options.signal.reason));
     };
     return Promise.resolve(new Response(new ReadableStream({start})));
@@ -148,31 +148,31 @@ class StandIn:
 
     def deltas(self, *deltas: dict[str, Any], **choice: Any) -> None:
         """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in their choice."""
-        for delta in deltas:
-            self._send(json.dumps({"choices": [{"index": 0, "delta": delta, **choice}]}))
+        self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
 
     def end(self, reason: str, **last: Any) -> None:
         """The end of the answer; `last`: fields of its last chunk, such as usage."""
         self.deltas({}, finish_reason=reason)
-        self._send(json.dumps({"choices": [], **last}))
-        self._send("[DONE]")
+        self._send({"choices": [], **last}, "[DONE]")
         self.visit.answer()
 
     def call(self, name: str, arguments: str, *, index: int = 0) -> None:
         """A whole call of a tool, its arguments in pieces of three characters."""
         function: dict[str, str] = {"name": name, "arguments": ""}
         first = {"index": index, "id": f"call-{name}", "type": "function", "function": function}
-        self.deltas({"tool_calls": [first]})
-        for at in range(0, len(arguments), 3):
-            self.deltas({"tool_calls": [{"index": index, "function": {"arguments": arguments[at : at + 3]}}]})
+        pieces = [{"arguments": arguments[at : at + 3]} for at in range(0, len(arguments), 3)]
+        rest = [{"index": index, "function": piece} for piece in pieces]
+        self.deltas(*({"tool_calls": [piece]} for piece in (first, *rest)))
 
     def asked(self, times: int) -> Any:
         """The body of the last request, once there were so many."""
         self.visit.until(f"window.asked.length === {times}")
         return self.visit.page.evaluate("window.asked.at(-1)")
 
-    def _send(self, data: str) -> None:
-        self.visit.page.evaluate("(data) => window.answering.enqueue(new TextEncoder().encode(data))", f"data: {data}\n\n")
+    def _send(self, *events: Any) -> None:
+        lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
+        stream = [f"data: {line}\n\n" for line in lines]
+        self.visit.page.evaluate("(lines) => lines.forEach((line) => window.say(line))", stream)
 
 
 @pytest.fixture
