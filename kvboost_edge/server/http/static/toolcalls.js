@@ -1,6 +1,6 @@
 /** Calls of tools as blocks: name, arguments, and a field for what the tool returned. */
 
-import { button, element } from "/static/dom.js";
+import { button, copy, element } from "/static/dom.js";
 import { pretty } from "/static/jsontext.js";
 
 /** The calls of one answer. */
@@ -61,7 +61,7 @@ class CallView {
 
   constructor(call) {
     this.call = call;
-    const head = element("div", { class: "code-head" }, element("span", { text: "Tool call " }, this.#name));
+    const head = element("div", { class: "code-head" }, element("span", { text: "Tool call " }), this.#name);
     this.root = element("div", { class: "code call", role: "group" }, head, element("pre", { tabindex: "0" }, this.#code));
   }
 
@@ -87,8 +87,13 @@ class CallView {
 
   end() {
     const text = pretty(this.call.arguments);
-    if (text !== null) this.#code.textContent = text;
-    else this.root.firstChild.append(element("span", { class: "flag", text: "not complete" }));
+    const head = this.root.firstChild;
+    if (text === null) {
+      head.append(element("span", { class: "flag", text: "not complete" }));
+      return;
+    }
+    this.#code.textContent = text;
+    head.append(button("Copy", (event) => copy(text, event.currentTarget), { class: "quiet small", "aria-label": "Copy arguments" }));
   }
 
   ask(complete) {

@@ -52,6 +52,31 @@ def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
     assert "Nothing was answered" not in page.visit.page.locator(".turn").inner_text()
 
 
+def test_arguments_are_copied_as_they_are_laid_out(weather):
+    page = weather.visit.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy arguments").click()
+    expect(page.get_by_role("button", name="Copy arguments")).to_have_text("Copied")
+    assert json.loads(page.evaluate("navigator.clipboard.readText()")) == json.loads(ARGUMENTS)
+
+
+def test_long_names_and_texts_fit_a_phone(stand_in):
+    page = stand_in(viewport={"width": 320, "height": 640})
+    page.visit.ask("Weather?")
+    page.asked(1)
+    page.deltas({"reasoning_content": "w" * 300})
+    page.call("n" * 64, json.dumps({"key" * 30: "v" * 300}))
+    page.end("tool_calls")
+    page.visit.page.click("summary")
+    page.visit.page.locator(".call textarea").fill("r" * 300)
+    page.visit.page.get_by_role("button", name="Send result").click()
+    page.asked(2)
+    page.end("stop")
+    fits = "(e) => e.scrollWidth <= e.clientWidth"
+    for place in ("#log", ".reasoning", ".call", ".call .code-head", ".call .result"):
+        assert page.visit.page.locator(place).evaluate(fits), place
+
+
 def test_a_result_is_sent_and_the_conversation_goes_on(weather):
     page = weather.visit.page
     page.get_by_label("Result of get_weather").fill(' {"sun": true}\n')
@@ -117,7 +142,8 @@ def test_a_call_without_a_result_is_not_sent_again(weather):
     assert weather.asked(2)["messages"] == [{"role": "user", "content": "Never mind. Hello?"}]
     first = weather.visit.page.locator(".turn").first
     expect(first).to_contain_text("No result was given; this call is not sent again.")
-    assert first.locator("textarea, button").count() == 0
+    assert first.locator("textarea").count() == 0
+    assert first.get_by_role("button", name="Send result").count() == 0
     weather.end("stop")
 
 
