@@ -50,6 +50,10 @@ SamplingOptions = Annotated[
         help="Any sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, stop=END …",
     ),
 ]
+SchemaOption = Annotated[
+    str | None,
+    typer.Option("--json-schema", metavar="FILE", help="A file with a JSON schema: each answer is JSON that fits it."),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens are generated.")]
 KVBitsOption = Annotated[
     str | None,
@@ -98,7 +102,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
     epilog="[b]Examples[/b]\n\n"
     'kvboost-edge generate "Hello!" --chat\n\n'
     'kvboost-edge generate -m Qwen/Qwen2-0.5B "The capital of France is" -n 16\n\n'
-    "cat question.txt | kvboost-edge generate - -m ./my-model -s temperature=0.7 -s seed=1 --json"
+    "cat question.txt | kvboost-edge generate - -m ./my-model -s temperature=0.7 -s seed=1 --json\n\n"
+    'kvboost-edge generate "Name a city and its country." --chat -n 256 --json-schema city.json'
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.")],
@@ -106,6 +111,7 @@ def generate(
     max_new_tokens: MaxNewTokens = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     sampling: SamplingOptions = None,
+    json_schema: SchemaOption = None,
     mode: ModeOption = None,
     recompute_strategy: StrategyOption = None,
     recompute_overlap: OverlapOption = None,
@@ -120,7 +126,7 @@ def generate(
     from kvboost_edge.cli.options import cache_use, engine_options, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
-    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling), **use}
+    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling, json_schema), **use}
     run_generate(
         prompt,
         model,
@@ -136,6 +142,7 @@ def generate(
     "kvboost-edge chat\n\n"
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." -s temperature=0.7\n\n'
     "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
+    "kvboost-edge chat -m ./my-model --json-schema city.json\n\n"
     "In the chat: /reset starts over, /stats shows the pool, /quit or Ctrl-D leaves."
 )
 def chat(
@@ -149,6 +156,7 @@ def chat(
     api_key: Annotated[str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")] = "",
     max_new_tokens: MaxNewTokens = 512,
     sampling: SamplingOptions = None,
+    json_schema: SchemaOption = None,
     mode: ModeOption = None,
     recompute_strategy: StrategyOption = None,
     recompute_overlap: OverlapOption = None,
@@ -162,7 +170,7 @@ def chat(
     from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
-    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling), **use}
+    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling, json_schema), **use}
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     remote_options(url, options, api_key)
     if url is None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
+from rich.text import Text
 
 from kvboost_edge.cli.options import CACHE_USE
+from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.render import pool_panel
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvboost_edge.cli.remote import RemoteChat
     from kvboost_edge.engine.engine import CPUPagedEngine
 
 __all__ = ["run_chat", "run_remote_chat"]
@@ -27,9 +28,9 @@ Write = Callable[[str], None]
 
 
 class _Partner(NamedTuple):
-    """Who answers. `reply` streams one answer and returns its text and a line of figures; `show_stats` prints."""
+    """Who answers. `reply` streams one answer and returns its message and a line of figures; `show_stats` prints."""
 
-    reply: Callable[[Messages, Write], tuple[str, str]]
+    reply: Callable[[Messages, Write], tuple[dict[str, str], str]]
     show_stats: Callable[[], None]
 
 
@@ -42,8 +43,6 @@ def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], syst
 
 def run_remote_chat(url: str, api_key: str, model: str, settings: dict[str, Any], system: str) -> None:
     """Talk with a running server."""
-    from kvboost_edge.cli.remote import RemoteChat
-
     console = Console()
     with RemoteChat(url, api_key=api_key, model=model) as remote:
         console.print(f"[dim]{remote.model} at {url}[/dim]")
@@ -51,9 +50,9 @@ def run_remote_chat(url: str, api_key: str, model: str, settings: dict[str, Any]
 
 
 def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -> _Partner:
-    def reply(messages: Messages, write: Write) -> tuple[str, str]:
+    def reply(messages: Messages, write: Write) -> tuple[dict[str, str], str]:
         result = answer(engine, messages, settings, write)
-        return result.output_text, timing_line(result)
+        return {"role": "assistant", "content": result.output_text}, timing_line(result)
 
     def show_stats() -> None:
         console.print(pool_panel(engine.block_map(), engine.paged_stats(), width=console.width))
@@ -62,19 +61,45 @@ def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -
 
 
 def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _Partner:
+    named = _for_server(settings)
+
+    def reply(messages: Messages, write: Write) -> tuple[dict[str, str], str]:
+        thinking = False
+        for piece in remote.stream(messages, named):
+            if isinstance(piece, RemoteAnswer):
+                _show_calls(piece, console)
+                said = {"role": "assistant", "content": piece.text}
+                more = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+                return {**said, **more}, piece.timing_line
+            if isinstance(piece, Thought):
+                console.print(Text(piece.text, "dim"), end="", soft_wrap=True)
+            else:
+                write(f"\n{piece}" if thinking else piece)
+            thinking = isinstance(piece, Thought)
+        raise RequestError("the server ended the answer early")
+
+    return _Partner(reply, lambda: console.print_json(json.dumps(remote.stats())))
+
+
+def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `submit` as fields of a request to a server."""
     named = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in settings.items()}
     use = {name: named.pop(name) for name in CACHE_USE if name in named}
     if use:
         named["kvboost"] = use
+    if isinstance(named.get("json_schema"), dict):
+        schema = {"name": "answer", "schema": named.pop("json_schema")}
+        named["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return named
 
-    def reply(messages: Messages, write: Write) -> tuple[str, str]:
-        for piece in remote.stream(messages, named):
-            if not isinstance(piece, str):
-                return piece.text, piece.timing_line
-            write(piece)
-        raise RequestError("the server ended the answer early")
 
-    return _Partner(reply, lambda: console.print_json(json.dumps(remote.stats())))
+def _show_calls(answer: RemoteAnswer, console: Console) -> None:
+    """A line for each tool that the model calls; the figures follow below the last one."""
+    begun = bool(answer.text or answer.reasoning)
+    for name, arguments in answer.tool_calls:
+        line = f"calls {name} {' '.join(arguments.split())}"
+        console.print(Text(f"\n{line}" if begun else line, "cyan"), end="", soft_wrap=True)
+        begun = True
 
 
 def _converse(console: Console, partner: _Partner, system: str) -> None:
@@ -117,7 +142,7 @@ def _take_turn(partner: _Partner, console: Console, messages: Messages, line: st
         console.file.flush()
 
     try:
-        text, figures = partner.reply(turn, write)
+        message, figures = partner.reply(turn, write)
     except RequestError as error:
         print(f"this turn was refused: {error}", file=sys.stderr)
         return
@@ -125,4 +150,4 @@ def _take_turn(partner: _Partner, console: Console, messages: Messages, line: st
         console.print("\n[dim]stopped; this turn is forgotten[/dim]")
         return
     console.print(f"\n[dim]{figures}[/dim]")
-    messages[:] = [*turn, {"role": "assistant", "content": text}]
+    messages[:] = [*turn, message]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvboost_edge.config import GenerationMode, RecomputeStrategy, kv_bits_from_text
@@ -55,8 +57,11 @@ def engine_options(
     return options
 
 
-def sampling_options(pairs: Iterable[str] | None) -> dict[str, Any]:
-    """Sampling keywords from `NAME=VALUE` texts; `stop` may be given several times. Raises RequestError."""
+def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None) -> dict[str, Any]:
+    """Sampling keywords from `NAME=VALUE` texts; `stop` may be given several times. Raises RequestError.
+
+    schema_file: a file whose JSON schema becomes `json_schema`; ConfigError where it holds none, or is given both ways.
+    """
     options: dict[str, Any] = {}
     stops: list[str] = []
     for pair in pairs or ():
@@ -69,7 +74,24 @@ def sampling_options(pairs: Iterable[str] | None) -> dict[str, Any]:
             options[name] = parse_value(text)
     if stops:
         options["stop"] = stops
+    if schema_file is not None:
+        if "json_schema" in options:
+            raise ConfigError("'json_schema' is given twice, by --json-schema and --sampling; give it once")
+        options["json_schema"] = _schema(schema_file)
     return options
+
+
+def _schema(file: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+        json.dumps(schema, allow_nan=False, ensure_ascii=False).encode()  # Python reads more than JSON can say
+    except OSError as error:
+        raise ConfigError(f"--json-schema {file!r} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--json-schema {file!r} is no JSON in UTF-8: {error}") from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f"--json-schema {file!r} must hold an object, not {type(schema).__name__}")
+    return schema
 
 
 def cache_use(

@@ -15,11 +15,24 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, R
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["RemoteAnswer", "RemoteChat"]
+__all__ = ["RemoteAnswer", "RemoteChat", "Thought", "ToolCall"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
 _KEY_VARIABLE = "KVBOOST_API_KEY"
+
+
+class Thought(NamedTuple):
+    """A piece of what the model thinks before its answer."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A tool the model calls; arguments: JSON, as far as it came."""
+
+    name: str
+    arguments: str
 
 
 class RemoteAnswer(NamedTuple):
@@ -36,6 +49,8 @@ class RemoteAnswer(NamedTuple):
     hit_tokens: Mapping[str, int]
     reused_span_tokens: int
     recomputed_tokens: int
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def timing_line(self) -> str:
@@ -82,16 +97,13 @@ class RemoteChat:
     def __exit__(self, *exc_info: object) -> None:
         self._client.close()
 
-    def stream(self, messages: list[dict[str, str]], settings: Mapping[str, Any]) -> Iterator[str | RemoteAnswer]:
-        """Pieces of the answer as they come, then the RemoteAnswer. Closing the iterator hangs up, which stops the
-        server's work. RequestError for what the server refuses."""
+    def stream(
+        self, messages: list[dict[str, str]], settings: Mapping[str, Any]
+    ) -> Iterator[str | Thought | RemoteAnswer]:
+        """Pieces of thought and answer as they come, then the RemoteAnswer. Closing the iterator hangs up, which stops
+        the server's work. RequestError for what the server refuses."""
         body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-        started = time.perf_counter()
-        first: float | None = None
-        pieces: list[str] = []
-        reason = ""
-        usage: dict[str, Any] = {}
-        told: dict[str, Any] = {}
+        heard = _Heard()
         try:
             with self._client.stream("POST", "/v1/chat/completions", json={**body, **settings}) as response:
                 if response.status_code != 200:
@@ -100,30 +112,10 @@ class RemoteChat:
                 for chunk in _events(response.iter_lines()):
                     if "error" in chunk:
                         raise RequestError(f"the server ended the answer: {_message(chunk)}")
-                    usage = chunk.get("usage") or usage
-                    told = chunk.get("kvboost") or told
-                    for choice in chunk.get("choices", ()):
-                        reason = choice.get("finish_reason") or reason
-                        if piece := (choice.get("delta") or {}).get("content"):
-                            first = first or time.perf_counter()
-                            pieces.append(piece)
-                            yield piece
+                    yield from heard.take(chunk)
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        now = time.perf_counter()
-        details = usage.get("prompt_tokens_details") or {}
-        yield RemoteAnswer(
-            text="".join(pieces),
-            finish_reason=reason or "the server said no reason",
-            prompt_tokens=usage.get("prompt_tokens"),
-            cached_tokens=details.get("cached_tokens"),
-            generated_tokens=usage.get("completion_tokens"),
-            ttft_ms=((first or now) - started) * 1e3,
-            total_ms=(now - started) * 1e3,
-            hit_tokens=told.get("hit_tokens") or {},
-            reused_span_tokens=told.get("reused_span_tokens") or 0,
-            recomputed_tokens=told.get("recomputed_tokens") or 0,
-        )
+        yield heard.answer()
 
     def stats(self) -> Any:
         """The server's figures, /v1/stats."""
@@ -169,6 +161,64 @@ class RemoteChat:
             hint = "is the server running? start one with: kvboost-edge serve --model …"
             return BackendUnavailable(f"nothing answers at {self._url} ({error}); {hint}")
         return BackendUnavailable(f"the connection to {self._url} broke: {error or type(error).__name__}")
+
+
+class _Heard:
+    """What has arrived of an answer."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: dict[int, ToolCall] = {}
+        self._reason = ""
+        self._usage: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}
+
+    def take(self, chunk: Mapping[str, Any]) -> Iterator[str | Thought]:
+        """Keeps what a chunk brings; yields its pieces of text."""
+        self._usage = chunk.get("usage") or self._usage
+        self._told = chunk.get("kvboost") or self._told
+        for choice in chunk.get("choices", ()):
+            self._reason = choice.get("finish_reason") or self._reason
+            delta = choice.get("delta") or {}
+            thought, text, calls = (delta.get(name) for name in ("reasoning_content", "content", "tool_calls"))
+            if thought or text or calls:
+                self._first = self._first or time.perf_counter()
+            if thought:
+                self._thoughts.append(thought)
+                yield Thought(thought)
+            if text:
+                self._texts.append(text)
+                yield text
+            for piece in calls or ():
+                self._take_call(piece)
+
+    def _take_call(self, piece: Mapping[str, Any]) -> None:
+        index, made = piece.get("index", 0), piece.get("function") or {}
+        known = self._calls.get(index, ToolCall("", ""))
+        name, arguments = made.get("name") or "", made.get("arguments") or ""
+        self._calls[index] = ToolCall(known.name + name, known.arguments + arguments)
+
+    def answer(self) -> RemoteAnswer:
+        """The whole, as far as it came."""
+        now = time.perf_counter()
+        details = self._usage.get("prompt_tokens_details") or {}
+        return RemoteAnswer(
+            text="".join(self._texts),
+            finish_reason=self._reason or "the server said no reason",
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            generated_tokens=self._usage.get("completion_tokens"),
+            ttft_ms=((self._first or now) - self._started) * 1e3,
+            total_ms=(now - self._started) * 1e3,
+            hit_tokens=self._told.get("hit_tokens") or {},
+            reused_span_tokens=self._told.get("reused_span_tokens") or 0,
+            recomputed_tokens=self._told.get("recomputed_tokens") or 0,
+            reasoning="".join(self._thoughts),
+            tool_calls=tuple(self._calls.values()),
+        )
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

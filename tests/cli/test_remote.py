@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvboost_edge.cli.app import run
-from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat
+from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat, Thought, ToolCall
 from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
 
 USAGE = {"prompt_tokens": 30, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
@@ -258,3 +259,69 @@ def test_how_the_cache_may_be_used_is_asked_of_the_server_and_told(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert run(["chat", "--url", server.url]) == 0
     assert "kvboost" not in server.bodies[-1]
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+def call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    named = {} if name is None else {"name": name}
+    return delta(tool_calls=[{"index": index, "function": {**named, "arguments": arguments}}])
+
+
+THINKING = [delta(reasoning_content="Two "), delta(reasoning_content="and two."), chunk("Fo"), chunk("ur"), "[DONE]"]
+CALLING = [
+    chunk("Wait."),
+    call(0, "", "get_weather"),
+    call(0, '{"city":\n'),
+    call(1, "{}", "get_time"),
+    call(0, ' "Wien"}'),
+    chunk(finish="tool_calls"),
+    "[DONE]",
+]
+
+
+def test_thoughts_come_apart_from_the_answer(server: Script) -> None:
+    server.events = THINKING
+    *pieces, answer = ask(server)
+    assert pieces == [Thought("Two "), Thought("and two."), "Fo", "ur"]
+    assert isinstance(answer, RemoteAnswer)
+    assert (answer.text, answer.reasoning, answer.tool_calls) == ("Four", "Two and two.", ())
+
+
+def test_pieces_of_calls_are_put_together(server: Script) -> None:
+    server.events = CALLING
+    *pieces, answer = ask(server)
+    assert pieces == ["Wait."]
+    assert isinstance(answer, RemoteAnswer)
+    assert answer.finish_reason == "tool_calls"
+    assert answer.tool_calls == (ToolCall("get_weather", '{"city":\n "Wien"}'), ToolCall("get_time", "{}"))
+
+
+def test_thoughts_are_shown_and_sent_back_and_calls_have_a_line_each(
+    server: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.events = THINKING
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2 + 2?\nSure?\n"))
+    assert run(["chat", "--url", server.url]) == 0
+    assert "Two and two.\nFour\n" in capsys.readouterr().out
+    said = {"role": "assistant", "content": "Four", "reasoning_content": "Two and two."}
+    assert server.bodies[-1]["messages"][1] == said
+    for first, begin in ((CALLING[0], "Wait.\n"), (chunk(""), "")):
+        server.events = [first, *CALLING[1:]]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Weather?\n"))
+        assert run(["chat", "--url", server.url]) == 0
+        lines = f'{begin}calls get_weather {{"city": "Wien"}}\ncalls get_time {{}}\nfirst token'
+        assert lines in capsys.readouterr().out
+
+
+def test_a_schema_is_asked_of_the_server(server: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(schema), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    assert run(["chat", "--url", server.url, "--json-schema", str(path)]) == 0
+    expected = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    assert server.bodies[-1]["response_format"] == expected
+    assert "json_schema" not in server.bodies[-1]

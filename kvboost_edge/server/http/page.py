@@ -32,15 +32,20 @@ STATIC_FILES = {
     "dom.js": _SCRIPT,
     "figures.js": _SCRIPT,
     "format.js": _SCRIPT,
+    "jsonfields.js": _SCRIPT,
+    "jsontext.js": _SCRIPT,
     "live.js": _SCRIPT,
     "main.js": _SCRIPT,
     "poolmap.js": _SCRIPT,
+    "reasoning.js": _SCRIPT,
     "settings.js": _SCRIPT,
     "sparkline.js": _SCRIPT,
     "sse.js": _SCRIPT,
     "storage.js": _SCRIPT,
     "theme.js": _SCRIPT,
     "tiers.js": _SCRIPT,
+    "toolcalls.js": _SCRIPT,
+    "turn.js": _SCRIPT,
 }
 
 

@@ -1,11 +1,11 @@
 /** The chat: turns on the page, one running answer at a time, stop, edit, regenerate. */
 
-import { AnswerView } from "/static/answer.js";
-import { ApiError, streamChat } from "/static/api.js";
-import { Conversation } from "/static/conversation.js";
+import { streamChat } from "/static/api.js";
+import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
 import { button, byId, copy, element } from "/static/dom.js";
 import { figuresLine, summarize } from "/static/figures.js";
 import { plural } from "/static/format.js";
+import { TurnView } from "/static/turn.js";
 
 const NOTES = { length: "cut at max tokens", timeout: "cut at the time limit", content_filter: "filtered" };
 
@@ -13,6 +13,7 @@ export class Chat {
   #settings;
   #connection;
   #conversation = new Conversation();
+  #view = null; // of the last turn
   #running = null; // the AbortController of the answer under way
   #log = byId("log");
   #sticks = true; // whether the end of the log is in view
@@ -54,65 +55,88 @@ export class Chat {
       this.#say("An answer is under way. Escape stops it.");
       return;
     }
-    const { errors } = this.#settings.check();
-    const [wrong] = Object.keys(errors);
-    if (wrong !== undefined) {
-      this.#say(errors[wrong]);
-      this.#connection.openSettings(wrong);
-      return;
-    }
+    if (!this.#ready()) return;
     this.#prompt.value = "";
     this.#fitPrompt();
     this.#ask(question);
   }
 
-  async #ask(question) {
+  /** Whether all settings are good; else the first that is not is said and shown. */
+  #ready() {
+    const { errors } = this.#settings.check();
+    const [wrong] = Object.keys(errors);
+    if (wrong === undefined) return true;
+    this.#say(errors[wrong]);
+    this.#connection.openSettings(wrong);
+    return false;
+  }
+
+  #ask(question) {
     byId("empty").hidden = true;
-    const turn = this.#conversation.begin(question);
-    const view = new TurnView(question);
-    this.#log.querySelectorAll(".turn > .actions").forEach((actions) => actions.remove());
-    this.#log.append(view.root);
+    this.#view?.close();
+    this.#view = new TurnView(question);
+    this.#log.append(this.#view.root);
     this.#sticks = true;
+    this.#answer(this.#conversation.begin(question));
+  }
+
+  /** One more answer to `turn`, the last one. */
+  async #answer(turn) {
+    this.#log.querySelectorAll(".turn > .actions").forEach((actions) => actions.remove());
+    const step = beginStep(turn);
+    const view = this.#view;
+    const part = view.begin(step, () => this.#followEnd());
     this.#followEnd();
     const controller = new AbortController();
     this.#setRunning(controller);
     this.#say("");
-    await this.#receive(turn, view, controller.signal);
+    const finish = await this.#receive(step, part, controller.signal);
+    view.mark(step.state);
     if (this.#running !== controller) return; // a new chat began meanwhile
     this.#setRunning(null);
-    view.root.append(this.#actions(turn));
+    this.#conclude(turn, step, part, finish);
+    view.root.append(this.#actions(turn, step));
     this.#followEnd();
   }
 
-  async #receive(turn, view, signal) {
+  /** Streams into `step`; returns the server's reason for the end, "" without one. */
+  async #receive(step, part, signal) {
     const arrived = { usage: null, timings: null, kvboost: null, finish: "", pieces: 0, clock: startedClock() };
     let failure = null;
     try {
       const options = { key: this.#settings.key, signal };
-      for await (const chunk of streamChat(await this.#body(), options)) this.#take(chunk, turn, view, arrived);
-      turn.state = "done";
+      for await (const chunk of streamChat(await this.#body(), options)) take(chunk, step, part, arrived);
+      step.state = "done";
     } catch (error) {
-      turn.state = signal.aborted ? "stopped" : "failed";
-      if (turn.state === "failed") failure = error;
+      step.state = signal.aborted ? "stopped" : "failed";
+      if (step.state === "failed") failure = error;
     }
-    const note = turn.state === "stopped" ? "stopped" : (NOTES[arrived.finish] ?? "");
-    view.finish(figuresLine(summarize(arrived), note), failure, turn);
-    this.#say(spoken(turn, failure, arrived));
+    const note = step.state === "stopped" ? "stopped" : (NOTES[arrived.finish] ?? "");
+    part.finish(figuresLine(summarize(arrived), note), failure);
+    this.#say(spoken(step, failure, arrived));
+    return arrived.finish;
   }
 
-  #take(chunk, turn, view, arrived) {
-    arrived.usage = chunk.usage ?? arrived.usage;
-    arrived.timings = chunk.timings ?? arrived.timings;
-    arrived.kvboost = chunk.kvboost ?? arrived.kvboost;
-    const choice = chunk.choices?.[0];
-    arrived.finish = choice?.finish_reason ?? arrived.finish;
-    const text = choice?.delta?.content ?? "";
-    if (text === "") return;
-    arrived.clock.last = performance.now();
-    arrived.clock.first ??= arrived.clock.last;
-    arrived.pieces += 1;
-    turn.answer += text;
-    view.append(text, () => this.#followEnd());
+  /** Asks for the results of the calls, or says what will not be sent again. */
+  #conclude(turn, step, part, finish) {
+    if (step.calls.length === 0) {
+      const forgotten = turn.steps.length === 1 ? "; this message is not sent again with later ones" : "";
+      if (step.answer === "") part.note(`Nothing was answered${forgotten}.`);
+    } else if (step.state !== "done" || finish in NOTES) {
+      part.note("A call that was cut is not sent again.");
+    } else {
+      part.ask({
+        ready: () => this.#ready(),
+        missing: ({ name }) => this.#say(`The result of ${name} is missing.`),
+        send: () => this.#goOn(turn),
+      });
+    }
+  }
+
+  #goOn(turn) {
+    this.#prompt.focus();
+    this.#sticks = true;
+    this.#answer(turn);
   }
 
   async #body() {
@@ -126,40 +150,39 @@ export class Chat {
     };
   }
 
-  #actions(turn) {
+  #actions(turn, step) {
     const actions = element("div", { class: "actions" });
-    if (turn.answer !== "") {
-      actions.append(button("Copy", (event) => copy(turn.answer, event.currentTarget), { class: "quiet small", "aria-label": "Copy answer" }));
+    if (step.answer !== "") {
+      actions.append(button("Copy", (event) => copy(step.answer, event.currentTarget), { class: "quiet small", "aria-label": "Copy answer" }));
     }
-    const again = turn.answer === "" ? "Try again" : "Regenerate";
-    actions.append(button(again, () => this.#again(), { class: "quiet small" }));
+    const again = step.answer === "" && step.calls.length === 0 ? "Try again" : "Regenerate";
+    actions.append(button(again, () => this.#again(turn), { class: "quiet small" }));
     actions.append(button("Edit", () => this.#edit(), { class: "quiet small", "aria-label": "Edit the last message" }));
     return actions;
   }
 
-  #again() {
-    const { question } = this.#dropLast();
-    this.#prompt.focus();
-    this.#ask(question);
+  /** Another last answer; results that were given to calls before it stay. */
+  #again(turn) {
+    if (!this.#ready()) return;
+    turn.steps.pop();
+    this.#view.takeLast();
+    this.#goOn(turn);
   }
 
   #edit() {
-    this.#prompt.value = this.#dropLast().question;
+    this.#view.root.remove();
+    this.#view = null; // the turn before it waits for nothing
+    this.#prompt.value = this.#conversation.takeLast().question;
+    byId("empty").hidden = this.#conversation.turns.length > 0;
     this.#fitPrompt();
     this.#prompt.focus();
-  }
-
-  #dropLast() {
-    this.#log.lastElementChild.remove();
-    const turn = this.#conversation.takeLast();
-    byId("empty").hidden = this.#conversation.turns.length > 0;
-    return turn;
   }
 
   #startOver() {
     this.stop();
     this.#setRunning(null);
     this.#conversation = new Conversation();
+    this.#view = null;
     this.#log.querySelectorAll(".turn").forEach((turn) => turn.remove());
     byId("empty").hidden = false;
     this.#prompt.focus();
@@ -190,65 +213,32 @@ export class Chat {
 
 const startedClock = () => ({ sent: performance.now(), first: null, last: null });
 
-/** A turn on the page. Text is shown once per frame however fast it comes. */
-class TurnView {
-  #body = element("div", { class: "answer-body" });
-  #answer = element("article", { class: "answer", "aria-label": "Answer", "aria-busy": "true" }, this.#body);
-  #text = new AnswerView(this.#body);
-  #pending = "";
-  #frame = 0;
-
-  constructor(question) {
-    const asked = element("article", { class: "question", "aria-label": "Your message" }, element("div", { class: "text", text: question }));
-    this.root = element("div", { class: "turn running" }, asked, this.#answer);
-  }
-
-  append(text, shown) {
-    this.#pending += text;
-    if (this.#frame === 0) {
-      this.#frame = requestAnimationFrame(() => {
-        this.#flush();
-        shown();
-      });
-    }
-  }
-
-  finish(figures, failure, turn) {
-    cancelAnimationFrame(this.#frame);
-    this.#flush();
-    this.#text.end();
-    this.root.classList.replace("running", turn.state);
-    this.#answer.removeAttribute("aria-busy");
-    if (figures.childNodes.length > 0) this.#answer.append(figures);
-    if (failure !== null) this.#answer.append(errorBox(failure));
-    if (turn.answer === "") {
-      this.#answer.append(element("p", { class: "note", text: "Nothing was answered; this message is not sent again with later ones." }));
-    }
-  }
-
-  #flush() {
-    this.#frame = 0;
-    if (this.#pending !== "") this.#text.append(this.#pending);
-    this.#pending = "";
-  }
+/** Takes a chunk of the stream into `step` and `arrived`. */
+function take(chunk, step, part, arrived) {
+  arrived.usage = chunk.usage ?? arrived.usage;
+  arrived.timings = chunk.timings ?? arrived.timings;
+  arrived.kvboost = chunk.kvboost ?? arrived.kvboost;
+  const choice = chunk.choices?.[0];
+  arrived.finish = choice?.finish_reason ?? arrived.finish;
+  const delta = choice?.delta ?? {};
+  const thought = textOf(delta.reasoning_content);
+  const text = textOf(delta.content);
+  const calls = delta.tool_calls ?? [];
+  if (thought === "" && text === "" && calls.length === 0) return;
+  arrived.clock.last = performance.now();
+  arrived.clock.first ??= arrived.clock.last;
+  arrived.pieces += 1;
+  step.reasoning += thought;
+  step.answer += text;
+  for (const piece of calls) takeCall(step, piece);
+  part.update();
 }
 
-function errorBox(error) {
-  const known = error instanceof ApiError;
-  const box = element("div", { class: "error", role: "alert" });
-  box.append(element("p", { text: known ? error.message : "The page itself failed." }));
-  const detail = known ? error.detail : String(error);
-  if (detail !== "") box.append(element("p", { class: "said", text: detail }));
-  if (known && error.requestId !== "") {
-    box.append(element("p", { class: "note", text: "Request " }, element("code", { text: error.requestId })));
-  }
-  return box;
-}
-
-function spoken(turn, failure, { usage, kvboost }) {
+function spoken(step, failure, { usage, kvboost }) {
   if (failure !== null) return failure.message;
-  if (turn.state === "stopped") return "Stopped.";
+  if (step.state === "stopped") return "Stopped.";
   const how = kvboost?.approximate === true ? ", approximate" : "";
   const size = usage === null ? "" : `, ${plural(usage.completion_tokens, "token")}`;
-  return `Answer complete${how}${size}.`;
+  const calls = step.calls.map(({ name }) => name).join(", ");
+  return calls === "" ? `Answer complete${how}${size}.` : `The model calls ${calls} and waits for the result.`;
 }

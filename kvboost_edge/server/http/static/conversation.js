@@ -1,11 +1,15 @@
-/** What was said. A turn is a question with its answer; a turn without any answer is shown, but not sent again. */
+/**
+ * What was said. A turn is a question with its steps; a step is an answer of the model: reasoning, text, calls of tools.
+ * A step whose calls have results is followed by another one. A call is {index, id, name, arguments, result}, its
+ * arguments a text, its result null until it is given.
+ */
 
 export class Conversation {
   turns = [];
 
-  /** Appends a turn and returns it. `state`: "running", "done", "stopped" or "failed". */
+  /** Appends a turn and returns it. */
   begin(question) {
-    const turn = { question, answer: "", state: "running" };
+    const turn = { question, steps: [] };
     this.turns.push(turn);
     return turn;
   }
@@ -15,15 +19,49 @@ export class Conversation {
     return this.turns.pop() ?? null;
   }
 
-  /** The messages of a request that asks for the answer of the last turn. */
+  /** The messages of a request that asks for the running step of the last turn. A turn without any answer is left out. */
   messages(system) {
     const sent = system.trim() === "" ? [] : [{ role: "system", content: system }];
-    const last = this.turns.length - 1;
-    for (const [index, { question, answer }] of this.turns.entries()) {
-      if (index < last && answer === "") continue;
-      sent.push({ role: "user", content: question });
-      if (index < last) sent.push({ role: "assistant", content: answer });
+    const last = this.turns.at(-1);
+    for (const turn of this.turns) {
+      const said = turn.steps.flatMap(messagesOf);
+      if (turn === last || said.length > 0) sent.push({ role: "user", content: turn.question }, ...said);
     }
     return sent;
   }
+}
+
+/** Appends a step to `turn` and returns it. `state`: "running", "done", "stopped" or "failed". */
+export function beginStep(turn) {
+  const step = { reasoning: "", answer: "", calls: [], state: "running" };
+  turn.steps.push(step);
+  return step;
+}
+
+/** Takes a piece of a streamed call, in OpenAI's shape, into `step`; returns the call. */
+export function takeCall(step, { index, id, function: made }) {
+  let call = step.calls.find((known) => known.index === index);
+  if (call === undefined) {
+    call = { index, id: "", name: "", arguments: "", result: null };
+    step.calls.push(call);
+  }
+  if (typeof id === "string") call.id = id;
+  call.name += textOf(made?.name);
+  call.arguments += textOf(made?.arguments);
+  return call;
+}
+
+/** `value` if it is a text, else "". */
+export const textOf = (value) => (typeof value === "string" ? value : "");
+
+/** An answer and the results of its calls. Calls without results, and reasoning that led to nothing, are not sent again. */
+function messagesOf({ reasoning, answer, calls, state }) {
+  const answered = calls.filter((call) => call.result !== null);
+  if (state === "running" || (answer === "" && answered.length === 0)) return [];
+  const message = { role: "assistant", content: answer };
+  if (reasoning !== "") message.reasoning_content = reasoning;
+  if (answered.length > 0) {
+    message.tool_calls = answered.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  }
+  return [message, ...answered.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result }))];
 }

@@ -1,6 +1,7 @@
-/** Sampling settings: their bounds, their check, their form. An empty field is not sent. */
+/** Settings: the bounds of sampling, the check, the form. An empty field is not sent. */
 
 import { byId, element } from "/static/dom.js";
+import { JSON_FIELDS, validateJson } from "/static/jsonfields.js";
 import { load, save } from "/static/storage.js";
 
 /** The bounds are those of the server's table; the seed ends where a number of this language is still exact. */
@@ -51,9 +52,12 @@ export class SettingsForm {
       control.value = load(control.name);
       control.addEventListener("input", () => {
         save(control.name, control.value);
-        if (control.name !== "api-key") this.check();
+        // JSON is wrong until its last bracket: it is judged when it is left, and again while it is marked.
+        const early = JSON_FIELDS.some(({ name }) => name === control.name) && control.getAttribute("aria-invalid") !== "true";
+        if (control.name !== "api-key" && !early) this.check();
       });
     }
+    for (const { name } of JSON_FIELDS) byId(name).addEventListener("change", () => this.check());
     byId("api-key").addEventListener("change", () => onKey());
     this.#form.addEventListener("submit", (event) => event.preventDefault());
     byId("reset-settings").addEventListener("click", () => this.#reset(onKey));
@@ -74,16 +78,18 @@ export class SettingsForm {
     return mode === "" ? {} : { kvboost: { mode } };
   }
 
-  /** Marks wrong fields; returns what `validate` does. */
+  /** Marks wrong fields; returns the `values` that go into a request, and `errors` as `validate` does. */
   check() {
-    const raw = Object.fromEntries(FIELDS.map(({ name }) => [name, byId(name).value]));
-    const result = validate(raw);
-    for (const { name } of FIELDS) {
-      const error = result.errors[name] ?? "";
+    const raw = Object.fromEntries(this.#controls().map(({ name, value }) => [name, value]));
+    const numbers = validate(raw);
+    const json = validateJson(raw);
+    const errors = { ...numbers.errors, ...json.errors };
+    for (const { name } of [...FIELDS, ...JSON_FIELDS]) {
+      const error = errors[name] ?? "";
       byId(name).setAttribute("aria-invalid", String(error !== ""));
       byId(`${name}-error`).textContent = error;
     }
-    return result;
+    return { values: { ...numbers.values, ...json.values }, errors };
   }
 
   #controls() {

@@ -20,6 +20,21 @@ collect_ignore_glob = [] if find_chromium() else ["test_*.py"]
 STEP_SECONDS = 0.02
 PATIENCE_SECONDS = 15
 
+# In place of the server's chat: what is asked is kept, what is answered is said by the test, piece by piece.
+STAND_IN = """
+  const fetchReally = window.fetch;
+  window.asked = [];
+  window.fetch = (path, options) => {
+    if (path !== '/v1/chat/completions') return fetchReally(path, options);
+    window.asked.push(JSON.parse(options.body));
+    const start = (controller) => {
+      window.say = (text) => controller.enqueue(new TextEncoder().encode(text));
+      options.signal.addEventListener('abort', () => controller.error(options.signal.reason));
+    };
+    return Promise.resolve(new Response(new ReadableStream({start})));
+  };
+"""
+
 
 @dataclasses.dataclass
 class Visit:
@@ -123,6 +138,47 @@ def visit(visiting: Callable[..., Visit], live_server: Any) -> Visit:
     visit = visiting(live_server.base_url)
     visit.page.locator("#live-state", has_text="live").wait_for()
     return visit
+
+
+@dataclasses.dataclass
+class StandIn:
+    """A page whose chat is answered by the test."""
+
+    visit: Visit
+
+    def deltas(self, *deltas: dict[str, Any], **choice: Any) -> None:
+        """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in their choice."""
+        self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
+
+    def end(self, reason: str, **last: Any) -> None:
+        """The end of the answer; `last`: fields of its last chunk, such as usage."""
+        self.deltas({}, finish_reason=reason)
+        self._send({"choices": [], **last}, "[DONE]")
+        self.visit.answer()
+
+    def call(self, name: str, arguments: str, *, index: int = 0) -> None:
+        """A whole call of a tool, its arguments in pieces of three characters."""
+        function: dict[str, str] = {"name": name, "arguments": ""}
+        first = {"index": index, "id": f"call-{name}", "type": "function", "function": function}
+        pieces = [{"arguments": arguments[at : at + 3]} for at in range(0, len(arguments), 3)]
+        rest = [{"index": index, "function": piece} for piece in pieces]
+        self.deltas(*({"tool_calls": [piece]} for piece in (first, *rest)))
+
+    def asked(self, times: int) -> Any:
+        """The body of the last request, once there were so many."""
+        self.visit.until(f"window.asked.length === {times}")
+        return self.visit.page.evaluate("window.asked.at(-1)")
+
+    def _send(self, *events: Any) -> None:
+        lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
+        stream = [f"data: {line}\n\n" for line in lines]
+        self.visit.page.evaluate("(lines) => lines.forEach((line) => window.say(line))", stream)
+
+
+@pytest.fixture
+def stand_in(visiting: Callable[..., Visit], live_server: Any) -> Callable[..., StandIn]:
+    """`stand_in(**options of the browser's context)`."""
+    return lambda **options: StandIn(visiting(live_server.base_url, init_script=STAND_IN, **options))
 
 
 @pytest.fixture(scope="module")

@@ -116,10 +116,11 @@ def test_a_conversation_leaves_out_what_was_not_answered(modules):
         "conversation",
         """
         const talk = new it.Conversation();
-        talk.begin('first').answer = 'yes';
-        talk.begin('failed');
-        talk.begin('cut').answer = 'par';
-        talk.begin('now').answer = 'growing';
+        const say = (question, answer, state) => Object.assign(it.beginStep(talk.begin(question)), {answer, state});
+        say('first', 'yes', 'done');
+        say('failed', '', 'failed');
+        say('cut', 'par', 'stopped');
+        say('now', 'growing', 'running');
         return [talk.messages(argument), talk.messages(' ')];
         """,
         "be brief",

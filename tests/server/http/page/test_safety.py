@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 
 import pytest
 from playwright.sync_api import expect
@@ -93,6 +94,30 @@ def test_answers_are_shown_as_they_are(visit):
     _untouched(visit, len(PAYLOADS))
 
 
+def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
+    page = stand_in()
+    for number, payload in enumerate(PAYLOADS):
+        page.visit.page.click("#new-chat")
+        page.visit.ask("Hello")
+        page.asked(2 * number + 1)
+        page.deltas({"reasoning_content": payload})
+        page.call(payload, payload)
+        page.end("tool_calls")
+        turn = page.visit.page.locator(".turn")
+        assert turn.locator(".reasoning .text").evaluate("(e) => e.textContent") == payload
+        parts = (".code-head code", "pre", "label span")
+        shown = [turn.locator(f".call {part}").evaluate("(e) => e.textContent") for part in parts]
+        assert shown == [payload, payload, f"Result of {payload}"]
+        turn.locator(".call textarea").fill(payload)
+        turn.get_by_role("button", name="Send result").click()
+        page.asked(2 * number + 2)
+        page.call(payload, json.dumps({payload: payload}))
+        page.end("tool_calls")
+        assert turn.locator(".call .result pre").first.evaluate("(e) => e.textContent") == payload
+        assert payload in json.loads(turn.locator(".call pre").last.evaluate("(e) => e.textContent"))
+        _untouched(page.visit, 1, {"DETAILS", "SUMMARY", "LABEL", "TEXTAREA"})
+
+
 def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
     page = visit.page
     visit.expected_failures = ("400",)
@@ -167,11 +192,11 @@ def _echo(route) -> None:
     route.fulfill(content_type="text/event-stream", body=body)
 
 
-def _untouched(visit, turns: int) -> None:
+def _untouched(visit, turns: int, more_tags: Set[str] = frozenset()) -> None:
     """So many turns, only the elements that the page makes, nothing ran; `visiting` looks at requests and dialogs."""
     page = visit.page
     assert page.locator(".turn").count() == turns
-    assert set(page.evaluate(UNDER_LOG)) <= PLAIN_TAGS
+    assert set(page.evaluate(UNDER_LOG)) <= PLAIN_TAGS | more_tags
     attributes = page.evaluate(
         "[...new Set([...document.querySelectorAll('.turn *')].flatMap((e) => e.getAttributeNames()))]"
     )

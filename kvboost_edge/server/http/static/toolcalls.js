@@ -1,0 +1,120 @@
+/** Calls of tools as blocks: name, arguments, and a field for what the tool returned. */
+
+import { button, copy, element } from "/static/dom.js";
+import { pretty } from "/static/jsontext.js";
+
+/** The calls of one answer. */
+export class ToolCallsView {
+  root = element("div", { class: "calls" });
+  #views = new Map();
+  #button = null; // while results are wanted
+
+  /** Shows what `call` has by now. */
+  grow(call) {
+    if (!this.#views.has(call)) {
+      this.#views.set(call, new CallView(call));
+      this.root.append(this.#views.get(call).root);
+    }
+    this.#views.get(call).grow();
+  }
+
+  /** Nothing follows: the arguments are laid out. */
+  end() {
+    for (const view of this.#views.values()) view.end();
+  }
+
+  /** A field under each call, and a button. `chat`: {ready(): whether a request can be made, missing(call), send()}. */
+  ask(chat) {
+    const views = [...this.#views.values()];
+    const complete = () => {
+      const empty = views.find((view) => view.typed.trim() === "");
+      if (empty !== undefined) {
+        empty.focus();
+        chat.missing(empty.call);
+      } else if (chat.ready()) {
+        this.#settle((view) => view.typed);
+        chat.send();
+      }
+    };
+    for (const view of views) view.ask(complete);
+    this.#button = button(views.length > 1 ? "Send results" : "Send result", complete, { class: "primary" });
+    this.root.append(this.#button);
+  }
+
+  /** Fields that nobody filled go; the calls stay without a result. */
+  close() {
+    if (this.#button !== null) this.#settle(() => null);
+  }
+
+  #settle(resultOf) {
+    for (const view of this.#views.values()) view.settle(resultOf(view));
+    this.#button.remove();
+    this.#button = null;
+  }
+}
+
+class CallView {
+  #name = element("code");
+  #code = element("code");
+  #field = null; // the label with its text area, while a result is wanted
+  #shown = 0; // characters of the arguments
+
+  constructor(call) {
+    this.call = call;
+    const head = element("div", { class: "code-head" }, element("span", { text: "Tool call " }), this.#name);
+    this.root = element("div", { class: "code call", role: "group" }, head, element("pre", { tabindex: "0" }, this.#code));
+  }
+
+  get typed() {
+    return this.#area.value;
+  }
+
+  get #area() {
+    return this.#field.lastElementChild;
+  }
+
+  focus() {
+    this.#area.setAttribute("aria-invalid", "true");
+    this.#area.focus();
+  }
+
+  grow() {
+    this.#name.textContent = this.call.name;
+    this.root.setAttribute("aria-label", `Call of ${this.call.name}`);
+    this.#code.append(this.call.arguments.slice(this.#shown));
+    this.#shown = this.call.arguments.length;
+  }
+
+  end() {
+    const text = pretty(this.call.arguments);
+    const head = this.root.firstChild;
+    if (text === null) {
+      head.append(element("span", { class: "flag", text: "not complete" }));
+      return;
+    }
+    this.#code.textContent = text;
+    head.append(button("Copy", (event) => copy(text, event.currentTarget), { class: "quiet small", "aria-label": "Copy arguments" }));
+  }
+
+  ask(complete) {
+    const area = element("textarea", { rows: "2", placeholder: "What the tool returned", spellcheck: "false", enterkeyhint: "send" });
+    area.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      complete();
+    });
+    area.addEventListener("input", () => area.removeAttribute("aria-invalid"));
+    this.#field = element("label", { class: "result" }, element("span", { text: `Result of ${this.call.name}` }), area);
+    this.root.append(this.#field);
+  }
+
+  /** The result that is sent, or null: none is. */
+  settle(result) {
+    this.call.result = result;
+    this.#field.remove();
+    this.root.append(result === null ? element("p", { class: "note", text: "No result was given; this call is not sent again." }) : given(result));
+  }
+}
+
+const given = (result) =>
+  element("div", { class: "result" }, element("span", { text: "Result" }), element("pre", { tabindex: "0" }, element("code", { text: result })));

@@ -1,0 +1,123 @@
+/** A turn on the page: the question, and under it one answer after the other. */
+
+import { AnswerView } from "/static/answer.js";
+import { ApiError } from "/static/api.js";
+import { element } from "/static/dom.js";
+import { ReasoningView } from "/static/reasoning.js";
+import { ToolCallsView } from "/static/toolcalls.js";
+
+export class TurnView {
+  #last = null;
+
+  constructor(question) {
+    const asked = element("article", { class: "question", "aria-label": "Your message" }, element("div", { class: "text", text: question }));
+    this.root = element("div", { class: "turn running" }, asked);
+  }
+
+  /** The view of one more answer, of what is in `step`; `shown()` is called when the page has grown. */
+  begin(step, shown) {
+    this.root.className = "turn running";
+    this.#last = new StepView(step, shown);
+    this.root.append(this.#last.root);
+    return this.#last;
+  }
+
+  /** Marks the turn with the state of its last answer. */
+  mark(state) {
+    this.root.className = `turn ${state}`;
+  }
+
+  takeLast() {
+    this.#last.root.remove();
+  }
+
+  /** Results are not waited for any more. */
+  close() {
+    this.#last.close();
+  }
+}
+
+/** One answer: reasoning, text, calls of tools, figures. It is shown once per frame however fast it comes. */
+class StepView {
+  #step;
+  #shown;
+  #body = element("div", { class: "answer-body" });
+  #text = new AnswerView(this.#body);
+  #reasoning = null;
+  #calls = new ToolCallsView();
+  #lengths = { reasoning: 0, answer: 0 }; // of what is on the page
+  #frame = 0;
+
+  constructor(step, shown) {
+    this.#step = step;
+    this.#shown = shown;
+    this.root = element("article", { class: "answer", "aria-label": "Answer", "aria-busy": "true" }, this.#body);
+  }
+
+  /** The step has grown. */
+  update() {
+    const { reasoning, answer, calls } = this.#step;
+    if (reasoning !== "" && this.#reasoning === null) {
+      this.#reasoning = new ReasoningView();
+      this.root.prepend(this.#reasoning.root);
+    }
+    if (answer !== "" || calls.length > 0) this.#reasoning?.end();
+    if (this.#frame !== 0) return;
+    this.#frame = requestAnimationFrame(() => {
+      this.#flush();
+      this.#shown();
+    });
+  }
+
+  /** Nothing follows. `failure`: an error that is shown, or null. */
+  finish(figures, failure) {
+    cancelAnimationFrame(this.#frame);
+    this.#flush();
+    this.#reasoning?.end();
+    this.#text.end();
+    this.#calls.end();
+    this.root.removeAttribute("aria-busy");
+    if (figures.childNodes.length > 0) this.root.append(figures);
+    if (failure !== null) this.root.append(errorBox(failure));
+  }
+
+  /** Asks for the results of the calls: see ToolCallsView. */
+  ask(chat) {
+    this.#calls.ask(chat);
+  }
+
+  close() {
+    this.#calls.close();
+  }
+
+  note(text) {
+    this.root.append(element("p", { class: "note", text }));
+  }
+
+  #flush() {
+    this.#frame = 0;
+    const { calls } = this.#step;
+    this.#grow("reasoning", this.#reasoning);
+    this.#grow("answer", this.#text);
+    if (calls.length > 0 && !this.#calls.root.isConnected) this.#body.after(this.#calls.root);
+    for (const call of calls) this.#calls.grow(call);
+  }
+
+  #grow(name, view) {
+    const text = this.#step[name].slice(this.#lengths[name]);
+    if (text !== "") view.append(text);
+    this.#lengths[name] += text.length;
+  }
+}
+
+function errorBox(error) {
+  const known = error instanceof ApiError;
+  const box = element("div", { class: "error", role: "alert" });
+  box.append(element("p", { text: known ? error.message : "The page itself failed." }));
+  const detail = known ? error.detail : String(error);
+  if (detail !== "") box.append(element("p", { class: "said", text: detail }));
+  if (known && error.requestId !== "") {
+    box.append(element("p", { class: "note", text: "Request " }, element("code", { text: error.requestId })));
+  }
+  return box;
+}
