@@ -1,0 +1,46 @@
+"""Logits of the tokens that may follow, by one bit each: the others become -inf."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba.core import types
+
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.jit import kernel
+
+__all__ = ["WORD_BITS", "mask_logits", "mask_logits_entry"]
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+WORD_BITS = 32
+_ALL, _NONE = -1, 0
+_NEVER = np.float32(-np.inf)
+
+
+@kernel
+def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
+    """Into out [vocab_size]: logits [vocab_size] where bit i % 32 of words [ceil(vocab_size / 32)] is set, else -inf.
+
+    Inside a string nearly all words are all ones, outside nearly all are zeros: neither has its bits looked at.
+    """
+    whole = len(logits) // WORD_BITS
+    for word in range(whole):
+        bits, first = words[word], word * WORD_BITS
+        if bits == _ALL:
+            for i in range(WORD_BITS):
+                out[first + i] = logits[first + i]
+        elif bits == _NONE:
+            for i in range(WORD_BITS):
+                out[first + i] = _NEVER
+        else:
+            for i in range(WORD_BITS):
+                out[first + i] = logits[first + i] if (bits >> i) & 1 else _NEVER
+    for token in range(whole * WORD_BITS, len(logits)):
+        out[token] = logits[token] if (words[whole] >> (token - whole * WORD_BITS)) & 1 else _NEVER
+
+
+_FLOATS = types.Array(types.float32, 1, "C")
+mask_logits_entry = Entry(mask_logits, types.Array(types.int32, 1, "C"), _FLOATS, _FLOATS)
+"""What is run before a token is sampled that has to fit."""
