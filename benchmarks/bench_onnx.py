@@ -93,12 +93,14 @@ def write_source(folder: Path, shape_name: str) -> None:
 
 
 class Ours:
-    """`native` and `onnx`: an engine with room for the prompt."""
+    """`native` and `onnx`: an engine with room for the prompt, without drafts, which the others have not."""
 
     def __init__(self, folder: Path, threads: int, runner: str) -> None:
         from kvboost_edge import CPUPagedEngine
 
-        self.engine = CPUPagedEngine.from_pretrained(folder, runner=runner, num_threads=threads, num_blocks=128)
+        self.engine = CPUPagedEngine.from_pretrained(
+            folder, runner=runner, num_threads=threads, num_blocks=128, speculation="off"
+        )
 
     def run(self, tokens: list[int], count: int) -> dict[str, float]:
         self.engine.reset_cache()

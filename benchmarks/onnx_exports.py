@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "gemma": {"num_key_value_heads": 2},
-    "phi3": {"sliding_window": None},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 512},  # else the builder takes it for longrope
 }
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 PROMPT = np.random.default_rng(7).integers(0, 256, 45).tolist()
@@ -105,7 +105,7 @@ def from_torch(family: str, folder: Path, form: str) -> str:
     new, old, total = (torch.export.Dim.DYNAMIC for _ in range(3))
     shapes = ({1: new}, {1: total}, {1: new}, [{2: old} for _ in names])
     torch.onnx.export(
-        WithCache(model),
+        WithCache(model).eval(),
         arguments,
         str(folder / "model.onnx"),
         dynamo=True,

@@ -167,7 +167,7 @@ def _assemble(
     info = runner.info
     with _closed_on_error(runner):
         available = _available_on(choice.device)
-        num_blocks = plan_num_blocks(config, info.kv_spec, info.max_context, info.weight_bytes, available)
+        num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open)
         with _closed_on_error(backend):
@@ -201,7 +201,9 @@ def _assemble(
         # The rope settings are part of the model's config and so of its fingerprint.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
-        ledger=MemoryLedger(info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend)),
+        ledger=MemoryLedger(
+            info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend), lambda: runner.copied_bytes
+        ),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
         tiers=tiers,

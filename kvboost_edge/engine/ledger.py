@@ -10,6 +10,7 @@ from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.host.memory import Region, process_peak, process_rss, resident_bytes
+from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
     "MemoryLedger",
@@ -28,27 +29,36 @@ _COUNTED_TIMES = 100  # a count of pages stands for so many times as long as it 
 
 
 class MemoryLedger:
-    """Bytes by owner. weight_bytes and pool_bytes are reserved; `other_bytes` is what is resident beside both: the
-    interpreter and its packages (numba and its compiler foremost), compiled kernels, the tokenizer, activations.
+    """Bytes by owner. weight_bytes and pool_bytes are reserved, copied_bytes are of keys and values that the runner
+    holds beside the pool; `other_bytes` is what is resident beside all these: the interpreter and its packages (numba
+    and its compiler foremost), compiled kernels, the tokenizer, activations.
 
     Weights that were mapped and not yet read, and pages of the pool never written, are not resident: they are counted
     page by page where the system tells (Linux), in at most 1% of the time. Elsewhere, and for weights and pools of
     torch, both are taken as resident, so that `other_bytes` is too small until they are.
     """
 
-    def __init__(self, weight_bytes: int, pool_bytes: int, regions: Callable[[], Sequence[Region]] = tuple) -> None:
-        """regions: where weights and pool lie in this process's memory as of now; empty: not known."""
+    def __init__(
+        self,
+        weight_bytes: int,
+        pool_bytes: int,
+        regions: Callable[[], Sequence[Region]] = tuple,
+        copied: Callable[[], int] = int,
+    ) -> None:
+        """regions: where weights and pool lie in this process's memory as of now; empty: not known.
+        copied: bytes of the runner's copies as of now."""
         self.weight_bytes, self.pool_bytes = weight_bytes, pool_bytes
-        self._regions = regions
+        self._regions, self._copied = regions, copied
         self._counted, self._counted_until = 0, -math.inf
 
     def snapshot(self) -> dict[str, int]:
-        """weight_bytes, pool_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of now."""
-        rss = process_rss()
+        """weight_bytes, pool_bytes, copied_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of now."""
+        rss, copied = process_rss(), self._copied()
         return {
             "weight_bytes": self.weight_bytes,
             "pool_bytes": self.pool_bytes,
-            "other_bytes": max(0, rss - self._resident()),
+            "copied_bytes": copied,
+            "other_bytes": max(0, rss - self._resident() - copied),
             "process_rss_bytes": rss,
             "process_peak_bytes": process_peak(),
         }
@@ -73,14 +83,16 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
         )
 
 
-def plan_num_blocks(config: EngineConfig, spec: KVSpec, max_context: int, weight_bytes: int, available: int) -> int:
+def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
     """Blocks of the pool. `available` is memory free now, after the weights were loaded.
 
     Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that is None), at least
     one block. The buffers of open blocks that a quantized pool needs come out of the same bytes.
-    Raises CapacityError when the budget holds no block or the pool does not fit.
+    Raises CapacityError when the budget holds no block or the pool does not fit, with the copies of a runner that has
+    such.
     """
-    num_blocks = _wanted_blocks(config, spec, max_context, available)
+    spec = info.kv_spec
+    num_blocks = _wanted_blocks(config, spec, info.max_context, available)
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     block_bytes, open_bytes = spec.bytes_per_block, num_open * spec.bytes_per_open_block
     if num_blocks < 1:
@@ -90,10 +102,13 @@ def plan_num_blocks(config: EngineConfig, spec: KVSpec, max_context: int, weight
             f"{block_bytes} bytes in this model{beside}; give at least that"
         )
     pool_bytes = num_blocks * block_bytes + open_bytes
-    if pool_bytes > available:
+    needed = 2 * pool_bytes if info.copies_kv else pool_bytes
+    if needed > available:
+        copies = f" + as much for the {info.name} runner's copies of what runs" if info.copies_kv else ""
         raise CapacityError(
-            f"weights {_gb(weight_bytes)} + pool {_gb(pool_bytes)} ({num_blocks} blocks of {block_bytes} bytes) exceed "
-            f"memory: {_gb(available)} are available beside the weights; lower max_cache_bytes or num_blocks"
+            f"weights {_gb(info.weight_bytes)} + pool {_gb(pool_bytes)} ({num_blocks} blocks of {block_bytes} bytes)"
+            f"{copies} exceed memory: {_gb(available)} are available beside the weights; lower max_cache_bytes or "
+            "num_blocks"
         )
     return num_blocks
 

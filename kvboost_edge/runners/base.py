@@ -44,6 +44,7 @@ class RunnerInfo:
     kv_spec: KVSpec
     weight_region: Region = Region(0, 0)  # noqa: RUF009 - where they lie in this process's memory; empty: not known
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
+    copies_kv: bool = False  # holds running sequences' keys and values beside the pool too, as many bytes at most
     numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 
 
@@ -93,6 +94,11 @@ class Runner(Protocol):
     def moved_keys_refusal(self) -> str | None:
         """Why keys are not attended at other positions than those they were computed at, as far as is known once a
         backend is bound; None: they are."""
+        ...
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of copies of keys and values beside the pool, as of now; 0 unless `info.copies_kv`."""
         ...
 
     def bind(self, backend: Backend) -> None: ...

@@ -273,7 +273,7 @@ class _EngineCollector(Collector):
 
     def _of_pool(self, stats: dict[str, Any]) -> Iterator[Metric]:
         memory = GaugeMetricFamily("kvboost:memory_bytes", "Memory by owner.", labels=["owner"])
-        for owner in ("weight", "pool", "other"):
+        for owner in ("weight", "pool", "copied", "other"):
             memory.add_metric([owner], stats[f"{owner}_bytes"])
         yield memory
         yield _gauge("kvboost:process_resident_bytes", "Resident memory.", stats["process_rss_bytes"])

@@ -21,6 +21,7 @@ from kvboost_edge.engine.ledger import (
 )
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+from kvboost_edge.runners.base import RunnerInfo
 
 NAN, INF = float("nan"), float("inf")
 CANARY = [5, 6, 7]
@@ -239,8 +240,12 @@ SPEC = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float32")  # 4 * 2 * 2 * 64 * 16 *
 GB = 10**9
 
 
+def runner_info(spec: KVSpec, weight_bytes: int = 0, *, copies_kv: bool = False) -> RunnerInfo:
+    return RunnerInfo("some", "llama", "float32", VOCAB_SIZE, 2048, weight_bytes, spec, copies_kv=copies_kv)
+
+
 def plan(available: int, **options: Any) -> int:
-    return plan_num_blocks(EngineConfig(**options), SPEC, 2048, 2 * GB, available)
+    return plan_num_blocks(EngineConfig(**options), runner_info(SPEC, 2 * GB), available)
 
 
 def test_pool_sizes() -> None:
@@ -251,6 +256,16 @@ def test_pool_sizes() -> None:
     assert plan(100 * GB) == 128 * 16, "context x max_num_seqs"
     assert plan(65_536 * 400) == 100, "a quarter of the available memory"
     assert plan(65_536) == 1
+
+
+def test_a_runner_that_copies_keys_needs_the_pool_twice() -> None:
+    copying, needed = runner_info(SPEC, 2 * GB, copies_kv=True), 2 * 100 * SPEC.bytes_per_block
+    config = EngineConfig(num_blocks=100)
+    assert plan_num_blocks(config, copying, needed) == 100
+    with pytest.raises(CapacityError, match=r"\(100 blocks of 65536 bytes\) \+ as much for the some runner's copies"):
+        plan_num_blocks(config, copying, needed - 1)
+    assert plan(needed - 1, num_blocks=100) == 100
+    assert plan_num_blocks(EngineConfig(), copying, 400 * SPEC.bytes_per_block) == 100
 
 
 def test_how_many_run_together_follows_from_the_pool() -> None:
@@ -266,7 +281,7 @@ def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks() ->
     block, one_open = QUANTIZED.bytes_per_block, QUANTIZED.bytes_per_open_block
     for budget in range(3 * block + 2 * one_open, 4000 * block, 37 * block + 11):
         config = EngineConfig(kv_cache_bits=8, max_cache_bytes=budget)
-        blocks = plan_num_blocks(config, QUANTIZED, 2048, 0, 10 * GB)
+        blocks = plan_num_blocks(config, runner_info(QUANTIZED), 10 * GB)
         used = blocks * block + num_open_blocks(config, blocks, 16) * one_open
         assert 0.99 * budget - 2 * (block + one_open) < used <= budget
 
@@ -281,7 +296,7 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks() -> None:
     assert QUANTIZED.bytes_per_open_block == SPEC.bytes_per_block // 2
 
     def plan_quantized(available: int, **more: Any) -> int:
-        return plan_num_blocks(EngineConfig(**options, **more), QUANTIZED, 2048, 0, available)
+        return plan_num_blocks(EngineConfig(**options, **more), runner_info(QUANTIZED), available)
 
     assert plan_quantized(GB) == 128 * 3, "context x max_num_seqs"
     assert plan_quantized(GB, max_cache_bytes=open_bytes + 10 * block) == 10

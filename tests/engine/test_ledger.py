@@ -35,7 +35,8 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch: pytest.Monk
     assert MemoryLedger(600, 300).snapshot()["other_bytes"] == 100
     counted = MemoryLedger(600, 300, lambda: regions)
     assert counted.snapshot() | {"process_peak_bytes": 0} == {
-        "weight_bytes": 600, "pool_bytes": 300, "other_bytes": 400, "process_rss_bytes": 1000, "process_peak_bytes": 0,
+        "weight_bytes": 600, "pool_bytes": 300, "copied_bytes": 0, "other_bytes": 400, "process_rss_bytes": 1000,
+        "process_peak_bytes": 0,
     }  # fmt: skip
     regions.append(Region(0, 350))
     now[0] += 0.9
@@ -45,6 +46,8 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch: pytest.Monk
     now[0] += 1.1
     monkeypatch.setattr(ledger, "resident_bytes", lambda found: None)
     assert counted.snapshot()["other_bytes"] == 100
+    copying = MemoryLedger(600, 300, lambda: regions, lambda: 30).snapshot()
+    assert (copying["copied_bytes"], copying["other_bytes"]) == (30, 70)
     regions.append(Region(0, 5000))
     assert MemoryLedger(6000, 0).snapshot()["other_bytes"] == 0
 

@@ -182,6 +182,22 @@ def test_logits_are_those_of_keys_turned_by_hand(
     assert distance(seen.logits, expected) < 1e-4
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("repair", [BARE, BLEND, QUERY], ids=["none", "default", "query"])
+def test_keys_of_8_bits_are_turned_as_near_as_they_are_stored(
+    runner: str, repair: Repair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {**RUNNERS[runner], "kv_cache_bits": 8, "debug_checks": True}
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=128, **options) as made:
+        prepare_search()
+        served, ids = prompts(made)
+        made.generate(served, max_new_tokens=0)
+        seen = Seen(made, ids, repair, monkeypatch)
+    expected = oracle.logits(ids, served, seen.spans)
+    assert distance(expected, oracle.logits(ids, served, ())) > 0.02
+    assert 1e-4 < distance(seen.logits, expected) < 0.01
+
+
 @pytest.mark.parametrize("repair", [BLOCKS, BLEND], ids=["blocks", "default"])
 def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
     engine: CPUPagedEngine, oracle: Oracle, repair: Repair, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +236,11 @@ def test_the_blocks_computed_are_those_that_the_prompts_end_attends_to_most(
     assert seen.result.phases["probe"] > 0
 
 
-@pytest.mark.parametrize("given", [{}, {"kv_cache_bits": 8}, RUNNERS["torch"]], ids=["native", "KV 8", "torch"])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"kv_cache_bits": 8}, RUNNERS["torch"], {**RUNNERS["torch"], "kv_cache_bits": 8}],
+    ids=["native", "KV 8", "torch", "torch KV 8"],
+)
 @pytest.mark.parametrize("repair", [BLOCKS, QUERY], ids=["values", "query"])
 def test_the_same_blocks_are_chosen_however_the_prompt_is_cut(
     repair: Repair, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch

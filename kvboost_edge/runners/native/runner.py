@@ -128,6 +128,10 @@ class NativeRunner:
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
         return f"the native runner, layer by layer on {name}, attends keys only where they were computed; use 'cpu'"
 
+    @property
+    def copied_bytes(self) -> int:
+        return 0
+
     def bind(self, backend: Backend) -> None:
         """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's shapes."""
         if backend.array_kind != "numpy":

@@ -69,7 +69,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._kept)
+        return sum(buffer.nbytes for buffer in tuple(self._kept))  # a copy: others read it while the engine runs
 
     def take(self, table: npt.NDArray[np.int32], start: int, stop: int, marks: Ints) -> Buffer:
         """A buffer that holds the first `start` tokens of a table and has room for `stop`; `marks` of all blocks."""

@@ -72,6 +72,7 @@ class OnnxRunner:
             max_context=max_context,
             weight_bytes=weight_bytes,
             kv_spec=spec,
+            copies_kv=True,
             numerics=f"onnxruntime {version('onnxruntime')} {num_threads}",
         )
         self._most_tokens = max(_LEAST_TOKENS, _LOGIT_BYTES // (4 * self.info.vocab_size))
@@ -79,6 +80,10 @@ class OnnxRunner:
     @property
     def moved_keys_refusal(self) -> str | None:
         return MOVED_KEYS_REFUSAL
+
+    @property
+    def copied_bytes(self) -> int:
+        return 0 if self._backend is None else self._buffers.nbytes
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

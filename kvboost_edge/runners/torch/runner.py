@@ -97,6 +97,10 @@ class TorchRunner:
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
         return f"the torch runner on {name} attends keys only where they were computed; use backend='torch'"
 
+    @property
+    def copied_bytes(self) -> int:
+        return 0
+
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:

@@ -50,6 +50,26 @@ def test_a_device_that_computes_rightly_passes() -> None:
         assert apple.find_fault(on_either, DEVICE) is None
 
 
+def test_trials_are_small_enough_for_one_thread_and_leave_torchs_threads_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = [3]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    seen = []
+
+    def make(spec: KVSpec, num_blocks: int, *, device: str) -> TorchBackend:
+        seen.append(threads[-1])
+        if device != "cpu":
+            raise RuntimeError("no such device")
+        return TorchBackend(spec, num_blocks)
+
+    assert "fails: no such device" in str(apple.find_fault(make, "cpu:0"))
+    assert apple.find_fault(lambda spec, num_blocks, device: make(spec, num_blocks, device="cpu"), "cpu:0") is None
+    assert set(seen) == {1}
+    assert threads == [3, 1, 3, 1, 3]
+
+
 class Leaking(TorchBackend):
     """As with is_causal in half precision on some versions: queries see up to 3 tokens of the future."""
 

@@ -146,6 +146,20 @@ def test_more_sequences_than_the_pool_holds(tmp_path: Path) -> None:
         assert len(found) == 40 or result.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_running_sequences_stand_in_the_ledger(kind: str, tmp_path: Path) -> None:
+    _, folder = written(tmp_path / "m", kind)
+    with CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=64) as engine:
+        per_token = engine.runner_info.kv_spec.bytes_per_block // 16
+        assert engine.runner_info.copies_kv
+        assert engine.paged_stats()["copied_bytes"] == 0
+        engine.generate(PROMPT, max_new_tokens=NEW_TOKENS)  # 73 tokens, in room for 128
+        stats = engine.paged_stats()
+        # Past and present are one, or two, and the last ones stay for a request that goes on.
+        assert stats["copied_bytes"] == {"shared": 1, "concat": 2}[kind] * 128 * per_token
+        assert stats["other_bytes"] <= stats["process_rss_bytes"] - stats["copied_bytes"]
+
+
 def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, known = written(tmp_path / "known")
     _, other = written(tmp_path / "other", "concat")

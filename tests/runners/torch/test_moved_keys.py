@@ -41,8 +41,8 @@ Logits = np.ndarray
 class Hand:
     """A runner whose passes are made by hand; memory that is not written is NaN."""
 
-    def __init__(self, model: torch.nn.Module, backend: str = "torch") -> None:
-        self.runner = TorchRunner(model)
+    def __init__(self, model: torch.nn.Module, backend: str = "torch", *, bits: int = 16) -> None:
+        self.runner = TorchRunner(model, kv_bits=(bits, bits))
         self.backend = make_backend(choose_backend(backend), self.runner.info.kv_spec, BLOCKS, num_threads=1)
         self.backend.poison_blocks(range(BLOCKS))
         self.runner.bind(self.backend)
@@ -120,6 +120,20 @@ def test_bfloat16_is_as_near_as_its_rounding() -> None:
     mixed = Mixed(hand)
     wanted = hand.runner.eager_logits(np.array(mixed.tokens))[mixed.own]
     assert error(hand.forward(mixed.rows, mixed.tokens), wanted) <= 0.03
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2-window", "gpt_neox"])
+def test_keys_of_8_bits_are_unpacked_and_turned(name: str) -> None:
+    """As near as the codes are, and ten times as far away with other turns."""
+    family, overrides = ONE_LAYER[name]
+    hand = Hand(build_tiny_model(family, num_hidden_layers=1, **overrides), bits=8)
+    assert hand.runner.moved_keys_refusal is None
+    mixed = Mixed(hand)
+    wanted = hand.runner.eager_logits(np.array(mixed.tokens))[mixed.own]
+    assert 1e-4 <= error(hand.forward(mixed.rows, mixed.tokens), wanted) <= 0.01
+    assert error(hand.forward([mixed.rows[-1].last(1)], mixed.tokens), wanted[-1:]) <= 0.01
+    wrong = [with_deltas(row, lambda delta: delta - 1) for row in mixed.rows]
+    assert error(hand.forward(wrong, mixed.tokens), wanted) >= 0.1
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3"])
