@@ -58,7 +58,7 @@ def encode_messages(
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
     """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
-    plain, described = offered(tokenizer, [message.for_template() for message in messages], tools)
+    plain, described = offered(tokenizer, [message.for_template() for message in messages], tools, find_answer)
     try:
         ids = tokenizer.encode_chat(
             plain,

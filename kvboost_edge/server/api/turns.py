@@ -12,11 +12,13 @@ from kvboost_edge.engine.grammars import schema_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.generic import GENERIC, with_tools_described
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.reader import Turn
+from kvboost_edge.text.turns.replay import call_key
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
@@ -26,15 +28,31 @@ Json = dict[str, Any]
 
 
 def offered(
-    tokenizer: Tokenizer, messages: list[Json], tools: list[Json] | None
+    tokenizer: Tokenizer, messages: list[Json], tools: list[Json] | None, find_answer: FindAnswer | None
 ) -> tuple[list[Json], list[Json] | None]:
     """Messages and tools as the chat template takes them; where it knows none, they are told in words. ApiError where
     it writes calls in a way that is not known here."""
     if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         return messages, None
-    if _calls_of(tokenizer) is GENERIC:
-        return with_tools_described(messages, tools or []), None
-    return messages, tools
+    if _calls_of(tokenizer) is not GENERIC:
+        return messages, tools
+    written = [_as_written(tokenizer, message, find_answer) for message in messages]
+    return with_tools_described(written, tools or [], system=_takes_system(tokenizer)), None
+
+
+def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | None) -> Json:
+    """A message with calls as the model's own text, where its ids are kept."""
+    key = call_key(message) if find_answer is not None else None
+    ids = None if key is None or find_answer is None else find_answer(key)
+    return message if ids is None else {"role": "assistant", "content": tokenizer.decode(ids)}
+
+
+def _takes_system(tokenizer: Tokenizer) -> bool:
+    try:
+        tokenizer.apply_chat_template([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+    except RequestError:
+        return False
+    return True
 
 
 def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) -> Turn | None:

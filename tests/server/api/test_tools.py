@@ -339,11 +339,25 @@ async def test_a_model_whose_template_shows_no_tools_is_told_in_words(monkeypatc
     plain = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     async with app_with(plain) as (app, engine):
         speaker = Speaker(engine)
-        monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
+        seen: list[Any] = []
+
+        def logits(token_ids: Any) -> Any:
+            seen.append([int(i) for i in token_ids])
+            return speaker.logits(token_ids)
+
+        monkeypatch.setattr(fake_runner, "token_logits", logits)
         speaker.text = CALL
         answer = await ask(app)
         assert calls_of(answer) == [("weather", ARGUMENTS)]
+        told = engine.tokenizer.decode(seen[-1][: answer["usage"]["prompt_tokens"]], skip_special_tokens=False)
+        assert told.startswith("<|system|>You can call tools.")
+        assert '{"name": "weather", "description": "Weather of a city", "parameters": {' in told
         result = {"role": "tool", "tool_call_id": answer["choices"][0]["message"]["tool_calls"][0]["id"]}
         messages = [*ASK, answer["choices"][0]["message"], {**result, "content": "Rain."}]
         speaker.text = "It rains."
-        assert (await ask(app, messages=messages))["choices"][0]["message"]["content"] == "It rains."
+        second = await ask(app, messages=messages)
+        assert second["choices"][0]["message"]["content"] == "It rains."
+        told = engine.tokenizer.decode(seen[-1], skip_special_tokens=False)
+        assert f"<|assistant|>{CALL}<|end|><|user|><tool_response>\nRain.\n</tool_response><|end|>" in told
+        written = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= written - 17

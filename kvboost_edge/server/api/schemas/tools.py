@@ -166,7 +166,8 @@ _TOOL = _object(
     }
 )
 _CHOSEN = _object({"type": _FUNCTION, "function": _object({"name": _NAME_SCHEMA})})
-_ALLOWED = _object({"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "minItems": 1, "items": _CHOSEN}})
+_SOME = {"type": "array", "minItems": 1, "items": _CHOSEN}
+_ALLOWED = _object({"mode": {"enum": ["auto", "required"]}, "tools": _SOME})
 _CHOICE = {
     "anyOf": [
         {"enum": list(_CHOICES)},
@@ -175,7 +176,7 @@ _CHOICE = {
     ]
 }
 _CALL = _object(
-    {"function": _object({"name": _NAME_SCHEMA}, arguments={"type": "string", "contentMediaType": "application/json"})},
+    {"function": _object({"name": _NAME_SCHEMA}, arguments={"type": "string"})},
     type=_FUNCTION,
     id={"type": "string", "maxLength": COUNTS["tool_call_id"].high},
 )
