@@ -143,10 +143,10 @@ class Tokenizer:
         continue_final: bool = False,
         find_answer: FindAnswer | None = None,
     ) -> list[int]:
-        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the assistant's messages with
-        the ids they were generated with, see `encode_with_answers`. The template writes the BOS token where the model
-        wants one; none is added. Only the template writes special tokens: their text in a message or a tool is text.
-        `continue_final` ends behind the content of the last message, so that the model goes on with it."""
+        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the assistant's messages
+        with the ids they were generated with, see `encode_with_answers`. The template writes the BOS token where the
+        model wants one; none is added. Only the template writes special tokens: their text in a message or a tool is
+        text. `continue_final` ends behind the content of the last message, so that the model goes on with it."""
         pieces = self._chat_pieces(messages, add_generation_prompt, variables, tools, continue_final=continue_final)
         return self._encode_pieces(pieces, messages, find_answer)
 
