@@ -199,7 +199,7 @@ class _Turn:
 
 
 def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
-    """A piece, and the special tokens at its end: the end of the turn may be among them, which no grammar can ask for."""
+    """A piece, and the special tokens at its end: that of a turn may be among them, and no grammar can ask for it."""
     size = len(atoms)
     while size and (isinstance(atoms[size - 1], int) or atoms[size - 1] == SPACE):
         size -= 1

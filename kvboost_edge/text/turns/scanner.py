@@ -184,5 +184,5 @@ def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
 
 @functools.cache
 def words_of(piece: str) -> tuple[str, ...]:
-    """A piece without its white space; what stands for an id is a word."""
-    return tuple(word for part in piece.split() for word in re.split(f"({ID_SLOT})", part) if word)
+    """A piece cut at its white space and between tags; what stands for an id is a word."""
+    return tuple(word for word in re.split(rf"\s+|(?<=>)|(?=<)|({ID_SLOT})", piece) if word)

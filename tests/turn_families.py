@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from typing import Any
+
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.turns.derive import turn_format
-from kvboost_edge.text.turns.formats import TurnFormat
+from kvboost_edge.text.turns.formats import Tool, TurnFormat
 
 _QWEN_TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -29,7 +33,8 @@ HERMES = (
 {%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}
 {%- if m.content %}{{ '\\n' + m.content }}{% endif %}
 {%- for call in m.tool_calls %}{% set call = call.function or call %}
-{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{ call.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments | tojson }}{{ '}\\n</tool_call>' }}
 {%- endfor %}{{ '<|im_end|>\\n' }}
 """
     + _RESULT
@@ -99,7 +104,7 @@ LLAMA3 = """\
 {%- if loop.first and tools %}{{ '<|start_header_id|>user<|end_header_id|>\\n\\nFunctions:\\n\\n' }}
 {%- for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}{{ m.content | trim + '<|eot_id|>' }}
 {%- elif 'tool_calls' in m %}
-{%- if m.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
 {%- set call = m.tool_calls[0].function %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
 {{- call.arguments | tojson }}{{ '}<|eot_id|>' }}
@@ -163,8 +168,8 @@ DEEPSEEK = """\
 
 GLM = """\
 {{- '[gMASK]<sop>' }}
-{%- if tools %}{{ '<|system|>\\n<tools>\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '</tools>' }}
-{%- endif %}
+{%- if tools %}{{ '<|system|>\\n<tools>\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '</tools>' }}{% endif %}
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
@@ -184,7 +189,8 @@ GLM = """\
 """
 
 GRANITE = """\
-{%- if tools %}{{ '<|start_of_role|>tools<|end_of_role|>' + tools | tojson(indent=4) + '<|end_of_text|>\\n' }}{% endif %}
+{%- if tools %}
+{{- '<|start_of_role|>tools<|end_of_role|>' + tools | tojson(indent=4) + '<|end_of_text|>\\n' }}{% endif %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' and m.tool_calls %}
 {{- '<|start_of_role|>assistant<|end_of_role|>' + (m.content or '') + '<|tool_call|>[' }}
@@ -202,7 +208,8 @@ PHI4_MINI = """\
 {%- for m in messages %}
 {%- if m.tool_calls %}{{ '<|assistant|>' }}{{ '<|tool_call|>[' }}
 {%- for call in m.tool_calls %}
-{{- '{"type": "function", "name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+{{- '{"type": "function", "name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}' }}
 {{- ', ' if not loop.last else '' }}{% endfor %}{{ ']<|/tool_call|><|end|>' }}
 {%- else %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
@@ -224,7 +231,51 @@ PYTHON_LIKE = """\
 {%- if add_generation_prompt %}{{ '<start>assistant\\n' }}{% endif %}
 """
 
+MINIMAX = """\
+{%- if tools %}{{ '[s]' + tools | tojson + '[e]' }}{% endif %}
+{%- for m in messages %}{{ '[b]' + m.role + '\\n' + (m.content or '') }}
+{%- if m.tool_calls %}{{ '<mm:calls>' }}
+{%- for call in m.tool_calls %}{{ '\\n<invoke name="' + call.function.name + '">' }}
+{%- for key, value in call.function.arguments | items %}{{ '\\n<parameter name="' + key + '">' }}
+{{- value if value is string else value | tojson }}{{ '</parameter>' }}{% endfor %}{{ '\\n</invoke>' }}{% endfor %}
+{{- '\\n</mm:calls>' }}{% endif %}{{ '[e]' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '[b]assistant\\n' }}{% endif %}
+"""
+
+NUMBERED = """\
+{%- if tools %}{{ '<|tools|>' + tools | tojson }}{% endif %}
+{%- for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}
+{%- if m.tool_calls %}{{ '<|calls_begin|>' }}
+{%- for call in m.tool_calls %}{{ '<|call|>functions.' + call.function.name + ':' + loop.index0 | string + '<|args|>' }}
+{{- call.function.arguments | tojson + '<|call_end|>' }}{% endfor %}{{ '<|calls_end|>' }}{% endif %}
+{{- '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
+CHANNELS = """\
+{%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{% endif %}
+{%- for m in messages %}{{ '<|start|>' + m.role }}
+{%- if m.tool_calls %}
+{%- for call in m.tool_calls %}{{ ' to=functions.' + call.function.name + '<|channel|>commentary json<|message|>' }}
+{{- call.function.arguments | tojson + '<|call|>' }}{% endfor %}
+{%- else %}{{ '<|channel|>final' if m.role == 'assistant' else '' }}{{ '<|message|>' + m.content + '<|end|>' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+SWITCHED = (
+    SMOLLM2
+    + """\
+{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
+{{- '<think>\\n\\n</think>\\n' }}{% endif %}
+"""
+)
+
 TEMPLATES = {
+    "minimax": MINIMAX,
+    "numbered": NUMBERED,
+    "channels": CHANNELS,
+    "switched": SWITCHED,
     "hermes": HERMES,
     "qwen3": QWEN3,
     "qwen3-coder": QWEN3_CODER,
@@ -238,12 +289,93 @@ TEMPLATES = {
     "smollm2": SMOLLM2,
     "python-like": PYTHON_LIKE,
 }
-CALLING = [name for name in TEMPLATES if name not in ("smollm2", "python-like")]
+CALLING = [name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")]
+
+# What a message's calls begin and end with.
+ENDS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3": ("<tool_call>", "</tool_call>"),
+    "qwen3-coder": ("<tool_call>", "</tool_call>"),
+    "llama3": ("{", "}"),
+    "mistral-v3": ("[TOOL_CALLS]", "]"),
+    "mistral-v11": ("[TOOL_CALLS]", "}"),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "glm": ("<tool_call>", "</tool_call>"),
+    "granite": ("<|tool_call|>", "]"),
+    "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
+    "minimax": ("<mm:calls>", "</mm:calls>"),
+    "numbered": ("<|calls_begin|>", "<|calls_end|>"),
+}
+# Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
+MARKERS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<|args|>"),
+    *(
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "<arg_key>",
+        "</arg_key>",
+    ),
+    *("<arg_value>", "</arg_value>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>", "<|calls_end|>"),
+)
+TOOLS = [
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                "unit": {"type": "string", "enum": ["c", "f"]},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool(
+        "get",
+        {
+            "type": "object",
+            "properties": {"at": {"$ref": "#/$defs/point"}},
+            "required": ["at"],
+            "additionalProperties": False,
+            "$defs": {
+                "point": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}},
+                    "required": ["x"],
+                    "additionalProperties": False,
+                }
+            },
+        },
+    ),
+    Tool("ping", {"type": "object", "properties": {}, "additionalProperties": False}),
+]
+Calls = list[tuple[str, dict[str, Any]]]
 
 
+def written(name: str, calls: Calls) -> str:
+    """A message's calls as the family's template writes them."""
+    given = [
+        {
+            "id": f"idid{number:05}",
+            "type": "function",
+            "function": {"name": tool, "arguments": json.dumps(arguments) if name == "deepseek" else arguments},
+        }
+        for number, (tool, arguments) in enumerate(calls)
+    ]
+    messages = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "", "tool_calls": given}]
+    text = template(name).render(messages, add_generation_prompt=False).rpartition("asked")[2]
+    begin, end = ENDS[name]
+    return text[text.index(begin) : text.rindex(end) + len(end)]
+
+
+@functools.cache
 def template(name: str) -> ChatTemplate:
     return ChatTemplate(TEMPLATES[name], model_name=name, variables={"bos_token": "<s>", "eos_token": "</s>"})
 
 
+@functools.cache
 def format_of(name: str) -> TurnFormat:
     return turn_format(template(name).render)

@@ -1,0 +1,102 @@
+"""How a family writes its turns is read from its template alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost_edge.text.chat_template import ChatTemplate
+from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
+from turn_families import TEMPLATES, format_of, template
+
+THINK = ReasoningFormat("<think>", "</think>")
+CALLS: dict[str, dict[str, Any]] = {
+    "hermes": {"kind": "json", "trigger": "<tool_call>", "members": ("name", "arguments"), "parallel": True},
+    "qwen3": {"kind": "json", "trigger": "<tool_call>", "members": ("name", "arguments"), "separator": "\n"},
+    "qwen3-coder": {
+        "kind": "tagged", "before": "<tool_call>\n<function=", "between": ">", "argument_before": "\n<parameter=",
+        "value_before": ">\n", "argument_after": "\n</parameter>", "after": "\n</function>\n</tool_call>",
+    },
+    "llama3": {"kind": "json", "trigger": "", "arguments_key": "parameters", "parallel": False},
+    "mistral-v3": {
+        "kind": "json", "trigger": "[TOOL_CALLS]", "opening": "[TOOL_CALLS] [", "separator": ", ", "closing": "]",
+        "id_key": "id",
+    },
+    "mistral-v11": {"kind": "named_json", "before": "[TOOL_CALLS]", "between": f"[CALL_ID]{ID_SLOT}[ARGS]"},
+    "deepseek": {
+        "kind": "named_json", "trigger": "<｜tool▁calls▁begin｜>", "opening": "<｜tool▁calls▁begin｜>",
+        "before": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "between": "\n```json\n",
+        "after": "\n```<｜tool▁call▁end｜>", "closing": "<｜tool▁calls▁end｜>", "arguments_as_text": True,
+    },
+    "glm": {
+        "kind": "tagged", "before": "<tool_call>", "between": "", "argument_before": "\n<arg_key>",
+        "value_before": "</arg_key>\n<arg_value>", "argument_after": "</arg_value>", "after": "\n</tool_call>",
+    },
+    "granite": {"kind": "json", "trigger": "<|tool_call|>", "opening": "<|tool_call|>[", "closing": "]"},
+    "phi4-mini": {"kind": "json", "closing": "]<|/tool_call|>", "constants": {"type": "function"}},
+    "minimax": {
+        "kind": "tagged", "opening": "<mm:calls>\n", "before": '<invoke name="', "closing": "</mm:calls>",
+        "after": "\n</invoke>\n",
+    },
+    "numbered": {"kind": "named_json", "between": f":{ID_SLOT}<|args|>", "closing": "<|calls_end|>"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_read_from_the_template(name: str) -> None:
+    calls = format_of(name).calls
+    assert calls is not None
+    assert {key: getattr(calls, key) for key in CALLS[name]} == CALLS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CALLS])
+def test_a_way_that_is_not_known_is_no_way(name: str) -> None:
+    assert format_of(name).calls is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_is_read_from_the_template(name: str) -> None:
+    wanted = {"qwen3": THINK, "deepseek": THINK, "glm": THINK, "switched": THINK}
+    assert format_of(name).reasoning == wanted.get(name)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tools_that_are_shown_are_known_to_be(name: str) -> None:
+    assert format_of(name).shows_tools == (name not in ("smollm2", "switched"))
+
+
+def test_an_answer_can_be_replayed_where_nothing_stands_in_front_of_it() -> None:
+    cannot = {name for name in TEMPLATES if not format_of(name).replays}
+    assert cannot == {"mistral-v3", "channels"}, "one writes a space there, one a channel"
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ m.thinking and '[THINK]' + m.thinking + '[/THINK]' or '' }}{{ m.content }}", ("[THINK]", "[/THINK]")),
+        ("{{ m.content.split('</think>')[-1] }}", ("<think>", "</think>")),
+        ("{{ m.reasoning and 'so: ' + m.reasoning or '' }}{{ m.content }}", None),
+        ("{{ m.content }}", None),
+    ],
+)
+def test_reasoning_has_many_forms(source: str, wanted: tuple[str, str] | None) -> None:
+    text = "{% for m in messages %}<{{ m.role }}>" + source + "{% endfor %}"
+    found = turn_format(ChatTemplate(text, model_name="made", variables={}).render)
+    assert found.reasoning == wanted
+
+
+def test_a_template_that_refuses_all_tells_nothing() -> None:
+    found = turn_format(ChatTemplate("{{ raise_exception('no') }}", model_name="made", variables={}).render)
+    assert (found.calls, found.reasoning, found.shows_tools, found.replays) == (None, None, False, False)
+
+
+def test_a_prompt_tells_whether_reasoning_goes_on() -> None:
+    asked = [{"role": "user", "content": "q"}]
+    qwen, deepseek = format_of("qwen3"), format_of("deepseek")
+    assert qwen.reasoning_after(template("qwen3").render(asked)) == "possible"
+    without = template("qwen3").render(asked, variables={"enable_thinking": False})
+    assert qwen.reasoning_after(without) == "closed"
+    assert deepseek.reasoning_after(template("deepseek").render(asked)) == "opened"
+    assert format_of("hermes").reasoning_after("x<think>\n") == "closed"

@@ -1,0 +1,238 @@
+"""What a grammar lets a model write: its own way of calling tools, with arguments that fit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+import kvboost_edge
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.turns.formats import ReasoningFormat, Tool, TurnFormat
+from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser
+from turn_families import CALLING, MARKERS, TOOLS, Calls, format_of, written
+
+DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
+PARIS = ("get_weather", {"city": "Paris", "days": 3, "unit": "c"})
+POINT = ("get", {"at": {"x": -4}})
+PING: tuple[str, dict[str, Any]] = ("ping", {})
+EITHER = pytest.mark.parametrize("markers", [False, True], ids=["as text", "as special tokens"])
+EACH = pytest.mark.parametrize("name", CALLING)
+
+
+class Vocabulary:
+    """The demo model's tokens; with or without those of the families' markers."""
+
+    def __init__(self, markers: bool) -> None:
+        self.raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+        if markers:
+            self.raw.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS[::2]])
+            self.raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS[1::2]])
+        self.codec = FastCodec(self.raw)
+        self.eos = self.raw.token_to_id("<|end|>")
+        self.known = LLTokenizer(self.codec.to_json(), n_vocab=self.codec.vocab_size, eos_token=[self.eos])
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self.known, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        assert not matcher.is_error(), matcher.get_error() + grammar
+        return matcher
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether a whole answer may be this text."""
+        matcher = self.matcher(grammar)
+        ids = self.codec.encode(text, False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def sample(self, grammar: str, seed: int, wanted: Sequence[str] = (), most: int = 300) -> tuple[str, bool]:
+        """Noise that fits, and whether it ended; texts that are `wanted` come now and then."""
+        matcher, choose = self.matcher(grammar), random.Random(seed)
+        ids: list[int] = []
+        while len(ids) < most and not matcher.is_stopped():
+            text = self.codec.encode(choose.choice([*wanted, "1"]), False)
+            if choose.random() < 0.3 and matcher.validate_tokens(text) == len(text):
+                step = text
+            else:
+                bits = int.from_bytes(matcher.compute_bitmask(), "little")
+                allowed = [i for i in range(self.codec.vocab_size) if bits >> i & 1]
+                step = [self.eos if self.eos in allowed and choose.random() < 0.3 else choose.choice(allowed)]
+            if step == [self.eos]:
+                return self.codec.decode(ids, False), True
+            assert matcher.consume_tokens(step), matcher.get_error()
+            ids += step
+        return self.codec.decode(ids, False), matcher.is_stopped()
+
+
+@functools.cache
+def vocabulary(markers: bool) -> Vocabulary:
+    return Vocabulary(markers)
+
+
+def grammar(
+    name: str, markers: bool, *, choice: str = "required", parallel: bool = True, reasoning: str = "closed",
+    tools: Sequence[Tool] = TOOLS,
+) -> str:  # fmt: skip
+    return calls_grammar(
+        format_of(name), tools, choice=choice, parallel=parallel, reasoning=reasoning,
+        special_id=vocabulary(markers).codec.marker_id,
+    )  # fmt: skip
+
+
+@EACH
+@EITHER
+def test_calls_as_the_template_writes_them_are_taken(name: str, markers: bool) -> None:
+    words = vocabulary(markers)
+    for calls in ([PARIS], [POINT], [PING], [("get_weather", {"city": ""})]):
+        text = written(name, calls)
+        assert words.takes(grammar(name, markers), text)
+        assert words.takes(grammar(name, markers, choice="auto"), text)
+        assert not words.takes(grammar(name, markers, choice="none"), text)
+
+
+@EACH
+@EITHER
+def test_several_calls_are_taken_where_they_may_be(name: str, markers: bool) -> None:
+    if name == "llama3":
+        assert "another" not in grammar(name, markers), "its template refuses two"
+        return
+    text = written(name, [PARIS, PING, PARIS])
+    for choice in ("required", "auto"):
+        assert vocabulary(markers).takes(grammar(name, markers, choice=choice), text)
+        assert not vocabulary(markers).takes(grammar(name, markers, choice=choice, parallel=False), text)
+
+
+@EACH
+@EITHER
+def test_what_is_no_call_of_a_tool_is_not_taken(name: str, markers: bool) -> None:
+    words = vocabulary(markers)
+    wrong: list[Calls] = [
+        [("hack", {"city": "Paris"})],
+        [("get_weather", {"days": 3})],
+        [("get_weather", {"city": "Paris", "days": 300})],
+        [("get_weather", {"city": "Paris", "unit": "k"})],
+        [("get", {"at": {"x": "1"}})],
+        [("ping", {"city": "Paris"})],
+    ]
+    for calls in wrong:
+        assert not words.takes(grammar(name, markers), written(name, calls)), calls
+        if name != "llama3":  # without a marker, what calls no tool is an answer
+            assert not words.takes(grammar(name, markers, choice="auto"), written(name, calls)), calls
+    assert not words.takes(grammar(name, markers), "Hello")
+    assert not words.takes(grammar(name, markers), "")
+    assert not words.takes(grammar(name, markers, tools=TOOLS[1:]), written(name, [PARIS])), "a tool that is named"
+
+
+@EACH
+@EITHER
+def test_text_is_free_where_no_call_begins(name: str, markers: bool) -> None:
+    words = vocabulary(markers)
+    for choice in ("auto", "none"):
+        for text in ("Hello <b>you</b> [1]", '{"a": 1}', '{"name": "Bob"}', "", "x < y"):
+            assert words.takes(grammar(name, markers, choice=choice), text)
+    if name != "llama3":
+        text = "I shall look.\n\n" + written(name, [PARIS])
+        assert words.takes(grammar(name, markers, choice="auto"), text)
+        assert not words.takes(grammar(name, markers, choice="none"), text)
+        assert not words.takes(grammar(name, markers, choice="auto"), text + "And more.")
+
+
+def test_white_space_around_markers_is_free_and_bounded() -> None:
+    words = vocabulary(False)
+    for space in ("", " ", "\n", "\r\n", "\n\n"):
+        call = f'<tool_call>{space}{{"name": "ping", "arguments": {{}}}}{space}</tool_call>'
+        assert words.takes(grammar("hermes", False, choice="auto"), call)
+    assert not words.takes(grammar("hermes", False), f'<tool_call>{" " * 9}{{"name": "ping", "arguments": {{}}}}')
+
+
+def test_a_token_may_end_the_marker_and_say_more() -> None:
+    """Where the marker is several tokens of text, any cut of it comes."""
+    words = Vocabulary(False)
+    words.raw.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ('l>{"na', "_call>\n{", "see <to")])
+    words.codec = FastCodec(words.raw)
+    words.known = LLTokenizer(words.codec.to_json(), n_vocab=words.codec.vocab_size, eos_token=[words.eos])
+    made = calls_grammar(
+        format_of("hermes"), TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=words.codec.marker_id
+    )
+    for text in ('<tool_call>{"name": "ping", "arguments": {}}</tool_call>',
+                 'see <tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'):  # fmt: skip
+        assert words.takes(made, text)
+    assert not words.takes(made, 'see <tool_call>\n{"name": "pong", "arguments": {}}\n</tool_call>')
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek"])
+def test_reasoning_stands_in_front(name: str, markers: bool) -> None:
+    words, call = vocabulary(markers), written(name, [PARIS])
+    thought = "Hm?" if markers else f"Hm, {call}?"  # a special token is none of a thought's text
+    for choice in ("auto", "required"):
+        possible = grammar(name, markers, choice=choice, reasoning="possible")
+        assert words.takes(possible, f"<think>\n{thought}\n</think>\n\n{call}")
+        assert words.takes(possible, call)
+        assert not words.takes(possible, f"<think>\n{thought}{call}")
+        opened = grammar(name, markers, choice=choice, reasoning="opened")
+        assert words.takes(opened, f"{thought}\n</think>\n\n{call}")
+        assert not words.takes(opened, call)
+    none = grammar(name, markers, choice="none", reasoning="opened")
+    assert words.takes(none, f"{thought}\n</think>\n\nHello")
+    assert not words.takes(none, f"Hm</think>{call}")
+
+
+@EACH
+@EITHER
+@pytest.mark.parametrize("reasoning", ["closed", "possible"])
+def test_noise_under_a_grammar_parses_into_calls_that_fit(name: str, markers: bool, reasoning: str) -> None:
+    format = format_of(name)
+    words, schemas = vocabulary(markers), {tool.name: tool.parameters for tool in TOOLS}
+    wanted = [piece for piece in ('"', format.calls.argument_after if format.calls else "", "</think>") if piece]
+    ended = 0
+    for seed in range(8):
+        text, whole = words.sample(grammar(name, markers, reasoning=reasoning), seed, wanted)
+        parser = TurnParser(format, TOOLS, reasoning=reasoning, calls=True)
+        parts = [*parser.push(text), *parser.close()]
+        if not whole:
+            continue
+        ended += 1
+        assert not [part for part in parts if isinstance(part, Content)], text
+        names = [part.name for part in parts if isinstance(part, CallStart)]
+        arguments = [part.text for part in parts if isinstance(part, CallArguments)]
+        assert len(names) == len(arguments) > 0
+        for tool, given in zip(names, arguments, strict=True):
+            jsonschema_rs.validate(schemas[tool], json.loads(given))
+    assert ended >= 3
+
+
+@EITHER
+def test_an_answer_in_json_stands_behind_the_reasoning(markers: bool) -> None:
+    words = vocabulary(markers)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/b"}},
+        "required": ["a"],
+        "$defs": {"b": {"enum": [1, "x"]}},
+    }
+    made = functools.partial(
+        answer_grammar, ReasoningFormat("<think>", "</think>"), schema, special_id=words.codec.marker_id
+    )
+    assert words.takes(made(reasoning="closed"), '{"a": "x"}')
+    assert words.takes(made(reasoning="opened"), 'so {"a": 2}\n</think>\n\n{"a": 1}')
+    assert words.takes(made(reasoning="possible"), '<think>so</think>{"a": 1}')
+    assert words.takes(made(reasoning="possible"), '{"a": 1}')
+    assert not words.takes(made(reasoning="opened"), '{"a": 1}')
+    assert not words.takes(made(reasoning="possible"), '<think>so</think>{"a": 2}')
+
+
+def test_what_cannot_be_asked_is_refused_by_name() -> None:
+    unknown = TurnFormat(None, None, True, True)
+    with pytest.raises(RequestError, match="shows no tool calls"):
+        calls_grammar(unknown, TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=lambda _: None)
+    with pytest.raises(RequestError, match="'required' needs at least one tool"):
+        grammar("hermes", False, tools=[])

@@ -1,0 +1,219 @@
+"""Turns taken apart: what a family's template writes comes back as it was, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.formats import Tool, TurnFormat
+from kvboost_edge.text.turns.parser import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    TurnParser,
+    folded,
+)
+from turn_families import CALLING, TOOLS, Calls, format_of, written
+
+ODD = 'Zürich 🙂 "quoted" \\ {[ </x> \n\t<tool'
+CALLS: list[Calls] = [
+    [("get_weather", {"city": "Paris", "days": 3, "unit": "c"})],
+    [("get", {"at": {"x": -4}})],
+    [("ping", {})],
+    [("get_weather", {"city": ODD})],
+    [("get_weather", {"city": "Rome"}), ("ping", {}), ("get", {"at": {"x": 1}})],
+]
+
+
+def parts_of(name: str, *texts: str, reasoning: str = "closed", tools: Sequence[Tool] = TOOLS) -> list[Part]:
+    parser = TurnParser(format_of(name), tools, reasoning=reasoning, calls=True)
+    parts = [part for text in texts for part in parser.push(text)]
+    return folded([*parts, *parser.close()])
+
+
+def calls_of(parts: Sequence[Part]) -> Calls:
+    """Names and arguments; the parts must hold nothing else and number the calls."""
+    starts = [part for part in parts if isinstance(part, CallStart)]
+    arguments = [part for part in parts if isinstance(part, CallArguments)]
+    assert len(starts) + len(arguments) == len(parts)
+    assert [part.index for part in starts] == [part.index for part in arguments] == list(range(len(starts)))
+    return [(start.name, json.loads(given.text)) for start, given in zip(starts, arguments, strict=True)]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_what_the_template_writes_comes_back(name: str) -> None:
+    for calls in CALLS:
+        if len(calls) > 1 and name == "llama3":
+            continue
+        text = written(name, calls)
+        assert calls_of(parts_of(name, text)) == calls
+        assert parts_of(name, *text) == parts_of(name, text), "character by character"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name != "llama3"])
+def test_content_stands_in_front_without_the_white_space_between(name: str) -> None:
+    for space in ("", "\n", "\n\n  "):
+        found = parts_of(name, f" Let me look, 1 < 2 [x].{space}{written(name, CALLS[0])}\n")
+        assert found[0] == Content(" Let me look, 1 < 2 [x].")
+        assert calls_of(found[1:]) == CALLS[0]
+
+
+@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Hello",
+        "  a\n",
+        "<tool_call",
+        "a <tool_call> b",
+        "[TOOL_CALLS] x",
+        '{"name": "Bob"}',
+        '{"a": [1]}',
+        "<｜tool▁ca",
+    ],
+)
+def test_what_only_looks_like_a_call_is_content(name: str, text: str) -> None:
+    assert parts_of(name, text) == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_call_of_no_tool_is_content(name: str) -> None:
+    text = written(name, CALLS[0])
+    assert parts_of(name, text, tools=TOOLS[2:]) == [Content(text)]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name: str) -> None:
+    text = written(name, [("get_weather", {"city": "Paris", "days": 3})])
+    whole = parts_of(name, text)[1]
+    assert isinstance(whole, CallArguments)
+    at = text.index("Par") + 3
+    name_part, arguments = parts_of(name, text[:at])
+    assert name_part == CallStart(0, "get_weather")
+    assert isinstance(arguments, CallArguments)
+    assert whole.text.startswith(arguments.text)
+    assert arguments.text.endswith("Par")
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "wanted"),
+    [
+        ("possible", "<think>\nHm.\n</think>\n\nHello", [Reasoning("Hm."), Content("Hello")]),
+        ("possible", "\n<think></think>\nHello", [Content("Hello")]),
+        ("possible", "Hello <think>", [Content("Hello <think>")]),
+        ("possible", "<thin", [Content("<thin")]),
+        ("opened", "Hm <b>.\n</think>\nHello\n", [Reasoning("Hm <b>."), Content("Hello\n")]),
+        ("opened", "<think>\nHm.</think>", [Reasoning("Hm.")]),
+        ("opened", "\nHm </thi", [Reasoning("Hm </thi")]),
+        ("closed", "<think>a</think>b", [Content("<think>a</think>b")]),
+        ("opened", "a<tool_call>\n{}</think>b", [Reasoning("a<tool_call>\n{}"), Content("b")]),
+    ],
+)
+def test_reasoning_is_told_from_the_answer(state: str, text: str, wanted: list[Part]) -> None:
+    assert parts_of("qwen3", text, reasoning=state) == wanted
+    assert parts_of("qwen3", *text, reasoning=state) == wanted
+
+
+def test_calls_follow_reasoning() -> None:
+    text = f"<think>\nHm.\n</think>\n\n{written('qwen3', CALLS[4])}"
+    first, *others = parts_of("qwen3", text, reasoning="possible")
+    assert first == Reasoning("Hm.")
+    assert calls_of(others) == CALLS[4]
+
+
+def test_members_come_in_any_order_where_no_grammar_holds_them() -> None:
+    text = '<tool_call>{"id": [{"x": "}"}], "arguments": {"at": {"x": 1}}, "name": "get"}</tool_call> So.'
+    found = parts_of("hermes", text)
+    assert calls_of(found[:2]) == [("get", {"at": {"x": 1}})]
+    assert found[2:] == [Content("So.")]
+
+
+def test_a_name_that_begins_another_is_told_from_it() -> None:
+    tools = [Tool("get", {}), Tool("get_weather", {})]
+    for name in ("get", "get_weather"):
+        text = written("mistral-v11", [(name, {"city": "x"})])
+        assert calls_of(parts_of("mistral-v11", *text, tools=tools)) == [(name, {"city": "x"})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "wanted"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, "\n a\n", "\n a\n"),
+        ({"type": "integer"}, " 12 ", 12),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "array"}, '["a", {"b": null}]', ["a", {"b": None}]),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"enum": ["a", "b"]}, " a ", "a"),
+        ({}, "12", 12),
+        ({}, "NaN", "NaN"),
+        ({}, "twelve", "twelve"),
+        ({"$ref": "#/$defs/s"}, "12", "12"),
+        ({"$ref": "#/$defs/none"}, "12", 12),
+    ],
+)
+def test_values_between_tags_become_json_by_the_schema(schema: dict[str, Any], text: str, wanted: object) -> None:
+    tool = Tool("f", {"type": "object", "properties": {"a": schema}, "$defs": {"s": {"type": "string"}}})
+    for name, call in (
+        ("glm", f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
+        ("qwen3-coder", f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"),
+    ):
+        assert calls_of(parts_of(name, call, tools=[tool])) == [("f", {"a": wanted})]
+
+
+def test_calls_are_content_where_none_are_looked_for() -> None:
+    parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=False)
+    text = written("hermes", CALLS[0])
+    assert folded([*parser.push(text), *parser.close()]) == [Content(text)]
+    with pytest.raises(RequestError, match="shows no tool calls"):
+        TurnParser(TurnFormat(None, None, True, True), TOOLS, reasoning="closed", calls=True)
+
+
+def test_content_comes_as_it_is_written() -> None:
+    parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=True)
+    assert parser.push("Hello wor") == [Content("Hello wor")]
+    assert parser.push("ld <to") == [Content("ld")]
+    assert parser.push("ol> ") == [Content(" <tool>")]
+    assert parser.push('x <tool_call>{"name": "get_weather", "arg') == [Content(" x")]
+    assert parser.push('uments": {"ci') == [CallStart(0, "get_weather"), CallArguments(0, '{"ci')]
+    assert parser.push('ty": "}') == [CallArguments(0, 'ty": "}')]
+
+
+PIECES = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "\n", " ", '"', "\\", "}", "{", ", "),
+        *("🙂", "abc", "<", "]", "get", "get_weather", "ping", "<function=", "</parameter>", "</arg_value>"),
+    ]
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> tuple[str, str, list[str]]:
+    """A family, a state of reasoning, and a text of calls that was tampered with, in pieces."""
+    name = draw(st.sampled_from(CALLING))
+    calls = draw(st.sampled_from(CALLS[:4] if name == "llama3" else CALLS))
+    text = written(name, calls)
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(PIECES) + text[at + draw(st.integers(0, 3)) :]
+    text = "".join(draw(st.lists(PIECES, max_size=4))) + text
+    cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return name, draw(st.sampled_from(["opened", "possible", "closed"])), pieces
+
+
+@settings(max_examples=600, deadline=None)
+@given(turns())
+def test_any_cutting_gives_the_same(turn: tuple[str, str, list[str]]) -> None:
+    name, state, pieces = turn
+    assert parts_of(name, *pieces, reasoning=state) == parts_of(name, "".join(pieces), reasoning=state)
