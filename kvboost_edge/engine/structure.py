@@ -208,6 +208,7 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
             thread.start()
         finally:
             threading.stack_size(before)
+    thread.join()
     return outcome.result()
 
 
