@@ -212,6 +212,7 @@ class EngineCore:
                 else:
                     sequence.handle._finish(None, reason)
             self._live.clear()
+        self._sequences.close()
         self.tiering.close(save=self._failure is None)
         self._runner.close()
         self._backend.close()

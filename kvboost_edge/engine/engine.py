@@ -83,8 +83,8 @@ class CPUPagedEngine:
             closes_blocks=parts.backend.spec.is_quantized,
         )
         info, speculation = parts.runner.info, self._scheduler.speculation
-        sequences = Sequences(parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids)
-        self._core = EngineCore(parts.runner, parts.backend, self._scheduler, sequences, config.debug_checks)
+        self._sequences = Sequences(parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids)
+        self._core = EngineCore(parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks)
         self._core.use_tiers(tiering)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         self._calls = Calls(self._core)
@@ -149,10 +149,8 @@ class CPUPagedEngine:
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> GenerationResult:
-        """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts.
-
-        An exception while waiting, Ctrl-C too, cancels the request within one step.
-        """
+        """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts. An exception while
+        waiting, Ctrl-C too, cancels the request within one step."""
         if sampling is None:
             options["max_new_tokens"] = max_new_tokens
         return self._run([self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})])[0]
@@ -179,8 +177,7 @@ class CPUPagedEngine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """`generate_batch` for many prompts: those that share a prefix run next to each other, so that it is still in
-        the pool. Results in the order of the prompts."""
+        """`generate_batch` for many prompts: those that share a prefix run together, while it is in the pool."""
         requests = self._read_all(prompts, sampling, {"mode": mode, **options})
         groups = group_by_prefix(requests, [r.prompt_ids for r in requests], self._config.block_size)
         order = [index for indices in groups.values() for index in indices]
@@ -189,10 +186,8 @@ class CPUPagedEngine:
         return [by_index[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """Pieces of the output text as they become certain; takes what `submit` takes.
-
-        The request is checked at once and queued by the first `next`; closing the iterator cancels it.
-        """
+        """Pieces of the output text as they become certain; takes what `submit` takes. The request is checked at once
+        and queued by the first `next`; closing the iterator cancels it."""
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
         return self._stream(request)
@@ -213,6 +208,10 @@ class CPUPagedEngine:
                 yield text
         finally:
             handle.cancel()
+
+    def read_ahead(self) -> None:
+        """Read in the background what the first answer that has to fit a schema or a grammar would wait for."""
+        self._sequences.read_ahead()
 
     # Cache.
 

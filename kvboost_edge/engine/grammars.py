@@ -1,19 +1,36 @@
-"""What an answer has to fit, read and bounded before anybody compiles it."""
+"""What an answer has to fit, read and bounded before anybody compiles it.
+
+The bounds are of what the compiler's own limits leave open: how deep it calls itself, states that a number asks for,
+and texts that are written out.
+"""
 
 from __future__ import annotations
 
+import decimal
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["KINDS", "MOST_BYTES", "Grammar", "read_grammar", "schema_of"]
+__all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "schema_of"]
 
 KINDS = ("json_schema", "regex", "grammar", "choice")
-MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 20, "choice": 1 << 18}
-_MOST_DEPTH = 200
+MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 18, "choice": 1 << 17}
+_MOST_MADE = 1 << 22
+_MOST_DEPTH = 120  # the compiler's own bound is 128
 _MOST_CHOICES = 10_000
+_MOST_OBJECTS = 8_000  # a chain of $ref through all of them takes the compiler 64 MB of stack
+_MOST_TEXT = 1 << 17  # characters of names and values: forced text is cut into tokens in one go, 3 ms a 10,000
+_MOST_MULTIPLE = 10_000  # one state of the compiler for each: a million takes seven seconds
+_MOST_LINES = 1_000  # a chain of rules through all of them takes 3 MB of the stack of whoever runs it
+_REMARKS = frozenset({"description", "title", "$comment", "default", "examples"})
+
+
+class MadeGrammar(str):
+    """A grammar whose rules were written here, around schemas of callers: few of them lie in one another, however many
+    there are, so that only the schemas are bounded."""
 
 
 class Grammar(NamedTuple):
@@ -42,9 +59,26 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
         text = value
     else:
         raise RequestError(f"{kind} must be a string with at least one character, not {type(value).__name__}")
-    if len(text.encode()) > MOST_BYTES[kind]:
-        raise RequestError(f"{kind} has {len(text.encode())} bytes; at most {MOST_BYTES[kind]} are allowed")
+    most = _MOST_MADE if isinstance(value, MadeGrammar) else MOST_BYTES[kind]
+    if len(text.encode()) > most:
+        raise RequestError(f"{kind} has {len(text.encode())} bytes; at most {most} are allowed")
+    if kind == "grammar":
+        _check_grammar(text)
     return Grammar(kind, text)
+
+
+def _check_grammar(text: str) -> None:
+    """RequestError for too many rules, of which each has a line of its own, and for schemas in them (%json) as for
+    others. What is no JSON behind %json the compiler refuses."""
+    num_lines = len(text.splitlines())
+    if num_lines > _MOST_LINES and not isinstance(text, MadeGrammar):
+        raise RequestError(f"grammar has {num_lines} lines; at most {_MOST_LINES} are allowed")
+    for part in text.split("%json")[1:]:
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(part.lstrip())
+        except (ValueError, RecursionError):
+            continue
+        _check_size(schema)
 
 
 def schema_of(value: object) -> dict[str, Any] | bool:
@@ -59,8 +93,7 @@ def schema_of(value: object) -> dict[str, Any] | bool:
             raise RequestError(f"json_schema is no JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
         raise RequestError(f"json_schema must be an object, or its JSON, not {type(schema).__name__}")
-    if _depth(schema) > _MOST_DEPTH:
-        raise RequestError(f"json_schema is nested more than {_MOST_DEPTH} deep")
+    _check_size(schema)
     return schema
 
 
@@ -72,18 +105,43 @@ def _schema_text(value: object) -> str:
         raise RequestError(f"json_schema is no JSON: {error}") from None
 
 
-def _depth(value: object) -> int:
-    """How deep objects and lists lie in one another, counted no further than the bound."""
-    layer, depth = [value], 0
-    while layer and depth <= _MOST_DEPTH:
+def _check_size(schema: object) -> None:
+    """RequestError for a schema that is nested deeper, or holds more, than a bound."""
+    layer, depth, num_objects, num_chars = [schema], 0, 0, 0
+    while layer:
         depth += 1
-        layer = [
-            inner
-            for one in layer
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return depth
+        if depth > _MOST_DEPTH:
+            raise RequestError(f"json_schema is nested more than {_MOST_DEPTH} deep")
+        objects = [value for value in layer if isinstance(value, dict)]
+        num_objects += len(objects)
+        num_chars += sum(len(value) for value in layer if isinstance(value, str))
+        num_chars += sum(len(str(name)) for each in objects for name in each)
+        for each in objects:
+            _check_multiple(each.get("multipleOf"))
+        layer = [inner for value in layer for inner in _inside(value)]
+    if num_objects > _MOST_OBJECTS:
+        raise RequestError(f"json_schema has {num_objects} objects; at most {_MOST_OBJECTS} are allowed")
+    if num_chars > _MOST_TEXT:
+        raise RequestError(
+            f"json_schema has {num_chars} characters of names and values; at most {_MOST_TEXT} are allowed"
+        )
+
+
+def _inside(value: object) -> list[object]:
+    """What lies in an object or a list; texts for people are left out."""
+    if isinstance(value, dict):
+        return [inner for name, inner in value.items() if not (name in _REMARKS and isinstance(inner, str))]
+    return value if isinstance(value, list) else []
+
+
+def _check_multiple(value: object) -> None:
+    """RequestError for a number whose digits are a larger number than the bound."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return
+    _, digits, exponent = decimal.Decimal(str(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    if decimal.Decimal((0, digits, max(0, exponent))) > _MOST_MULTIPLE:
+        raise RequestError(f"json_schema has multipleOf {value}; its digits may be {_MOST_MULTIPLE} at most")
 
 
 def _choice_text(value: object) -> str:

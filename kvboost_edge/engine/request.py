@@ -106,6 +106,11 @@ class SamplingParams:
             return self.do_sample
         return any(getattr(self, name) is not None for name in _SAMPLING_KEYWORDS)
 
+    @property
+    def fits(self) -> bool:
+        """True if the answer has to fit something, which takes a while to compile."""
+        return any(each is not None for each in (self.json_schema, self.regex, self.grammar, self.choice))
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids outside the model's vocabulary (RequestError)."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias or ()))):

@@ -25,3 +25,11 @@ class Sequences:
         """RequestError, or BackendUnavailable, where what its answer has to fit cannot be had."""
         structure = None if request.grammar is None else self._structures.make(request.grammar)
         return Sequence(request, handle, self._tokenizer, self._speculation.drafter(request), structure)
+
+    def read_ahead(self) -> None:
+        """Begin what the first answer that has to fit something would wait for."""
+        self._structures.read_ahead()
+
+    def close(self) -> None:
+        """Wait for what was begun in the background."""
+        self._structures.close()

@@ -7,15 +7,21 @@ nothing is ever taken back. Where only one text can follow, its tokens are propo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import threading
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.grammars import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
+from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
@@ -24,37 +30,72 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Structure", "Structures"]
+__all__ = ["Structure", "Structures", "prepare_masks"]
 
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 
-_WORD = 32
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,  # 20 ms of compiling
+    "step_lexer_fuel": 200_000,  # 14 ms of a step
+    "step_max_items": 5_000,  # 50,000, the default, are 3 s of a step where a grammar is ambiguous; these are 10 ms
+    "max_lexer_states": 20_000,  # 10 to 40 MB a sequence
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,  # they would hold what was generated
+}
+_STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no memory
+_LONG_TEXT = 256  # tokens: one that is forced and written otherwise is not cut into tokens a second time
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
+
+
+@functools.cache
+def prepare_masks() -> None:
+    """Compile what applies a mask in a process beside this one, unless its machine code is on disk. BackendUnavailable
+    with what the compiler said."""
+    compile_ahead([mask_logits_entry], 1)
 
 
 class Structure:
     """The parser of one sequence."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._mask = np.empty(-(-vocab_size // _WORD), np.int32)
+    def __init__(self, matcher: LLMatcher, room: Floats) -> None:
+        """room: [vocab_size], where `masked` writes; others of the engine write there too."""
+        self._matcher, self._room = matcher, room
+        self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
+        self._forced: list[int] = []
+        self._asks = True
+        self._find()
 
     def masked(self, logits: Floats) -> Floats:
-        """The logits [vocab_size] with those of tokens that cannot follow at -inf, a copy."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._check()
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little", count=len(logits))
-        return np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
+        """The logits [vocab_size] with those of tokens that cannot follow at -inf; they stay until the next call."""
+        if not self._is_found:
+            self._find()
+        mask_logits(self._words, logits, self._room)
+        return self._room
 
     def advance(self, token_id: int) -> bool:
         """A token was chosen; whether nothing can follow it but the end."""
         if not self._matcher.consume_token(token_id):
             self._check()
+        self._is_found = False
+        if self._forced and self._forced[0] != token_id:
+            self._asks = len(self._forced) <= _LONG_TEXT
+            self._forced = []
+        self._forced = self._forced[1:]
         return self._matcher.is_stopped()
 
     def forced(self) -> list[int]:
         """Tokens that follow in any case; none where their text can be cut into tokens in several ways."""
-        return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
+        if not self._forced and self._asks and not self._matcher.is_stopped():
+            self._forced = list(self._matcher.compute_ff_tokens())
+        return self._forced
+
+    def _find(self) -> None:
+        """Which tokens may follow."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._check()
+        self._is_found = True
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -64,7 +105,8 @@ class Structure:
 class Structures:
     """Makes the parsers of an engine's sequences. Safe to use from any thread.
 
-    The vocabulary is read once, when it is first needed: a second for one of 150,000 tokens.
+    The vocabulary is read once, when it is first needed or by `read_ahead`: a second for one of 150,000 tokens, in
+    which no other Python code runs; whoever waits for it is the caller, not the engine.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -72,15 +114,32 @@ class Structures:
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._known: LLTokenizer | None = None
+        self._room: Floats = np.empty(0, np.float32)
+        self._reader: threading.Thread | None = None
 
     def make(self, grammar: Grammar) -> Structure:
-        """A parser at its beginning. RequestError where the grammar is not sound, uses what is not supported or is too
-        large; BackendUnavailable without the package."""
-        if importlib.util.find_spec("llguidance") is None:
+        """A parser at its beginning, the first mask known. RequestError where the grammar is not sound, uses what is
+        not supported or is too large; BackendUnavailable without the package."""
+        if not _is_installed():
             raise BackendUnavailable(f"{grammar.kind}= {_NOT_INSTALLED}")
-        from llguidance import LLMatcher, grammar_from
-
+        prepare_masks()
         tokenizer = self._vocabulary()
+        return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
+
+    def read_ahead(self) -> None:
+        """Begin to read the vocabulary in the background; nothing where no request could use it."""
+        if _is_installed() and self._reader is None:
+            self._reader = threading.Thread(target=self._try_vocabulary, name="kvboost-vocabulary", daemon=True)
+            self._reader.start()
+
+    def close(self) -> None:
+        """Wait for what was begun in the background."""
+        if self._reader is not None:
+            self._reader.join()
+
+    def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> Structure:
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
         try:
             if grammar.kind == "json_schema":
                 text = LLMatcher.grammar_from_json_schema(
@@ -90,15 +149,23 @@ class Structures:
                 text = grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
         except ValueError as error:
             raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
-        matcher = LLMatcher(tokenizer, text, log_level=0)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise RequestError(f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}")
-        return Structure(matcher, self._vocab_size)
+        try:
+            return Structure(matcher, self._room)
+        except KVBoostError as error:
+            raise RequestError(f"{grammar.kind} is not supported: {error}") from None
+
+    def _try_vocabulary(self) -> None:
+        with contextlib.suppress(RequestError):  # requests that need it are told
+            self._vocabulary()
 
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             if self._known is None:
                 self._known = self._read()
+                self._room = np.empty(self._vocab_size, np.float32)
             return self._known
 
     def _read(self) -> LLTokenizer:
@@ -117,6 +184,35 @@ class Structures:
         from llguidance import LLTokenizer
 
         return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """Run in a thread with room for calls that go deep: the compiler follows references and rules by calling itself,
+    and a stack that ends takes the process with it."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="kvboost-grammar", daemon=True)
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return outcome.result()
+
+
+_STACK_SIZE = threading.Lock()  # the size is the process's, for threads that start
 
 
 def _first_line(text: str) -> str:

@@ -138,6 +138,8 @@ def run_server(engine: CPUPagedEngine, settings: ServerSettings, listener: socke
         api_keys=len(settings.all_keys),
     )
     freeze_heap()
+    # Not before: for a second nothing else runs then, and who comes in it waits no longer than for a later start.
+    engine.read_ahead()
     try:
         server.run(sockets=[listener])
     finally:

@@ -7,8 +7,10 @@ import contextlib
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema_rs
@@ -18,7 +20,7 @@ from engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, Bench, fake_engine, 
 from engine.schemas_made import made_schema
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.grammars import Grammar
-from kvboost_edge.engine.structure import Structures
+from kvboost_edge.engine.structure import Structure, Structures
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 
 COUNT = 320
@@ -199,9 +201,9 @@ def test_a_deep_schema_is_refused_before_it_is_compiled(engine: CPUPagedEngine) 
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(300):
         schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="nested more than 200 deep"):
+    with pytest.raises(RequestError, match="nested more than 120 deep"):
         engine.generate("x", json_schema=schema)
-    with pytest.raises(RequestError, match=r"nested more than 200 deep|is no JSON"):
+    with pytest.raises(RequestError, match=r"nested more than 120 deep|is no JSON"):
         engine.generate(
             "x", json_schema=json.dumps({"type": "array"})[:-1] + ', "items": ' + "[" * 900 + "]" * 900 + "}"
         )
@@ -265,3 +267,65 @@ def test_nan_fails_the_request_alone(engine: CPUPagedEngine) -> None:
     finally:
         runner.nan_for = set()
     assert engine.generate("c", max_new_tokens=5, temperature=0, regex="a{3}").output_text == "aaa"
+
+
+def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, threads = threading.Event(), threading.Event(), list[str]()
+    read = Structures._read
+
+    def slow(self: Structures) -> Any:
+        threads.append(threading.current_thread().name)
+        began.set()
+        assert go.wait(60)
+        return read(self)
+
+    monkeypatch.setattr(Structures, "_read", slow)
+    engine = fake_engine()
+    engine.read_ahead()
+    assert began.wait(60)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(engine.generate, prompt(1), max_new_tokens=9, regex="a{3}")
+        # Who needs it waits where it was called, not the engine.
+        assert engine.generate(prompt(2), max_new_tokens=3, temperature=0).generated_tokens == 3
+        go.set()
+        assert waiting.result(60).output_text == "aaa"
+    engine.close()
+    assert threads == ["kvboost-vocabulary"]
+    assert {"kvboost-vocabulary", "kvboost-grammar"}.isdisjoint(thread.name for thread in threading.enumerate())
+
+
+def test_closing_while_the_vocabulary_is_read_leaves_no_thread() -> None:
+    engine = fake_engine()
+    engine.read_ahead()
+    engine.close()
+    assert "kvboost-vocabulary" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_grammars_are_compiled_beside_the_engine(engine: CPUPagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_one, threads = Structures._compile, list[str]()
+
+    def noting(self: Structures, *given: Any) -> Structure:
+        threads.append(threading.current_thread().name)
+        return compile_one(self, *given)
+
+    monkeypatch.setattr(Structures, "_compile", noting)
+    engine.generate(prompt(1), max_new_tokens=9, regex="a{3}")
+    assert threads == ["kvboost-grammar"]
+
+
+def test_a_forced_text_is_cut_into_tokens_once() -> None:
+    """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long as the text."""
+    structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
+    structure = structures.make(Grammar("choice", json.dumps(["x" * 300])))
+    first = structure.forced()
+    assert len(first) >= 290
+    structure.advance(first[0])
+    assert structure.forced() == first[1:]
+    assert structure._matcher.validate_tokens(first[1:10]) == 9
+    short = structures.make(Grammar("regex", "abc(d|e)xyz"))
+    tokens = short.forced()
+    for token in tokens:
+        short.advance(token)
+    assert not short.forced()
+    short.advance(fake_tokenizer().encode("d")[0])
+    assert short.forced()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.engine.grammars import schema_of
+from kvboost_edge.engine.grammars import MadeGrammar, schema_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -71,27 +71,34 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         parallel=body.parallel_tool_calls is not False,
         reasoning=reasoning,
         special_id=tokenizer.marker_id,
+        answer=_object_schema(body.answer_format),
     )
-    return Turn(format, tools, reasoning, choice.mode != "none", body.answer_format or {"grammar": grammar})
+    return Turn(format, tools, reasoning, choice.mode != "none", {"grammar": MadeGrammar(grammar)})
 
 
 def _plain_turn(tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: Mapping[str, Any]) -> Turn | None:
     """Without tools: a JSON schema binds behind the reasoning, any other form from the first token on."""
-    schema = schema_of(fits["json_schema"]) if "json_schema" in fits else None
-    if reasoning == "closed" or (fits and not isinstance(schema, dict)):
+    schema = _object_schema(fits)
+    if reasoning == "closed" or (fits and schema is None):
         return None
-    if isinstance(schema, dict):
+    if schema is not None:
         grammar = answer_grammar(format.reasoning, schema, reasoning=reasoning, special_id=tokenizer.marker_id)
-        fits = {"grammar": grammar}
+        fits = {"grammar": MadeGrammar(grammar)}
     return Turn(format, (), reasoning, False, fits)
+
+
+def _object_schema(fits: Mapping[str, Any]) -> Json | None:
+    """The JSON schema in it that can stand in a grammar."""
+    schema = schema_of(fits["json_schema"]) if "json_schema" in fits else None
+    return schema if isinstance(schema, dict) else None
 
 
 def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
     """What the engine says of a grammar that was made of tools, as an error of that field."""
-    message = str(error)
-    if not body.tools or not message.startswith("grammar "):
+    about, _, message = str(error).partition(" ")
+    if not body.tools or about not in ("grammar", "json_schema"):
         return error
-    return bad_field("tools", f"the parameters of a tool cannot be enforced: {message.removeprefix('grammar ')}")
+    return bad_field("tools", f"the parameters of a tool cannot be enforced: their schema {message}")
 
 
 def _calls_of(tokenizer: Tokenizer) -> CallFormat:

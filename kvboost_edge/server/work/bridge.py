@@ -167,10 +167,12 @@ async def _submit(
     handles: list[RequestHandle] = []
     abandoned = False
 
-    def submit() -> None:
+    def plan() -> list[tuple[EncodedPrompt, SamplingParams]]:
+        return [(prompt, job.params(prompt, choice)) for prompt in prompts for choice in range(job.per_prompt)]
+
+    def submit(planned: Sequence[tuple[EncodedPrompt, SamplingParams]] | None = None) -> None:
         try:
-            planned = [(prompt, job.params(prompt, choice)) for prompt in prompts for choice in range(job.per_prompt)]
-            for prompt, params in planned:
+            for prompt, params in planned or plan():
                 if abandoned:
                     return
                 handles.append(
@@ -204,10 +206,11 @@ async def _submit(
         done.exception()  # nobody else asks for it
         cancel()
 
-    if job.size <= _SHORT and len(prompts) * job.per_prompt <= _FEW:
-        submit()
+    planned = plan() if job.size <= _SHORT and len(prompts) * job.per_prompt <= _FEW else None
+    if planned is not None and not any(params.fits for _, params in planned):
+        submit(planned)
         return handles
-    task = asyncio.ensure_future(asyncio.to_thread(submit))
+    task = asyncio.ensure_future(asyncio.to_thread(submit, planned))
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -30,6 +30,7 @@ def calls_grammar(
     parallel: bool,
     reasoning: str,
     special_id: SpecialId,
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
     """The grammar of a turn that may, must or must not call `tools`.
 
@@ -38,6 +39,7 @@ def calls_grammar(
     parallel    whether several calls may follow one another, where the model can
     reasoning   "opened": the prompt ended inside a reasoning block; "possible": one may come first; "closed": none
     special_id  the id of a text that is one special token, else None
+    answer      a JSON schema that the turn fits where it calls nothing; None: text
 
     RequestError where the model's way of calls is not known, or there is no tool to call.
     """
@@ -48,6 +50,9 @@ def calls_grammar(
     lark = Lark(special_id)
     turn = _Turn(lark, format.calls, tools, parallel=parallel and format.calls.parallel)
     bodies = {"auto": turn.auto, "required": turn.required, "none": turn.none}
+    if answer is not None:
+        fits: list[Atom] = [SPACE, lark.json("answer", answer)]
+        bodies |= {"auto": lambda unlike: [fits, *turn.required(unlike)], "none": lambda _: [fits]}
     return _behind_reasoning(lark, format.reasoning, reasoning, bodies[choice])
 
 

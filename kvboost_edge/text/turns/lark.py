@@ -21,7 +21,11 @@ SpecialId = Callable[[str], int | None]
 JSON_SPACE = r"( |\n[ \t]{0,16})?"
 # Letters are written as they are: llguidance takes \u for control characters alone, so that a model that begins \u00f6
 # would be led to another character.
-JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": JSON_SPACE, "json_allowed_escapes": 'nrbtf\\"'}
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": JSON_SPACE,
+    "json_allowed_escapes": 'nrbtf\\"',
+    "lenient": False,  # a schema cannot ask for less than it says
+}
 """How llguidance reads schemas, here and wherever else an answer is JSON."""
 SPACE = r"[ \t\r\n]{0,4}"
 """What may stand between two pieces of a call."""

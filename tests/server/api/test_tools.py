@@ -264,6 +264,18 @@ async def test_a_schema_binds_behind_the_reasoning(app: httpx.AsyncClient, speak
     assert json.loads(message["content"]) == [1, 2]
 
 
+async def test_a_call_or_an_answer_that_fits(app: httpx.AsyncClient, speaker: Speaker) -> None:
+    """As agents ask that want a schema of their last answer."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    speaker.text = CALL
+    assert calls_of(await ask(app, guided_json=schema)) == [("weather", ARGUMENTS)]
+    speaker.text = '{"ok": true}'
+    assert json.loads((await ask(app, guided_json=schema))["choices"][0]["message"]["content"]) == {"ok": True}
+    speaker.text = "Fine."
+    wanted = (await ask(app, guided_json=schema, tool_choice="none", max_tokens=40))["choices"][0]["message"]
+    assert wanted["content"].lstrip().startswith("{")
+
+
 async def test_the_next_turn_finds_the_call_as_it_was_written(
     app: httpx.AsyncClient, speaker: Speaker, engine: Any
 ) -> None:
@@ -304,7 +316,7 @@ BAD = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "object"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}]}, "tools", "enforced"),
-    ({"guided_json": {"type": "object"}}, "tools", "both"),
+    ({"guided_regex": "a+"}, "tools", "an answer in JSON"),
     ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
     ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages", "content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages", "role"),

@@ -249,8 +249,8 @@ class ChatRequest(SamplingFields):
         unknown = next((name for name in choice.names or () if name not in names), None)
         if unknown is not None:
             raise bad_field("tool_choice", f"tool_choice names {unknown!r}; the tools are {_shown(names)}")
-        if names and choice.mode != "none" and self.answer_format:
-            raise bad_field("tools", "tools and a format of the answer are both given; a call is no such answer")
+        if names and self.answer_format and "json_schema" not in self.answer_format:
+            raise bad_field("tools", "tools go with an answer in JSON, not with a regex, a grammar or a choice")
 
     @property
     def called(self) -> ToolChoice:
