@@ -24,6 +24,7 @@ class Form:
     bias_inside: bool = False  # the bias as an input of MatMulNBits
     outer_rope: bool = False  # RotaryEmbedding before attention
     concat: bool = False
+    half_past: bool = False  # past and present in float16
     external: bool = True
     genai: bool = True  # genai_config.json, no config.json; else config.json and onnx/model_q4.onnx
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 import onnx_wire as wire
-from onnx_models import Decoder
+from onnx_models import FLOAT, HALF, Decoder
 
 __all__ = ["ConcatDecoder"]
 
@@ -24,7 +24,10 @@ class ConcatDecoder(Decoder):
         keys = self.turned(index, self.heads_norm(index, keys, "k", self.kv_heads), self.kv_heads, f"{at}k")
         both = []
         for name, new in (("key", keys), ("value", self.cut(values, self.kv_heads, f"{at}v"))):
+            is_half = self.form.half_past
+            new = self.cast(new, HALF) if is_half else new
             whole = self.op("Concat", [f"past_key_values.{index}.{name}", new], f"present.{index}.{name}", axis=2)
+            whole = self.cast(whole, FLOAT) if is_half else whole
             both.append(self.op("Unsqueeze", [whole, self.numbers(2)], f"{at}{name}/5"))
         groups = self.heads // self.kv_heads
         grouped = self.numbers(1, self.kv_heads, groups, -1, self.dim)

@@ -24,6 +24,7 @@ from tiny_checkpoints import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 __all__ = ["Decoder", "write_onnx"]
 
 MICROSOFT = "com.microsoft"
+FLOAT, HALF = 1, 10  # ONNX's numbers of types
 Array = np.ndarray
 
 
@@ -282,6 +283,8 @@ class Decoder:
                     inputs = [parts[at], "position_ids", *tables]
                     output = f"/layers.{index}/{name}/rope"
                     parts[at] = self.op("RotaryEmbedding", inputs, output, MICROSOFT, interleaved=0, num_heads=count)
+        if self.form.half_past:  # the operator has one type for all
+            parts, tables = ([self.cast(name, HALF) for name in names] for names in (parts, tables))
         inputs = [*parts, *[""] * (3 - len(parts)), *(f"past_key_values.{index}.{name}" for name in ("key", "value"))]
         inputs += [*lengths, *([] if self.form.outer_rope else tables)]
         output = f"/layers.{index}/attention"
@@ -294,7 +297,19 @@ class Decoder:
                 do_rotary=int(not self.form.outer_rope), rotary_interleaved=0,
             )
         )  # fmt: skip
-        return output
+        return self.cast(output, FLOAT) if self.form.half_past else output
+
+    def cast(self, value: str, kind: int) -> str:
+        """A value in another type; once for each name."""
+        name = f"{value}/as/{kind}"
+        if name not in self.known:
+            self.known.add(name)
+            self.op("Cast", [value], name, to=kind)
+        return name
+
+    @property
+    def past_type(self) -> str:
+        return "float16" if self.form.half_past else "float32"
 
     def past(self) -> list[str]:
         return [f"{index}.{name}" for index in range(self.layers) for name in ("key", "value")]
@@ -307,9 +322,9 @@ class Decoder:
         if self.form.outer_rope or self.form.concat:
             inputs.append(wire.value("position_ids", "int64", ["batch", "sequence"]))
         names = self.past()
-        inputs += [wire.value(f"past_key_values.{name}", "float32", past) for name in names]
+        inputs += [wire.value(f"past_key_values.{name}", self.past_type, past) for name in names]
         outputs = [wire.value("logits", "float32", ["batch", "sequence", int(self.config.vocab_size)])]
-        outputs += [wire.value(f"present.{name}", "float32", [*past[:2], "total", self.dim]) for name in names]
+        outputs += [wire.value(f"present.{name}", self.past_type, [*past[:2], "total", self.dim]) for name in names]
         return wire.model(wire.graph_of(self.nodes, self.weights.messages, inputs, outputs))
 
 

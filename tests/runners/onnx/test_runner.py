@@ -41,12 +41,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], Form]] = {
 }
 
 
-def written(folder: Path, kind: str = "shared", family: str = "llama", **overrides: Any) -> tuple[Any, Path]:
+def written(
+    folder: Path, kind: str = "shared", family: str = "llama", *, half_past: bool = False, **overrides: Any
+) -> tuple[Any, Path]:
     """A transformers model and the folder of the same as ONNX."""
     fields, form = FAMILIES[family]
     model = build_tiny_model(family, **{**fields, **overrides})
     model.set_attn_implementation("eager")
-    form = Form(**{**form.__dict__, "concat": kind == "concat"})
+    form = Form(**{**form.__dict__, "concat": kind == "concat", "half_past": half_past})
     return model, write_onnx(model, folder, form, KINDS[kind])
 
 
@@ -105,6 +107,32 @@ def test_both_backends_hold_the_same_keys(kind: str, tmp_path: Path) -> None:
         found.append(logits)
         runner.close()
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_past_keys_in_half_precision(kind: str, tmp_path: Path) -> None:
+    """As near as their rounding; what the pool holds is what onnxruntime gave, so warm is as cold."""
+    model, folder = written(tmp_path / "m", kind, half_past=True)
+    whole, expected = greedy(model, PROMPT)
+    runner = loaded(folder)
+    assert runner.info.kv_spec.dtype == "float16"
+    driver = drive(runner)
+    cold = driver.prefill(driver.open(PROMPT), 23)
+    assert 1e-5 < np.linalg.norm(cold - expected) / np.linalg.norm(expected) < 2e-3
+    again = driver.open(PROMPT)
+    assert again.table.num_computed_tokens == 48
+    warm = driver.prefill(again, 61)
+    assert runner.buffers.num_gathered == 1
+    assert np.linalg.norm(warm - cold[48:]) <= 1e-3 * np.linalg.norm(warm)
+    driver.decode([again], [warm[-1]], NEW_TOKENS)
+    assert again.token_ids == whole
+    runner.close()
+    with CPUPagedEngine.from_pretrained(folder, runner="onnx", num_blocks=64, debug_checks=True) as engine:
+        results = engine.generate_batch([PROMPT, PROMPT[::-1]], max_new_tokens=NEW_TOKENS)
+        assert list(results[0].output_token_ids) == whole[len(PROMPT) :]
+        layers = engine.runner_info.kv_spec.layers
+        per_token = sum(2 * 2 * layer.num_kv_heads * layer.head_dim for layer in layers)
+        assert engine.paged_stats()["bytes_per_block"] == 16 * per_token
 
 
 @pytest.mark.parametrize("kind", KINDS)
