@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.engine.grammars import Grammar
+from kvboost_edge.engine.grammars import Grammar, MadeGrammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
@@ -44,6 +44,7 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # they would hold what was generated
 }
+_FUELLED_BYTES = 1 << 17  # of a grammar; one of 512 tools is 700 KB and takes 16 ms in its longest step
 _STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no memory
 _LONG_TEXT = 256  # tokens: one that is forced and written otherwise is not cut into tokens a second time
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
@@ -149,7 +150,8 @@ class Structures:
                 text = grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
         except ValueError as error:
             raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        limits = LLParserLimits(**_limits_of(grammar))
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}")
         try:
@@ -213,6 +215,12 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 
 
 _STACK_SIZE = threading.Lock()  # the size is the process's, for threads that start
+
+
+def _limits_of(grammar: Grammar) -> dict[str, Any]:
+    """The compiler's limits; grammars of many tools need more in their first steps."""
+    more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
+    return {**_LIMITS, **{name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}}
 
 
 def _first_line(text: str) -> str:

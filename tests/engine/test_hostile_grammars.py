@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,12 @@ from hypothesis import strategies as st
 
 from engine.fake_runner import fake_engine
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.grammars import MadeGrammar
 from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.text.turns.formats import Tool, TurnFormat
+from kvboost_edge.text.turns.generic import GENERIC
+from kvboost_edge.text.turns.grammar import calls_grammar
 
 EXAMPLES = 1500 if os.environ.get("KVBOOST_EDGE_TEST_LONG") else 40
 Make = Callable[[], Any]
@@ -201,3 +207,16 @@ def test_any_object_is_a_schema_or_is_refused(engine: CPUPagedEngine, schema: di
 @given(st.lists(PIECES, min_size=1, max_size=12).map("".join), st.sampled_from(["regex", "grammar"]))
 def test_any_text_is_an_expression_or_is_refused(engine: CPUPagedEngine, text: str, kind: str) -> None:
     survives(engine, {kind: text})
+
+
+def test_as_many_tools_as_a_request_may_have(engine: CPUPagedEngine) -> None:
+    """Their grammar is longer than any that callers may give."""
+    properties = {f"p{number}": {"type": "string", "description": "x" * 100} for number in range(6)}
+    schema = {"type": "object", "properties": properties, "required": ["p0", "p1"], "additionalProperties": False}
+    tools = [Tool(f"tool_number_{number}", schema) for number in range(int(COUNTS["tools"].high))]
+    format = TurnFormat(GENERIC, None, shows_tools=False, replays=True)
+    made = calls_grammar(format, tools, choice="required", parallel=False, reasoning="closed", special_id=lambda _: None)
+    with pytest.raises(RequestError, match=r"grammar has \d{6} bytes; at most 262144"):
+        engine.generate("x", grammar=made)
+    text = engine.generate("x", grammar=MadeGrammar(made), max_new_tokens=80, seed=1).output_text
+    assert re.search(r'\{\s*"name"\s*:\s*"tool_number_\d+"', text), text
