@@ -4,6 +4,7 @@ Perplexity, mean and largest KL divergence (nats) and how often the most likely 
 model with float32 weights and float32 keys and values, over the beginnings of packages' descriptions: texts that every
 installation of the pinned versions has. "stored" are the GGUF file's own types; other formats are made of its floats,
 so their error comes on top of what Q4_1 lost already. llama.cpp, where it is installed, computes on the file's types.
+And what its answers are with drafts and with schemas, see `quality_answers`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from harness import parser, report
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.perplexity import Difference, score_text
 from kvboost_edge.models.locate.stores import real_model
+from quality_answers import schema_rows, speculation_rows
 from real_model import is_whole
 
 PACKAGES = ("huggingface_hub", "httpx", "rich", "typer")
@@ -126,11 +128,18 @@ def main() -> None:
     options.add_argument("--window", type=int, default=256)
     peers = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
     options.add_argument("--peers-python", type=Path, default=peers, help="of an environment that has llama.cpp")
+    options.add_argument(
+        "--answers", action="store_true", help="with drafts and with schemas alone, into an --out that is there"
+    )
     given = options.parse_args()
     model = real_model()
     if not is_whole(model):
         raise SystemExit(f"{model} is missing: run `make real-model`")
-    with CPUPagedEngine.from_pretrained(str(model), num_blocks=64) as engine:
+    with CPUPagedEngine.from_pretrained(str(model), num_blocks=256) as engine:
+        answers = {"speculation": speculation_rows(engine), "schemas": schema_rows(engine)}
+        if given.answers:
+            given.out.write_text(json.dumps({**json.loads(given.out.read_text()), **answers}) + "\n", encoding="utf-8")
+            return
         texts = {name: engine.tokenizer.encode(text)[: given.tokens] for name, text in descriptions()}
     forms = ["stored"] if given.quick else list(FORMS)
     rows = ours(model, list(texts.values()), given.window, forms)
@@ -139,7 +148,7 @@ def main() -> None:
     else:
         print(f"skipped: llama.cpp: no {given.peers_python}; `make bench-peers` installs it", file=sys.stderr)
     digests = {name: hashlib.sha256(str(ids).encode()).hexdigest()[:16] for name, ids in texts.items()}
-    report("quality", rows, options=given, model=model.name, texts=digests)
+    report("quality", rows, options=given, model=model.name, texts=digests, **answers)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kvboost_edge.kernels.drafts.automaton import (
     MATCH_LENGTH,
     NUM_TOKENS,
     Automaton,
+    automaton_bytes,
     extend,
     extend_entry,
     new_automaton,
@@ -36,6 +37,7 @@ _LONGEST_TAIL = 64  # tokens that are compared with the ring: a longer match say
 _LEAST_ROOM = 1024  # tokens an automaton begins with
 _RING_TOKENS = 1 << 17  # 1.6 MB a tenant
 _MOST_TENANTS = 32
+_MOST_AUTOMATA_BYTES = 64 << 20  # of all sequences of an engine: texts of 350,000 to 700,000 tokens
 
 # The time of a pass by its rows, in terms of one row: bench_speculation.py, a 0.5B model of 4 bits on two AVX512-VNNI
 # cores, 135M the same within 5%. There are kernels for 2, 4 and 8 rows; from 12 on the arithmetic decides.
@@ -67,14 +69,24 @@ class Draft(NamedTuple):
 
 class Memory:
     """What each tenant asked and was answered lately, for its own requests alone (a tenant's salts are tenants of their
-    own): bounded in tokens, and in tenants."""
+    own): bounded in tokens, and in tenants. And who counts the bytes of the automata: bounded together.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, most_automata_bytes: int = _MOST_AUTOMATA_BYTES) -> None:
         self._rings: OrderedDict[bytes, Ring] = OrderedDict()
+        self._most_automata_bytes, self._automata_bytes = most_automata_bytes, 0
 
     @property
     def nbytes(self) -> int:
-        return sum(ring.nbytes for ring in self._rings.values())
+        """Of rings and automata."""
+        return sum(ring.nbytes for ring in list(self._rings.values())) + self._automata_bytes
+
+    def reserve(self, nbytes: int) -> bool:
+        """Take bytes for automata, or give some back (below 0); whether they were there."""
+        if self._automata_bytes + nbytes > self._most_automata_bytes:
+            return False
+        self._automata_bytes += nbytes
+        return True
 
     def keep(self, tenant: bytes, token_ids: Sequence[int]) -> None:
         """Remember tokens that belong together."""
@@ -103,9 +115,10 @@ class Memory:
 class Drafter:
     """Proposes for one sequence and learns from what becomes of it."""
 
-    def __init__(self, tenant: bytes, memory: Memory) -> None:
-        """tenant: the root of its prefixes."""
+    def __init__(self, tenant: bytes, memory: Memory, max_tokens: int = 1 << 31) -> None:
+        """tenant: the root of its prefixes. max_tokens: of the sequence, at its end."""
         self._tenant, self._memory = tenant, memory
+        self._most_room = 1 << (max_tokens - 1).bit_length()
         self._automaton: Automaton | None = None
         self._right = self._wrong = 0.0
         # Where in the text its own draft came from, and how long the text was then: behind a word that was exchanged
@@ -115,8 +128,7 @@ class Drafter:
 
     def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
         """Up to `most` tokens, at least 1, to follow those of the sequence, which only grow from call to call."""
-        automaton = self._read(token_ids)
-        length, end = int(automaton.counts[MATCH_LENGTH]), int(automaton.counts[MATCH_END])
+        length, end = self._match(token_ids)
         remembered, others = self._memory.find(self._tenant, token_ids[-_LONGEST_TAIL:], most)
         if remembered > length and others:
             return self._draft(others, remembered)
@@ -144,17 +156,32 @@ class Drafter:
         self._right = self._right * fading + num_accepted
         self._wrong = self._wrong * fading + (num_accepted < num_drafted)
 
-    def _read(self, token_ids: Sequence[int]) -> Automaton:
-        """The automaton of all the tokens."""
+    def release(self) -> None:
+        """Give the automaton's memory back."""
+        if self._automaton is not None:
+            self._memory.reserve(-automaton_bytes(self._automaton.room))
+            self._automaton = None
+
+    def _match(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """How many of the last tokens stood in the text before, and the position behind them; 0, 0 without memory."""
         automaton = self._automaton
         if automaton is None or automaton.room < len(token_ids):
-            # Twice the room, built anew: amortised it costs each token twice.
-            automaton = new_automaton(max(_LEAST_ROOM, 1 << (2 * len(token_ids) - 1).bit_length()))
-            self._automaton = automaton
+            automaton = self._grown(len(token_ids))
+            if automaton is None:
+                return 0, 0
         known = int(automaton.counts[NUM_TOKENS])
         if known < len(token_ids):
             extend(np.array(token_ids[known:], np.int32), *automaton)
-        return automaton
+        return int(automaton.counts[MATCH_LENGTH]), int(automaton.counts[MATCH_END])
+
+    def _grown(self, count: int) -> Automaton | None:
+        """A new automaton with room for twice the tokens, as far as the sequence gets there: amortised it costs each
+        token twice. None where others have the memory."""
+        self.release()
+        room = min(max(_LEAST_ROOM, 1 << (2 * count - 1).bit_length()), max(_LEAST_ROOM, self._most_room))
+        if self._memory.reserve(automaton_bytes(room)):
+            self._automaton = new_automaton(room)
+        return self._automaton
 
 
 def most_drafted(drafts: Sequence[Draft], num_rows: int) -> int:

@@ -136,7 +136,7 @@ def _inside(value: object) -> list[object]:
 
 def _check_multiple(value: object) -> None:
     """RequestError for a number whose digits are a larger number than the bound."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return
     _, digits, exponent = decimal.Decimal(str(value)).normalize().as_tuple()
     assert isinstance(exponent, int)

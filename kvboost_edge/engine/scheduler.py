@@ -128,6 +128,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
+        self.speculation.release(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> StepPlan:

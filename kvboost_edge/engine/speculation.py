@@ -39,7 +39,7 @@ class Speculation:
 
     def drafter(self, request: Request) -> Drafter | None:
         """Who proposes for a request; None where it wants no drafts."""
-        return Drafter(request.root, self.memory) if request.max_draft_tokens else None
+        return Drafter(request.root, self.memory, request.max_tokens) if request.max_draft_tokens else None
 
     def draft(self, decoding: Several[Sequence], num_rows: int, budget: int, block_size: int) -> None:
         """Give `drafted` to those of the sequences, with one token to compute each, that something is proposed for. The
@@ -61,6 +61,11 @@ class Speculation:
         """A request is done: what was new in its prompt, and its answer, may come again."""
         if sequence.drafter is not None and sequence.uses_cache:
             self.memory.keep(sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :])
+
+    def release(self, sequence: Sequence) -> None:
+        """A request is done, however: what its drafts needed is given back."""
+        if sequence.drafter is not None:
+            sequence.drafter.release()
 
     def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What became of a step's draft."""

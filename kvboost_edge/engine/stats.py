@@ -82,7 +82,8 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     retained_blocks, used or cached, are given up after all others of their tenant; tokens_held
     counts the tokens whose KV is in the pool, shared ones once; hit_tokens, span_tokens and miss_tokens are the prompt
     tokens looked up: found as a prefix, shared at other positions, computed; drafted_tokens were guessed ahead, and
-    accepted_tokens of them are among generated_tokens; max_num_seqs sequences run together. isa
+    accepted_tokens of them are among generated_tokens; draft_bytes, a part of other_bytes, are what they are guessed
+    from, 118 MB at most; max_num_seqs sequences run together. isa
     is what the processor has, kernel_path and attention_path which forms of the project's own kernels run ("none":
     torch's do).
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
@@ -117,6 +118,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "generated_tokens": scheduler.num_generated_tokens,
         "drafted_tokens": scheduler.speculation.num_drafted,
         "accepted_tokens": scheduler.speculation.num_accepted,
+        "draft_bytes": scheduler.speculation.memory.nbytes,
         "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),

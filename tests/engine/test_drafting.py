@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.fake_runner import fake_engine, runner_of
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.drafting import Draft, Drafter, Memory, most_drafted
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels.drafts.automaton import extend_entry
+from kvboost_edge.kernels.drafts.automaton import automaton_bytes, extend_entry
 from kvboost_edge.kernels.drafts.ring import append_entry, find_entry
 
 SAID = list(range(100, 140))
@@ -198,3 +199,48 @@ def test_bad_options_are_refused_by_name(engines: dict[str, CPUPagedEngine], opt
 def test_what_drafts_need_is_compiled_before_the_first_of_them(engines: dict[str, CPUPagedEngine]) -> None:
     assert engines["on"].generate(QUESTION, max_new_tokens=4).generated_tokens
     assert all(entry.is_ready for entry in (extend_entry, append_entry, find_entry))
+
+
+def test_an_automaton_has_no_more_room_than_its_sequence_will_need() -> None:
+    memory = Memory()
+    drafter = Drafter(b"a", memory, max_tokens=5000)
+    for count in (10, 1025, 4097, 5000):
+        drafter.propose(list(range(count)), 4)
+        assert memory.nbytes <= automaton_bytes(8192), "the power of two above what it will have at its end"
+    drafter.release()
+    assert memory.nbytes == 0
+
+
+def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_ring() -> None:
+    memory = Memory(most_automata_bytes=automaton_bytes(2048))
+    first, second = Drafter(b"a", memory, 2048), Drafter(b"a", memory, 2048)
+    text = [*range(30), *range(30)]
+    assert first.propose(text + text * 10, 4) is not None
+    assert first.propose(text * 20, 4) is not None
+    assert memory.nbytes == automaton_bytes(2048)
+    assert second.propose(text, 4) is None
+    memory.keep(b"a", [*range(30), 77, 78])
+    draft = second.propose(list(range(30)), 2)
+    assert draft is not None
+    assert draft.token_ids == [77, 78]
+    first.release()
+    assert second.propose(text, 4) is not None
+    second.release()
+    assert memory.nbytes == sum(ring.nbytes for ring in memory._rings.values())
+
+
+def test_the_figures_of_a_running_engine_have_what_drafts_are_guessed_from() -> None:
+    with fake_engine(num_blocks=64, speculation="on") as engine:
+        seen = list[int]()
+        runner_of(engine).on_forward = lambda batch: seen.append(engine._scheduler.speculation.memory.nbytes)
+        assert engine.paged_stats()["draft_bytes"] == 0
+        engine.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True)
+        assert max(seen) == automaton_bytes(1024), "while it runs"
+        rings = sum(ring.nbytes for ring in engine._scheduler.speculation.memory._rings.values())
+        assert engine.paged_stats()["draft_bytes"] == rings > 0, "what is done has given its own back"
+        engine.reset_cache()
+        handle = engine.submit([1, 2, 3], max_new_tokens=300, temperature=0, ignore_eos=True)
+        next(iter(handle))
+        handle.cancel()
+        handle.result(60)
+        assert engine.paged_stats()["draft_bytes"] == 0, "a cancelled one has too"

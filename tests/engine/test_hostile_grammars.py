@@ -215,7 +215,8 @@ def test_as_many_tools_as_a_request_may_have(engine: CPUPagedEngine) -> None:
     schema = {"type": "object", "properties": properties, "required": ["p0", "p1"], "additionalProperties": False}
     tools = [Tool(f"tool_number_{number}", schema) for number in range(int(COUNTS["tools"].high))]
     format = TurnFormat(GENERIC, None, shows_tools=False, replays=True)
-    made = calls_grammar(format, tools, choice="required", parallel=False, reasoning="closed", special_id=lambda _: None)
+    wanted: Any = {"choice": "required", "parallel": False, "reasoning": "closed"}
+    made = calls_grammar(format, tools, **wanted, special_id=lambda _: None)
     with pytest.raises(RequestError, match=r"grammar has \d{6} bytes; at most 262144"):
         engine.generate("x", grammar=made)
     text = engine.generate("x", grammar=MadeGrammar(made), max_new_tokens=80, seed=1).output_text

@@ -16,7 +16,7 @@ from numba.core import types
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 
-__all__ = ["Automaton", "extend", "extend_entry", "new_automaton"]
+__all__ = ["Automaton", "automaton_bytes", "extend", "extend_entry", "new_automaton"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -61,6 +61,11 @@ class Automaton(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self)
+
+
+def automaton_bytes(room: int) -> int:
+    """What an automaton of that room takes."""
+    return 96 * room + 40
 
 
 def new_automaton(room: int) -> Automaton:

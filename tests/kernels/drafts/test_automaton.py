@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvboost_edge.kernels.drafts.automaton import MATCH_END, MATCH_LENGTH, NUM_STATES, NUM_TOKENS, extend, new_automaton
+from kvboost_edge.kernels.drafts.automaton import (
+    MATCH_END,
+    MATCH_LENGTH,
+    NUM_STATES,
+    NUM_TOKENS,
+    automaton_bytes,
+    extend,
+    new_automaton,
+)
 
 
 def longest_before(text: list[int]) -> tuple[int, int]:
@@ -61,4 +69,4 @@ def test_a_text_as_long_as_the_room_fits(kind: str) -> None:
 
 def test_what_it_takes_is_what_it_says() -> None:
     automaton = new_automaton(1024)
-    assert (automaton.room, automaton.nbytes) == (1024, 96 * 1024 + 40)
+    assert (automaton.room, automaton.nbytes) == (1024, automaton_bytes(1024)) == (1024, 96 * 1024 + 40)
