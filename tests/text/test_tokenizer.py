@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import kvboost_edge
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
+from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 
+DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 CHAT = [
     {"role": "user", "content": "Grüße 🙂"},
     {"role": "assistant", "content": "Hi"},
@@ -201,3 +207,57 @@ def test_long_texts_have_the_same_tokens(tiny_model_dir: Path) -> None:
         assert tokenizer.decode(ids) == text
     with pytest.raises(RequestError):
         tokenizer.encode("\ud800" * 5000)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "of <s> or </s>", "parameters": {}}}]
+SHOWS_TOOLS = (
+    "{% if tools %}{{ '[T]' + tools | tojson }}{% endif %}{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{{- m.content or '' }}{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+CALL_TEXT = '{"name": "look_up", "arguments": {"a": "</s>"}}'
+CALLED = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "look_up", "arguments": '{"a": "</s>"}'}}]},
+]
+
+
+def with_template(tiny_model_dir: Path, template: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_dir(tiny_model_dir)
+    return Tokenizer(tokenizer.codec, name="made", special_tokens=tokenizer.special_tokens, chat_template=template)
+
+
+def test_tools_and_past_calls_are_shown_and_hold_no_special_tokens(tiny_model_dir: Path) -> None:
+    ours = with_template(tiny_model_dir, SHOWS_TOOLS)
+    text = ours.apply_chat_template(CALLED, tools=TOOLS)
+    assert text == f"[T]{json.dumps(TOOLS)}<user>q<assistant><call>{CALL_TEXT}</call><assistant>"
+    ids = ours.encode_chat(CALLED, tools=TOOLS)
+    assert ours.decode(ids, skip_special_tokens=False) == text
+    assert not {ours.codec.token_id(special) for special in ours.codec.special_texts()[0]} & set(ids)
+    with pytest.raises(RequestError, match="tool 0 must be a dict"):
+        ours.encode_chat(CALLED, tools=["look_up"])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="tools must be a list"):
+        ours.encode_chat(CALLED, tools={"name": "look_up"})  # type: ignore[arg-type]
+
+
+def test_the_form_of_turns_is_that_of_the_template(tiny_model_dir: Path) -> None:
+    ours = with_template(tiny_model_dir, SHOWS_TOOLS)
+    assert ours.turn_format.calls is not None
+    assert (ours.turn_format.calls.trigger, ours.turn_format.shows_tools) == ("<call>", True)
+    assert ours.turn_format is ours.turn_format
+    bare = Tokenizer(ours.codec, name="made")
+    with pytest.raises(RequestError, match="made has no chat template"):
+        _ = bare.turn_format
+
+
+def test_markers_are_the_special_tokens_of_grammars() -> None:
+    raw = RawTokenizer.from_file(str(DEMO / "tokenizer.json"))
+    added = [("<plain>", False), ("[plain]", False), ("<a b>", False), ("</x", False), ("[special]", True)]
+    raw.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])
+    ours = Tokenizer(FastCodec(raw), name="made")
+    theirs = LLTokenizer(raw.to_str(), eos_token=raw.token_to_id("<|end|>"))
+    for text in [text for text, _ in added] + ["<|user|>", "e"]:
+        token_id = raw.token_to_id(text)
+        assert token_id is not None
+        assert ours.marker_id(text) == (token_id if theirs.is_special_token(token_id) else None)
+    assert ours.marker_id("<nowhere>") is None

@@ -1,0 +1,64 @@
+"""What a schema tells about a value that stands between tags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost_edge.text.turns.schemas import members_of, value_kind
+
+ROOT: dict[str, Any] = {
+    "$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}},
+    "definitions": {"size": {"enum": [1, 2.5]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"type": "string"}, "string"),
+        ({"enum": ["a", "b"]}, "string"),
+        ({"const": "a"}, "string"),
+        ({"$ref": "#/$defs/name"}, "string"),
+        ({"anyOf": [{"type": "string"}, {"const": "x"}]}, "string"),
+        ({"type": "integer"}, "json"),
+        ({"type": ["array", "null"]}, "json"),
+        ({"enum": [1, True, None]}, "json"),
+        ({"$ref": "#/definitions/size"}, "json"),
+        ({"$ref": "#/$defs/a~1b"}, "json"),
+        ({"anyOf": [{"type": "object"}, {"type": "null"}]}, "json"),
+        ({"type": ["string", "null"]}, "either"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "either"),
+        ({"enum": ["a", None]}, "either"),
+        ({}, "either"),
+        (True, "either"),
+        ({"description": "anything"}, "either"),
+        ({"$ref": "#/$defs/loop"}, "either"),
+        ({"$ref": "#/$defs/nowhere"}, "either"),
+        ({"$ref": "https://example.com/a.json"}, "either"),
+        ({"anyOf": [{"type": "integer"}, {}]}, "either"),
+    ],
+)
+def test_a_value_is_a_string_or_none_or_either(schema: object, kind: str) -> None:
+    assert value_kind(schema, ROOT) == kind
+
+
+def test_a_schema_that_nests_without_end_is_either() -> None:
+    root: dict[str, Any] = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}
+    assert value_kind({"$ref": "#/$defs/n"}, root) == "either"
+
+
+@pytest.mark.parametrize(
+    ("root", "names", "required"),
+    [
+        ({}, [], set()),
+        ({"properties": {"b": {}, "a": {}}, "required": ["a"]}, ["b", "a"], {"a"}),
+        ({"properties": {"a": {}}, "required": ["c"]}, ["a", "c"], {"c"}),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"y": {}}}}}, ["y"], set()),
+        ({"properties": 3, "required": "no"}, [], set()),
+    ],
+)
+def test_members_keep_their_order(root: dict[str, Any], names: list[str], required: set[str]) -> None:
+    members, found = members_of(root)
+    assert (list(members), found) == (names, required)
