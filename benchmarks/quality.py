@@ -4,7 +4,7 @@ Perplexity, mean and largest KL divergence (nats) and how often the most likely 
 model with float32 weights and float32 keys and values, over the beginnings of packages' descriptions: texts that every
 installation of the pinned versions has. "stored" are the GGUF file's own types; other formats are made of its floats,
 so their error comes on top of what Q4_1 lost already. llama.cpp, where it is installed, computes on the file's types.
-And what its answers are with drafts and with schemas, see `quality_answers`.
+And what its answers are with drafts and with schemas, see `quality_answers`, and with tools, see `quality_tools`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.perplexity import Difference, score_text
 from kvboost_edge.models.locate.stores import real_model
 from quality_answers import schema_rows, speculation_rows
+from quality_tools import tool_rows
 from real_model import is_whole
 
 PACKAGES = ("huggingface_hub", "httpx", "rich", "typer")
@@ -136,7 +137,7 @@ def main() -> None:
     if not is_whole(model):
         raise SystemExit(f"{model} is missing: run `make real-model`")
     with CPUPagedEngine.from_pretrained(str(model), num_blocks=256) as engine:
-        answers = {"speculation": speculation_rows(engine), "schemas": schema_rows(engine)}
+        answers = {"speculation": speculation_rows(engine), "schemas": schema_rows(engine), "tools": tool_rows(engine)}
         if given.answers:
             given.out.write_text(json.dumps({**json.loads(given.out.read_text()), **answers}) + "\n", encoding="utf-8")
             return

@@ -58,7 +58,8 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
 def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) -> Turn | None:
     """What the answers to a rendered chat are made of; None: text alone."""
     format = tokenizer.turn_format
-    reasoning = "closed" if body.continues else _reasoning(tokenizer, format, prompt_ids)
+    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    reasoning = "closed" if body.continues else format.reasoning_after(tail)
     if not body.tools:
         return _plain_turn(tokenizer, format, reasoning, body.answer_format)
     calls = _calls_of(tokenizer)
@@ -110,12 +111,3 @@ def _calls_of(tokenizer: Tokenizer) -> CallFormat:
     if format.calls is None:
         raise bad_field("tools", "the model's chat template writes calls in a way that is not known here")
     return format.calls
-
-
-def _reasoning(tokenizer: Tokenizer, format: TurnFormat, prompt_ids: Sequence[int]) -> str:
-    if format.reasoning is None:
-        return "closed"
-    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
-    if tail.endswith(format.reasoning.start):
-        return "opened"
-    return "closed" if tail.endswith(format.reasoning.end) else "possible"
