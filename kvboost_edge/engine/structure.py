@@ -128,9 +128,10 @@ class Structures:
         return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
 
     def read_ahead(self) -> None:
-        """Begin to read the vocabulary in the background; nothing where no request could use it."""
+        """Begin to read the vocabulary in the background, and what else a first request waits for; nothing where none
+        could use it."""
         if _is_installed() and self._reader is None:
-            self._reader = threading.Thread(target=self._try_vocabulary, name="kvboost-vocabulary", daemon=True)
+            self._reader = threading.Thread(target=self._prepare, name="kvboost-vocabulary", daemon=True)
             self._reader.start()
 
     def close(self) -> None:
@@ -159,8 +160,9 @@ class Structures:
         except KVBoostError as error:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
 
-    def _try_vocabulary(self) -> None:
-        with contextlib.suppress(RequestError):  # requests that need it are told
+    def _prepare(self) -> None:
+        with contextlib.suppress(RequestError, BackendUnavailable):  # requests that need it are told
+            prepare_masks()
             self._vocabulary()
 
     def _vocabulary(self) -> LLTokenizer:

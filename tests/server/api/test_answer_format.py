@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,9 @@ import jsonschema_rs
 import pytest
 
 from engine.fake_runner import fake_engine
+from kvboost_edge.engine.grammars import Grammar
+from kvboost_edge.engine.structure import Structure, Structures
+from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
@@ -166,3 +170,48 @@ async def test_drafts_are_counted_and_change_nothing(app: httpx.AsyncClient) -> 
     }
     assert found["vllm:spec_decode_num_draft_tokens_total"] >= answers["on"]["timings"]["draft_n"]
     assert found["vllm:spec_decode_num_accepted_tokens_total"] >= answers["on"]["timings"]["draft_n_accepted"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "match"),
+    [
+        ({"description": "x" * (5 << 20)}, "bytes"),
+        ({"type": "integer", "multipleOf": 999_983}, "multipleOf 999983"),
+        ({"$ref": "#"}, "not supported"),
+        ({"anyOf": [{"const": f"{number:09}"} for number in range(9000)]}, "objects"),
+    ],
+    ids=["5 MB", "a large divisor", "itself", "9,000 branches"],
+)
+async def test_a_hostile_schema_is_a_bad_request_by_name(
+    app: httpx.AsyncClient, schema: dict[str, Any], match: str
+) -> None:
+    answer = await app.post(CHAT, json=body(CHAT, json_schema=schema))
+    assert 400 <= answer.status_code < 500
+    assert match in answer.text or answer.status_code == 413
+    assert (await app.post(CHAT, json=body(CHAT, max_tokens=2))).status_code == 200
+
+
+async def test_what_is_compiled_does_not_hold_the_event_loop(
+    app: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short requests are queued by the loop itself; not those whose answer has to fit something."""
+    make, threads = Structures.make, list[threading.Thread]()
+
+    def noting(self: Structures, grammar: Grammar) -> Structure:
+        threads.append(threading.current_thread())
+        return make(self, grammar)
+
+    monkeypatch.setattr(Structures, "make", noting)
+    assert (await app.post(CHAT, json=body(CHAT, json_schema=SCHEMA))).status_code == 200
+    assert threads != []
+    assert threading.current_thread() not in threads
+
+
+def test_the_server_reads_the_vocabulary_once_it_listens(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ServerSettings(host="127.0.0.1", port=0)
+    done: list[str] = []
+    monkeypatch.setattr(type(engine), "read_ahead", lambda self: done.append("read"))
+    monkeypatch.setattr(serve.DrainingServer, "run", lambda self, sockets: done.append("served"))
+    with serve.bind(settings) as listener:
+        serve.run_server(engine, settings, listener)
+    assert done == ["read", "served"]
