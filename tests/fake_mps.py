@@ -3,12 +3,14 @@
 Tensors on it are wrapped: they cannot be read without `.cpu()`, nor be mixed with the CPU's. Each operator that torch
 dispatches for them is refused unless it has a kernel by torch's table (mps_kernels.py), its tensors have dtypes that
 Metal has, 64-bit integers are indices alone, and matrix products read contiguous memory. What the fake cannot show is
-what the kernels of a Mac compute. Torch's C++ takes the tensors for the CPU's: an operator that chooses by device would
-choose wrongly here, and none is allowed.
+what the kernels of a Mac compute. Operators written in terms of others are taken apart as on a Mac, unless the table
+has a kernel for the whole (`linear`). Torch's C++ takes the tensors for the CPU's: an operator that chooses by device
+would choose wrongly here, and none is allowed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -20,22 +22,38 @@ from torch.utils._pytree import tree_iter, tree_map
 from kvboost_edge.backends.torch_backend import TorchBackend
 from mps_kernels import problem_of
 
-__all__ = ["DEVICE", "FakeMps", "FakeMpsBackend", "Refused", "fake_device", "recorded"]
+__all__ = ["DEVICE", "FakeMps", "FakeMpsBackend", "Refused", "counting", "fake_device", "place", "recorded"]
 
 DEVICE = "mps:0"  # without a number torch asks for the device itself
 MOST_BYTES = 1 << 32
 # Dtypes that Metal has not.
 _FOREIGN = {torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64}
 # Where 64-bit integers are: arguments that are indices, by position, and operators that only move what they are given.
-_INDICES = {"index.Tensor": 1, "index_put_": 1, "index_copy_": 2, "index_select": 2, "gather": 2}
+_INDICES = {"embedding": 1, "index.Tensor": 1, "index_put_": 1, "index_copy_": 2, "index_select": 2, "gather": 2}
 _MOVES = {
     "_to_copy", "_unsafe_view", "alias", "arange", "arange.start_step", "clone", "detach", "expand", "index.Tensor",
     "select.int", "slice.Tensor", "unsqueeze", "view",
 }  # fmt: skip
 _PRODUCTS = {"bmm", "mm", "addmm", "baddbmm"}
+_COUNTED = {"cat", "eq.Scalar", "ne.Scalar", "sub.Tensor"}
+_EXACT = 1 << 24  # integers below are exact in a kernel that computes in float32
 
 recorded: set[str] = set()
 """Operators that were let through, of all tests of this process."""
+
+
+_counting: list[bool] = []
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Inside, small 64-bit integers may be compared and subtracted: transformers looks for packed sequences in the
+    position ids so."""
+    _counting.append(True)
+    try:
+        yield
+    finally:
+        _counting.pop()
 
 
 class Refused(RuntimeError):
@@ -91,6 +109,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     held = [isinstance(leaf, FakeMps) for leaf in leaves]
     is_here = any(held) or (target is not None and target.type == "mps")
     name = func._schema.name.removeprefix("aten::") + (f".{func._overloadname}" * (func._overloadname != "default"))
+    if is_here and problem_of(name) is not None and _is_composite(func):
+        with fake_device():
+            return func.decompose(*args, **kwargs)
     if is_here:
         _check(name, args, leaves, held)
     out = func(*tree_map(_inner, args), **tree_map(_inner, dict(kwargs)))
@@ -103,6 +124,21 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func._schema.name.endswith("_"):
         return args[0]
     return tree_map(lambda leaf: FakeMps(leaf) if isinstance(leaf, torch.Tensor) else leaf, out)
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether it is nothing but other operators, which torch calls for it on every device; not taken apart where no
+    gradient can be asked for."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def place(model: torch.nn.Module) -> None:
+    """Put a model's weights on the device, as `model.to` would."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(FakeMps(weight.data), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, FakeMps(buffer))
 
 
 def _inner(leaf: Any) -> Any:
@@ -123,10 +159,14 @@ def _check(name: str, args: Sequence[Any], leaves: list[torch.Tensor], held: lis
             _check_tensor(name, leaf)
     indices = set() if name not in _INDICES else {id(leaf) for leaf in tree_iter(args[_INDICES[name]])}
     wide = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.dim() and id(leaf) not in indices]
+    if _counting and name in _COUNTED:
+        wide = [leaf for leaf in wide if _inner(leaf).abs().amax() >= _EXACT]
     if wide and name not in _MOVES:
         raise Refused(f"{name} computes with 64-bit integers, which are indices alone")
     if name in _PRODUCTS and not all(leaf.is_contiguous() for leaf in leaves):
         raise Refused(f"{name} reads strided memory")
+    if name == "linear" and not args[0].is_contiguous():
+        raise Refused("linear reads strided memory")
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

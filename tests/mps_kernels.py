@@ -27,6 +27,7 @@ CALLEES: dict[str, tuple[str, ...]] = {
     "clone": ("empty_like", "copy_"),
     "copy_": (),  # asks for MPS by itself, and goes to its copies
     "detach": (),
+    "embedding": ("index_select",),
     "empty_like": ("empty.memory_format", "empty_strided"),
     "expand": (),
     "full": ("empty.memory_format", "fill_.Scalar"),
@@ -38,6 +39,7 @@ CALLEES: dict[str, tuple[str, ...]] = {
     "rsub.Scalar": ("sub.Tensor",),
     "select.int": (),
     "slice.Tensor": (),
+    "split.Tensor": (),
     "split_with_sizes": (),
     "squeeze.dim": (),
     "t": (),

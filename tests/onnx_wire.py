@@ -5,13 +5,16 @@ Everything is bytes of a message; `model` puts them together. Weights go into th
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["BFLOAT16", "Weights", "blob", "graph_of", "message", "model", "node", "number", "tensor", "value"]
+__all__ = [
+    "BFLOAT16", "Weights", "blob", "damaged", "graph_of", "message", "model", "node", "number", "tensor", "value",
+]  # fmt: skip
 
 NUMBERS = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "float64": 11}
 BFLOAT16 = 16
@@ -116,3 +119,21 @@ def graph_of(
 def model(graph: bytes, *, opset: int = 21) -> bytes:
     opsets = [message(blob(1, ""), number(2, opset)), message(blob(1, "com.microsoft"), number(2, 1))]
     return message(number(1, 10), blob(2, "tests"), blob(7, graph), *(blob(8, item) for item in opsets))
+
+
+def damaged(file: bytes, rng: random.Random) -> bytes:
+    """The file with some bytes changed, cut out or put in, or without its end."""
+    found = bytearray(file)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(found))
+        kind = rng.random()
+        if kind < 0.7:
+            found[at] = rng.randrange(256)
+        elif kind < 0.8:
+            del found[at : at + rng.randrange(1, 20)]
+        elif kind < 0.9:
+            found[at:at] = rng.randbytes(rng.randrange(1, 20))
+        else:
+            del found[at:]
+            break
+    return bytes(found)

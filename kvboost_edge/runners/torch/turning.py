@@ -70,5 +70,6 @@ def _misfit(keys: torch.Tensor, frequencies: Frequencies) -> float:
 
 def _distance(some: torch.Tensor, others: torch.Tensor) -> float:
     """Relative; infinite where there is nothing to compare with."""
-    size = float(others.float().norm())
-    return float((some - others).float().norm()) / size if size else math.inf
+    # Not `Tensor.norm`, which takes a deprecated path on Apple GPUs.
+    size = float(torch.linalg.vector_norm(others.float()))
+    return float(torch.linalg.vector_norm((some - others).float())) / size if size else math.inf

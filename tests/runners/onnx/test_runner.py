@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvboost_edge.runners.onnx.runner import OnnxRunner, load
 from onnx_blocks import Form
 from onnx_concat import ConcatDecoder
 from onnx_models import Decoder, write_onnx
+from onnx_wire import damaged
 from paged_driver import PagedDriver
 from tiny_models import build_tiny_model
 
@@ -276,3 +278,22 @@ def test_files_that_onnxruntime_refuses(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"LessOrEqual", b"LessXrEqual"))
     with pytest.raises(ModelFormatError, match=r"model.onnx: onnxruntime cannot load this model"):
         loaded(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_500_damaged_files(kind: str, tmp_path: Path) -> None:
+    """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not take the process
+    with it."""
+    _, folder = written(tmp_path / "m", kind, num_hidden_layers=1)
+    path, rng = folder / "model.onnx", random.Random(1)
+    sound, ran = path.read_bytes(), 0
+    for _ in range(500):
+        path.write_bytes(damaged(sound, rng))
+        try:
+            runner = loaded(folder)
+        except ModelFormatError:
+            continue
+        ran += 1
+        runner.close()
+    assert 5 < ran < 250

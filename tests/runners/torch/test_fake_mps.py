@@ -1,0 +1,91 @@
+"""transformers' own layers on the stand-in for an Apple GPU: every operator of a whole pass, from token ids to logits,
+is one that torch's table has for MPS, and the results are the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from fake_mps import DEVICE, FakeMps, counting, fake_device, place, recorded
+from kvboost_edge.backends.torch_backend import TorchBackend
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.runners.torch.runner import TorchRunner
+from paged_driver import PagedDriver
+from tiny_models import FAMILIES, build_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+TOKENS = np.random.default_rng(5).integers(0, 256, 40)
+
+
+@pytest.fixture(autouse=True)
+def on_the_fake_device() -> Iterator[None]:
+    available = mock.patch.object(torch.backends.mps, "is_available", return_value=True)
+    with torch.inference_mode(), fake_device(), counting(), available:
+        yield
+
+
+def on_device(family: str, dtype: torch.dtype = torch.float32) -> TorchRunner:
+    model = build_tiny_model(family).to(dtype)
+    place(model)
+    return TorchRunner(model)
+
+
+def passed(runner: TorchRunner) -> np.ndarray:
+    """Logits of a prompt in pieces, and of a token decoded behind it."""
+    assert runner.device == DEVICE
+    driver = PagedDriver(runner, TorchBackend(runner.info.kv_spec, 8, device=DEVICE))
+    sequence = driver.open(TOKENS.tolist())
+    logits = driver.prefill(sequence, 17)
+    driver.decode([sequence], [logits[-1]], 2)
+    driver.backend.close()
+    return logits
+
+
+def error(logits: np.ndarray, family: str) -> float:
+    """From the CPU's in float32."""
+    wanted = TorchRunner(build_tiny_model(family)).eager_logits(TOKENS)
+    return float(np.linalg.norm(logits - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_pass_calls_what_an_apple_gpu_has(family: str) -> None:
+    recorded.clear()
+    logits = passed(on_device(family))
+    assert {"embedding", "bmm", "index.Tensor"} <= recorded
+    assert recorded & {"linear", "addmm"}
+    assert error(logits, family) < 1e-5
+
+
+def test_half_precision_too() -> None:
+    assert 1e-5 < error(passed(on_device("llama", torch.float16)), "llama") < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        (lambda hidden: hidden.double().float(), "float64, which an Apple GPU has not"),
+        (torch.special.airy_ai, "special_airy_ai.* none for MPS"),
+        (lambda hidden: hidden.transpose(1, 2).contiguous().transpose(1, 2), "linear reads strided memory"),
+    ],
+    ids=["float64", "an operator without a kernel", "strides"],
+)
+def test_a_layer_that_an_apple_gpu_refuses_is_found(
+    planted: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    model = build_tiny_model("llama")
+    place(model)
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_hook(lambda module, given, hidden: planted(hidden))
+    with pytest.raises(ModelFormatError, match=message):
+        TorchRunner(model)
+
+
+def test_weights_are_on_the_device() -> None:
+    model = build_tiny_model("llama")
+    place(model)
+    assert all(isinstance(weight, FakeMps) for weight in [*model.parameters(), *model.buffers()])
