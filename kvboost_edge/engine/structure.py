@@ -39,7 +39,8 @@ _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,  # 20 ms of compiling
     "step_lexer_fuel": 200_000,  # 14 ms of a step
-    "step_max_items": 5_000,  # 50,000, the default, are 3 s of a step where a grammar is ambiguous; these are 10 ms
+    # 50,000, the default, are 3 s of a step where a grammar is ambiguous; these are 10 ms, and 200 optional properties.
+    "step_max_items": 5_000,
     "max_lexer_states": 20_000,  # 10 to 40 MB a sequence
     "max_grammar_size": 500_000,
     "verbose_errors": False,  # they would hold what was generated
