@@ -255,3 +255,26 @@ def test_json_that_is_wrong_is_marked_when_it_is_left_and_stops_what_would_be_se
     page.get_by_role("button", name="Send result").click()
     assert weather.asked(2)["messages"][-1] == result("get_weather", "rain")
     weather.end("stop")
+
+
+def test_a_call_by_the_model_itself_and_its_result(visit):
+    """With the real server and the bundled model, whose template shows no tools."""
+    page = visit.page
+    schema = {"type": "object", "properties": {"city": {"enum": ["Wien"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    page.click("nav [data-view=settings]")
+    page.get_by_label("Tools (JSON)").fill(json.dumps([tool]))
+    page.get_by_label("Tool choice").select_option("Required")
+    visit.ask("Weather?")
+    call = page.locator(".call").first
+    expect(call.locator(".code-head")).to_contain_text("Tool call get_weather")
+    expect(page.locator("#status")).to_have_text("The model calls get_weather and waits for the result.")
+    assert json.loads(call.locator("pre").evaluate("(e) => e.textContent"))["city"] == "Wien"
+    page.click("nav [data-view=settings]")
+    page.get_by_label("Tool choice").select_option("None")
+    results = page.get_by_label("Result of get_weather")
+    for number in range(results.count()):
+        results.nth(number).fill("Rain.")
+    page.get_by_role("button", name="Send result").first.click()
+    turn = visit.answer()
+    assert "Rain." in turn.inner_text()
