@@ -17,13 +17,16 @@ from kvboost_edge.text.answers import FindAnswer
 __all__ = ["call_key", "with_marks"]
 
 
+_NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
+
+
 def call_key(message: Mapping[str, Any]) -> str | None:
     """What an assistant's message with calls is known by, however they are spelled; None without calls. No text of an
     answer is one."""
     said = [_said(call.get("function") or {}) for call in message.get("tool_calls") or ()]
     if not said:
         return None
-    return "\0" + json.dumps([message.get("content") or "", said], sort_keys=True, ensure_ascii=False)
+    return _NO_TEXT + json.dumps([message.get("content") or "", said], sort_keys=True, ensure_ascii=False)
 
 
 def _said(function: Mapping[str, Any]) -> list[Any]:
