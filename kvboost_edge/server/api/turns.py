@@ -64,7 +64,9 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         return _plain_turn(tokenizer, format, reasoning, body.answer_format)
     calls = _calls_of(tokenizer)
     tools = tuple(Tool(one["function"]["name"], one["function"]["parameters"]) for one in body.tools)
-    format, choice = format._replace(calls=calls), body.called
+    format, choice, answer = format._replace(calls=calls), body.called, _object_schema(body.answer_format)
+    if body.answer_format and answer is None:
+        raise bad_field("tools", "tools go with an answer in JSON whose schema is an object, not true or false")
     grammar = calls_grammar(
         format,
         [tool for tool in tools if choice.names is None or tool.name in choice.names],
@@ -72,7 +74,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         parallel=body.parallel_tool_calls is not False,
         reasoning=reasoning,
         special_id=tokenizer.marker_id,
-        answer=_object_schema(body.answer_format),
+        answer=answer,
     )
     return Turn(format, tools, reasoning, choice.mode != "none", {"grammar": MadeGrammar(grammar)})
 

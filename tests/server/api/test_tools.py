@@ -315,11 +315,14 @@ BAD = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "object"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}]}, "tools", "enforced"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools", "object"),
     ({"guided_regex": "a+"}, "tools", "an answer in JSON"),
+    ({"json_schema": "true"}, "tools", "whose schema is an object"),
     ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
     ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages", "content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages", "role"),
     ({"messages": [*ASK, {"role": "assistant", "tool_calls": [BROKEN]}]}, "messages", "arguments"),
+    ({"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages", "results"),
 ]
 
 
