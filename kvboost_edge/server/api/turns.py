@@ -18,7 +18,7 @@ from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.generic import GENERIC, with_tools_described
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.reader import Turn
-from kvboost_edge.text.turns.replay import call_key
+from kvboost_edge.text.turns.replay import find_calls
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
@@ -42,8 +42,7 @@ def offered(
 
 def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | None) -> Json:
     """A message with calls as the model's own text, where its ids are kept."""
-    key = call_key(message) if find_answer is not None else None
-    ids = None if key is None or find_answer is None else find_answer(key)
+    ids = None if find_answer is None else find_calls(message, find_answer)
     return message if ids is None else {"role": "assistant", "content": tokenizer.decode(ids)}
 
 

@@ -13,7 +13,7 @@ from kvboost_edge.text.stop_strings import StopChecker
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
-from kvboost_edge.text.turns.replay import call_key
+from kvboost_edge.text.turns.replay import call_keys
 
 __all__ = ["Turn", "TurnMessage", "TurnReader"]
 
@@ -84,8 +84,8 @@ class TurnReader:
         self.message.add(parts)
         # The engine keeps whole outputs by itself; clients have a call, or what stands behind the reasoning.
         if self._answer_at is not None and (self.num_reasoning_tokens or self.message.calls):
-            key = call_key(self.message.as_sent()) or self.message.content
-            self._keep(key, self._ids[self._answer_at :])
+            for key in call_keys(self.message.as_sent()) or [self.message.content]:
+                self._keep(key, self._ids[self._answer_at :])
         return parts
 
     def reason(self, finish_reason: str) -> str:

@@ -294,6 +294,20 @@ async def test_the_next_turn_finds_the_call_as_it_was_written(
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < written - 17, "what was edited is not replayed"
 
 
+async def test_the_same_call_in_two_spellings_is_found_twice(app: httpx.AsyncClient, speaker: Speaker) -> None:
+    messages, written = [*ASK], 0
+    for spelled in (CALL, CALL.replace(": ", ":"), ""):
+        speaker.text = spelled or "It rains."
+        answer = await ask(app, messages=messages)
+        usage, message = answer["usage"], answer["choices"][0]["message"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= written - 17
+        written = usage["prompt_tokens"] + usage["completion_tokens"]
+        messages.append(message)
+        for call in message.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "Rain."})
+    assert len(messages) == 6
+
+
 async def test_tokenize_and_warm_know_tools(app: httpx.AsyncClient, speaker: Speaker) -> None:
     speaker.text = "Fine."
     plain = (await app.post("/tokenize", json={"messages": ASK})).json()["count"]
