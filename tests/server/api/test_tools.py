@@ -205,6 +205,15 @@ async def test_a_call_that_is_cut_short_is_shown_as_far_as_it_came(app: httpx.As
     assert json.dumps(ARGUMENTS, ensure_ascii=False).replace('\\"', "")[:4] == call["function"]["arguments"][:4]
 
 
+async def test_a_call_that_a_stop_string_cuts_is_none_to_make(app: httpx.AsyncClient, speaker: Speaker) -> None:
+    speaker.text = CALL
+    choice = (await ask(app, stop=["Kö"]))["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert choice["finish_reason"] == "stop"
+    whole = (await ask(app, stop=["\n</tool"]))["choices"][0]
+    assert (calls_of({"choices": [whole]}), whole["finish_reason"]) == ([("weather", ARGUMENTS)], "tool_calls")
+
+
 @pytest.mark.parametrize("text", [f"Let me look.\n{CALL}\n{CALL}", f"<think>\nHm 🌧.\n</think>\n\n{CALL}", "Fine."])
 async def test_a_stream_says_what_a_whole_answer_says(app: httpx.AsyncClient, speaker: Speaker, text: str) -> None:
     speaker.text = text
