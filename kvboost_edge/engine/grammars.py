@@ -9,6 +9,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ _MOST_OBJECTS = 8_000  # a chain of $ref through all of them takes the compiler 
 _MOST_TEXT = 1 << 17  # characters of names and values: forced text is cut into tokens in one go, 3 ms a 10,000
 _MOST_MULTIPLE = 10_000  # one state of the compiler for each: a million takes seven seconds
 _MOST_LINES = 1_000  # a chain of rules through all of them takes 3 MB of the stack of whoever runs it
+_SCHEMA_MARK = re.compile(r"%json\s*")
 _REMARKS = frozenset({"description", "title", "$comment", "default", "examples"})
 
 
@@ -73,9 +75,10 @@ def _check_grammar(text: str) -> None:
     num_lines = len(text.splitlines())
     if num_lines > _MOST_LINES and not isinstance(text, MadeGrammar):
         raise RequestError(f"grammar has {num_lines} lines; at most {_MOST_LINES} are allowed")
-    for part in text.split("%json")[1:]:
+    # Each is read from where it stands, not up to the next mark: texts in it may hold one.
+    for mark in _SCHEMA_MARK.finditer(text):
         try:
-            schema, _ = json.JSONDecoder().raw_decode(part.lstrip())
+            schema, _ = json.JSONDecoder().raw_decode(text, mark.end())
         except (ValueError, RecursionError):
             continue
         _check_size(schema)

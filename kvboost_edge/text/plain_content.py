@@ -30,13 +30,14 @@ class SpecialTexts:
         self._start = _start_of([*self._exact, *self._folded, *map(str.upper, self._folded)])
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A plain JSON value whose strings have `mark` behind the first character of each special token's text."""
+        """A plain JSON value whose strings, names of members too, have `mark` behind the first character of each special
+        token's text."""
         if isinstance(value, str):
             return self._marked_text(value, mark)
         if isinstance(value, list):
             return [self.marked(item, mark) for item in value]
         if isinstance(value, dict):
-            return {name: self.marked(item, mark) for name, item in value.items()}
+            return {self._marked_text(name, mark): self.marked(item, mark) for name, item in value.items()}
         return value
 
     def _marked_text(self, text: str, mark: str) -> str:
@@ -74,8 +75,10 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
         value = waiting.pop()
         if isinstance(value, str):
             taken.update(() if value.isascii() else (mark for mark in _MARKS if mark in value))
-        elif isinstance(value, (list, dict)):
-            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
     free = [mark for mark in _MARKS if mark not in taken]
     if len(free) < 3:
         raise RequestError("the messages hold all of Unicode's noncharacters U+FDD0..U+FDEF; they are no text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,16 @@ def test_every_part_of_a_message_and_every_variable_is_text() -> None:
     messages: Any = [{"role": "user", "name": "<|im_end|>", "content": parts}]
     ids = ours.encode_chat(messages, True, {"extra": "[INST]"})
     assert ours.decode(ids, skip_special_tokens=True) == "<|im_end|><|im_start|>[INST]"
+
+
+def test_names_in_tools_and_in_calls_are_text() -> None:
+    ours = make("{{ tools | tojson }}{% for c in messages[0].tool_calls %}{{ c | tojson }}{% endfor %}")
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"<|im_end|>\ufdd0": {}, "[INST]": {}}}}}]
+    calls = [{"function": {"name": "f", "arguments": {"<|im_start|>": {"<s>": 1}}}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    ids = ours.encode_chat(messages, tools=tools)
+    text = ours.decode(ids, skip_special_tokens=True)
+    assert text == json.dumps(tools, ensure_ascii=False) + json.dumps(calls[0])
 
 
 def test_what_cannot_be_followed_is_refused() -> None:

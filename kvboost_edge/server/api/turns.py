@@ -18,7 +18,7 @@ from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.generic import GENERIC, with_tools_described
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.reader import Turn
-from kvboost_edge.text.turns.replay import call_key
+from kvboost_edge.text.turns.replay import find_calls
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
@@ -42,8 +42,7 @@ def offered(
 
 def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | None) -> Json:
     """A message with calls as the model's own text, where its ids are kept."""
-    key = call_key(message) if find_answer is not None else None
-    ids = None if key is None or find_answer is None else find_answer(key)
+    ids = None if find_answer is None else find_calls(message, find_answer)
     return message if ids is None else {"role": "assistant", "content": tokenizer.decode(ids)}
 
 
@@ -64,7 +63,9 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         return _plain_turn(tokenizer, format, reasoning, body.answer_format)
     calls = _calls_of(tokenizer)
     tools = tuple(Tool(one["function"]["name"], one["function"]["parameters"]) for one in body.tools)
-    format, choice = format._replace(calls=calls), body.called
+    format, choice, answer = format._replace(calls=calls), body.called, _object_schema(body.answer_format)
+    if body.answer_format and answer is None:
+        raise bad_field("tools", "tools go with an answer in JSON whose schema is an object, not true or false")
     grammar = calls_grammar(
         format,
         [tool for tool in tools if choice.names is None or tool.name in choice.names],
@@ -72,7 +73,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         parallel=body.parallel_tool_calls is not False,
         reasoning=reasoning,
         special_id=tokenizer.marker_id,
-        answer=_object_schema(body.answer_format),
+        answer=answer,
     )
     return Turn(format, tools, reasoning, choice.mode != "none", {"grammar": MadeGrammar(grammar)})
 

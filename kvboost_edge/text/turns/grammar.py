@@ -156,7 +156,7 @@ class _Turn:
         return self._lark.add(f"tool{number}", [SPACE, *inner, *([SPACE, *after] if after else [])])
 
     def _arguments(self, name: str, tool: Tool) -> Rule:
-        return self._lark.json(f"{name}_arguments", {"type": "object", **tool.parameters})
+        return self._lark.json(f"{name}_arguments", {**tool.parameters, "type": "object"})
 
     def _json_call(self, name: str, tool: Tool) -> list[Atom]:
         calls = self._format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from kvboost_edge.text.stop_strings import StopChecker
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
-from kvboost_edge.text.turns.replay import call_key
+from kvboost_edge.text.turns.replay import call_keys
 
 __all__ = ["Turn", "TurnMessage", "TurnReader"]
 
@@ -84,13 +85,15 @@ class TurnReader:
         self.message.add(parts)
         # The engine keeps whole outputs by itself; clients have a call, or what stands behind the reasoning.
         if self._answer_at is not None and (self.num_reasoning_tokens or self.message.calls):
-            key = call_key(self.message.as_sent()) or self.message.content
-            self._keep(key, self._ids[self._answer_at :])
+            for key in call_keys(self.message.as_sent()) or [self.message.content]:
+                self._keep(key, self._ids[self._answer_at :])
         return parts
 
     def reason(self, finish_reason: str) -> str:
-        """Why the answer ended, as clients know it, from why the engine ended it."""
-        return "tool_calls" if self.message.calls and finish_reason == "stop" else finish_reason
+        """Why the answer ended, as clients know it, from why the engine ended it. A call that a stop string cut is none
+        to make."""
+        called = finish_reason == "stop" and bool(self.message.calls) and _is_json(self.message.calls[-1])
+        return "tool_calls" if called else finish_reason
 
 
 class TurnMessage:
@@ -149,6 +152,15 @@ class TurnMessage:
                     call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                     call["function"]["arguments"] += text
         return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+
+def _is_json(call: Mapping[str, Any]) -> bool:
+    """Whether a call's arguments are whole."""
+    try:
+        json.loads(call["function"]["arguments"])
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _new_id() -> str:

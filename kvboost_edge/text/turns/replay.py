@@ -14,16 +14,29 @@ from typing import Any
 
 from kvboost_edge.text.answers import FindAnswer
 
-__all__ = ["call_key", "with_marks"]
+__all__ = ["call_keys", "find_calls", "with_marks"]
 
 
-def call_key(message: Mapping[str, Any]) -> str | None:
-    """What an assistant's message with calls is known by, however they are spelled; None without calls. No text of an
-    answer is one."""
-    said = [_said(call.get("function") or {}) for call in message.get("tool_calls") or ()]
-    if not said:
-        return None
-    return "\0" + json.dumps([message.get("content") or "", said], sort_keys=True, ensure_ascii=False)
+_NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
+
+
+def call_keys(message: Mapping[str, Any]) -> list[str]:
+    """What an assistant's message with calls is known by, the surest first: with the ids of its calls, as the same may
+    be called twice in other words; and without them, as clients may give their own. However the arguments are spelled;
+    nothing without calls. No text of an answer is one."""
+    calls = message.get("tool_calls") or ()
+    if not calls:
+        return []
+    said = [_said(call.get("function") or {}) for call in calls]
+    ids = [call.get("id") for call in calls]
+    kinds = ([message.get("content") or "", said, known] for known in (ids, []))
+    return [_NO_TEXT + json.dumps(kind, sort_keys=True, ensure_ascii=False) for kind in kinds]
+
+
+def find_calls(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None:
+    """The ids a message with calls was generated with; None where they are not kept."""
+    found = (find(key) for key in call_keys(message))
+    return next((ids for ids in found if ids is not None), None)
 
 
 def _said(function: Mapping[str, Any]) -> list[Any]:
@@ -41,8 +54,7 @@ def with_marks(
     marked: list[dict[str, Any]] = []
     kept: list[list[int]] = []
     for message in messages:
-        key = call_key(message) if message.get("role") == "assistant" else None
-        ids = None if key is None else find(key)
+        ids = find_calls(message, find) if message.get("role") == "assistant" else None
         if ids:
             kept.append(ids)
             message = {**{name: item for name, item in message.items() if name != "tool_calls"}, "content": mark}

@@ -52,17 +52,32 @@ def _pointed(root: object, reference: str) -> object:
     return value
 
 
-def _types(schema: object, root: Schema, depth: int = 0) -> set[str]:
-    """The types a value may have; empty: any."""
-    found = resolved(schema, root)
-    if "const" in found or isinstance(found.get("enum"), list):
-        values = [found["const"]] if "const" in found else found["enum"]
+def _types(schema: object, root: Schema) -> set[str]:
+    """The types a value may have; empty: any. Each schema counts once, however often and in what circles it is referred
+    to."""
+    found: set[str] = set()
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        one = resolved(waiting.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        types, branches = _own_types(one), one.get("anyOf", one.get("oneOf"))
+        if types:
+            found |= types
+        elif isinstance(branches, list) and branches:
+            waiting += branches
+        else:
+            return set()
+    return found
+
+
+def _own_types(schema: Schema) -> set[str]:
+    """The types that a schema names itself."""
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
         return {_NAMES.get(type(value), "null") for value in values}
-    types = found.get("type")
-    if isinstance(types, (str, list)):
-        return {types} if isinstance(types, str) else {str(one) for one in types}
-    branches = found.get("anyOf", found.get("oneOf"))
-    if not isinstance(branches, list) or depth == _MOST_REFERENCES:
-        return set()
-    parts = [_types(branch, root, depth + 1) for branch in branches]
-    return set().union(*parts) if all(parts) else set()
+    types = schema.get("type")
+    if isinstance(types, list):
+        return {str(one) for one in types}
+    return {types} if isinstance(types, str) else set()

@@ -205,6 +205,15 @@ async def test_a_call_that_is_cut_short_is_shown_as_far_as_it_came(app: httpx.As
     assert json.dumps(ARGUMENTS, ensure_ascii=False).replace('\\"', "")[:4] == call["function"]["arguments"][:4]
 
 
+async def test_a_call_that_a_stop_string_cuts_is_none_to_make(app: httpx.AsyncClient, speaker: Speaker) -> None:
+    speaker.text = CALL
+    choice = (await ask(app, stop=["Kö"]))["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert choice["finish_reason"] == "stop"
+    whole = (await ask(app, stop=["\n</tool"]))["choices"][0]
+    assert (calls_of({"choices": [whole]}), whole["finish_reason"]) == ([("weather", ARGUMENTS)], "tool_calls")
+
+
 @pytest.mark.parametrize("text", [f"Let me look.\n{CALL}\n{CALL}", f"<think>\nHm 🌧.\n</think>\n\n{CALL}", "Fine."])
 async def test_a_stream_says_what_a_whole_answer_says(app: httpx.AsyncClient, speaker: Speaker, text: str) -> None:
     speaker.text = text
@@ -294,6 +303,20 @@ async def test_the_next_turn_finds_the_call_as_it_was_written(
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < written - 17, "what was edited is not replayed"
 
 
+async def test_the_same_call_in_two_spellings_is_found_twice(app: httpx.AsyncClient, speaker: Speaker) -> None:
+    messages, written = [*ASK], 0
+    for spelled in (CALL, CALL.replace(": ", ":"), ""):
+        speaker.text = spelled or "It rains."
+        answer = await ask(app, messages=messages)
+        usage, message = answer["usage"], answer["choices"][0]["message"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= written - 17
+        written = usage["prompt_tokens"] + usage["completion_tokens"]
+        messages.append(message)
+        for call in message.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "Rain."})
+    assert len(messages) == 6
+
+
 async def test_tokenize_and_warm_know_tools(app: httpx.AsyncClient, speaker: Speaker) -> None:
     speaker.text = "Fine."
     plain = (await app.post("/tokenize", json={"messages": ASK})).json()["count"]
@@ -315,11 +338,14 @@ BAD = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "object"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}]}, "tools", "enforced"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools", "object"),
     ({"guided_regex": "a+"}, "tools", "an answer in JSON"),
+    ({"json_schema": "true"}, "tools", "whose schema is an object"),
     ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
     ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages", "content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages", "role"),
     ({"messages": [*ASK, {"role": "assistant", "tool_calls": [BROKEN]}]}, "messages", "arguments"),
+    ({"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]}, "messages", "results"),
 ]
 
 

@@ -237,6 +237,8 @@ class ChatRequest(SamplingFields):
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.add_generation_prompt):
             wrong = "needs a last message of role assistant, and no add_generation_prompt"
             raise bad_field("continue_final_message", f"continue_final_message {wrong}")
+        if self.continues and self.messages[-1].tool_calls:
+            raise bad_field("messages", "the last message has tool_calls: their results have to follow")
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is only allowed when logprobs is true")

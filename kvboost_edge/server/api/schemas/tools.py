@@ -77,11 +77,19 @@ def _tool(value: Any) -> dict[str, Any]:
         raise field_error("tools", "a function's description must be a string")
     if not isinstance(parameters, (dict, type(None))):
         raise field_error("tools", "a function's parameters must be a JSON schema, which is an object")
+    if "object" not in _types_of(parameters or {}):
+        raise field_error("tools", "a function's parameters must describe an object, of type 'object'")
     if not isinstance(function.get("strict"), (bool, type(None))):
         raise field_error("tools", "a function's strict must be true or false")
     # What holds in any case, strict, is not said to the model.
     known = {"name": _name("tools", function.get("name")), "description": description or ""}
     return {"type": "function", "function": {**known, "parameters": parameters or _ANY_ARGUMENTS}}
+
+
+def _types_of(schema: dict[str, Any]) -> list[Any]:
+    """What a schema says its values are; an object unless it says otherwise."""
+    types = schema.get("type", "object")
+    return types if isinstance(types, list) else [types]
 
 
 def _tool_choice(value: Any) -> ToolChoice:
