@@ -40,7 +40,8 @@ _MOST_TENANTS = 32
 _MOST_AUTOMATA_BYTES = 64 << 20  # of all sequences of an engine: texts of 350,000 to 700,000 tokens
 
 # The time of a pass by its rows, in terms of one row: bench_speculation.py, a 0.5B model of 4 bits on two AVX512-VNNI
-# cores. Of 135M 8 rows are 2.7, where passes of one kind follow one another (benchmarks/LOG.md). There are kernels for 2, 4 and 8 rows; from 12 on the arithmetic decides.
+# cores. Of 135M 8 rows are 2.7, where passes of one kind follow one another (benchmarks/LOG.md). There are kernels for
+# 2, 4 and 8 rows; from 12 on the arithmetic decides.
 _COSTS = (
     *((1, 1.0), (2, 1.08), (3, 1.35), (4, 1.17), (6, 1.64), (8, 1.56)),
     *((12, 2.54), (16, 3.28), (24, 4.31), (32, 5.57), (48, 7.85), (64, 10.23)),
