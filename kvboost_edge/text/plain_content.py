@@ -30,8 +30,8 @@ class SpecialTexts:
         self._start = _start_of([*self._exact, *self._folded, *map(str.upper, self._folded)])
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A plain JSON value whose strings, names of members too, have `mark` behind the first character of each special
-        token's text."""
+        """A plain JSON value whose strings, names of members too, have `mark` behind the first character of each
+        special token's text."""
         if isinstance(value, str):
             return self._marked_text(value, mark)
         if isinstance(value, list):
