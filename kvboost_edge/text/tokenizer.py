@@ -180,8 +180,7 @@ class Tokenizer:
         return (self.decode(ids, False) if rendered.kept else rendered.text), ids
 
     def _encode_rendered(self, rendered: _Rendered, messages: Messages, find_answer: FindAnswer | None) -> list[int]:
-        contents = [message.get("content") for message in messages if message.get("role") == "assistant"]
-        answers = [content for content in contents if isinstance(content, str)]
+        answers = _kept_among(messages, find_answer) if any(len(pieces) == 1 for pieces in rendered.parts) else []
         ids: list[int] = []
         for pieces, kept in itertools.zip_longest(rendered.parts, rendered.kept, fillvalue=list[Any]()):
             if len(pieces) > 1:  # some message holds a special token's text: nothing of it is parsed
@@ -265,6 +264,12 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.codec.token_id(text)
+
+
+def _kept_among(messages: Messages, find_answer: FindAnswer | None) -> list[str]:
+    """The texts of the assistant's messages whose ids are kept: few of many, each of which is then searched for."""
+    contents = [message.get("content") for message in messages if message.get("role") == "assistant"]
+    return [text for text in contents if find_answer is not None and isinstance(text, str) and find_answer(text)]
 
 
 def _end_with(message: dict[str, Any], mark: str) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from kvboost_edge.text.answers import encode_with_answers
 from kvboost_edge.text.tokenizer import Tokenizer
 
 
@@ -30,4 +34,22 @@ def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(
     )
     messages[0]["content"] = "x y"
     assert tokenizer.encode_chat(messages, find_answer=find) == tokenizer.encode_chat(messages)
-    assert asked == ["an answer"]
+    assert set(asked) == {"an answer"}
+
+
+def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is searched for in the whole text: of ten thousand messages that was most of the time."""
+    tokenizer = Tokenizer.from_dir(tiny_model_dir)
+    searched: list[list[str]] = []
+
+    def search(text: str, answers: list[str], *others: Any) -> list[int]:
+        searched.append(answers)
+        return encode_with_answers(text, answers, *others)
+
+    monkeypatch.setattr("kvboost_edge.text.tokenizer.encode_with_answers", search)
+    messages = [{"role": "user", "content": "q"}]
+    for number in range(40):
+        messages += [{"role": "assistant", "content": f"answer {number}"}, {"role": "user", "content": "go on"}]
+    kept = {"answer 7": tokenizer.encode("answer 7", False)}
+    assert tokenizer.encode_chat(messages, find_answer=kept.get) == tokenizer.encode_chat(messages)
+    assert searched == [["answer 7"]]
