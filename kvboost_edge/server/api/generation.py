@@ -26,6 +26,8 @@ from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, sen
 
 __all__ = ["Choice", "Order", "respond"]
 
+_FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
+
 Json = dict[str, Any]
 PromptLogprobs = Sequence[TokenLogprobs | None] | None
 
@@ -88,8 +90,8 @@ async def respond(request: Request, send: Send, order: Order) -> None:
         running(state.engine, order.job, ticket) as run,
     ):
         results = await wait_all(ticket, run.handles)
-        if len(results) > 1 or results[0].logprobs is not None:
-            # Ten thousands of tokens with their alternatives take a while to write down.
+        if len(results) > 1 or results[0].logprobs is not None or results[0].generated_tokens > _FEW_TOKENS:
+            # Ten thousands of tokens take a while to write down with their alternatives, or to take apart.
             body = await off_loop(lambda: _whole(state, order, run, results))
         else:
             body = _whole(state, order, run, results)

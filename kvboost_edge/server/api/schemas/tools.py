@@ -125,7 +125,7 @@ def _called(value: Any) -> Called:
     function = (
         value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
     )
-    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str):
+    if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
         raise field_error("tool_calls", "each must be {'id': …, 'type': 'function', 'function': {'name', 'arguments'}}")
     call_id, arguments = value.get("id", ""), function.get("arguments") or "{}"
     if not isinstance(call_id, str) or len(call_id) > COUNTS["tool_call_id"].high:
