@@ -63,6 +63,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
     "olmo2": {},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "layer_types": _LOCAL_GLOBAL,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
+    "exaone4": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": _LOCAL_GLOBAL,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,

@@ -34,6 +34,9 @@ class Family:
     head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
     qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
     fused        queries, keys, values are one tensor, and so are gate and up
+    no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
+                 that has windows
+    local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
     unless       config keys that must have one of the given values, else the family is another model
     """
@@ -52,8 +55,9 @@ class Family:
     query_scalar: bool = False
     softcaps: bool = False
     multipliers: bool = False
-    no_rope: bool = False
+    no_rope: str = ""
     local_rope: bool = False
+    local_theta: float = 10000.0
     windows: Callable[[Config, int], list[int]] | None = None
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
@@ -152,9 +156,19 @@ def _every_second(config: Config, layers: int) -> list[int]:
     return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0)
 
 
-def _all_but_every(config: Config, layers: int) -> list[int]:
-    step = _step(config, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
-    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: (i + 1) % step != 0)
+def _all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
+    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None without sliding_window."""
+
+    def windows(config: Config, layers: int) -> list[int]:
+        config = {"sliding_window": 4096, **config}
+        if config.get("layer_types"):
+            return _layer_windows(config, layers, lambda i: False)
+        if not _window(config, 0):
+            return [0] * layers
+        step = _step(config, keys, default)
+        return _layer_windows(config, layers, lambda i: (i + 1) % step != 0)
+
+    return windows
 
 
 _ONE_WAY = ("use_bidirectional_attention", (None, False))
@@ -175,13 +189,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
-            windows=_all_but_every,
+            windows=_all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
             unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
         "phi3": Family(qkv_bias=False, fused=True, eps=1e-5, windows=_same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
+        "olmo3": Family(norms="post", head_norm="all", eps=1e-5, theta=5e5, local_rope=True, local_theta=5e5,
+                        windows=_all_but_every(4)),
+        "exaone4": Family(norms="post", head_norm="head", qkv_bias=False, eps=1e-5, no_rope="full",
+                          windows=_all_but_every(4, "sliding_window_pattern")),
         "granite": Family(multipliers=True),
-        "smollm3": Family(tied=True, theta=2e6, no_rope=True, windows=_same_window(0),
+        "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=_same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
 )  # fmt: skip
@@ -273,6 +291,9 @@ def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKin
     ropes = (rope_kind(_rope_settings(config, family), head_dim, longest),)
     if not family.no_rope:
         return ropes, lambda i, w: 0
+    if family.no_rope == "full":
+        mixed = _window({"sliding_window": 4096, **config}, 0) > 0
+        return ropes, lambda i, w: 0 if w or not mixed else -1
     layers = _size(config, "num_hidden_layers")
     step = _step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
@@ -314,5 +335,5 @@ def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any]
     if parts[0] is scaling:
         full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
     full["rope_theta"] = full.get("rope_theta") or family.theta
-    local["rope_theta"] = local.get("rope_theta") or 10000.0
+    local["rope_theta"] = local.get("rope_theta") or family.local_theta
     return full, local

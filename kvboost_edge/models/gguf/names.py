@@ -68,7 +68,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
         ),
         "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
-        "olmo2": GgufArchitecture("olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}),
+        "olmo2": GgufArchitecture(
+            "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
+        ),
+        "exaone4": GgufArchitecture("exaone4", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset(_WINDOW)),
         "granite": GgufArchitecture(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
@@ -76,7 +79,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }
 )  # fmt: skip
-"""Architectures that are read, by general.architecture. Mistral's files are of architecture llama."""
+"""Architectures that are read, by general.architecture. Mistral's files are of architecture llama, OLMo 3's of
+olmo2."""
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

@@ -31,6 +31,7 @@ VARIANTS = {
     "phi3-longrope": ("phi3", {"original_max_position_embeddings": 96, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0 + 0.2 * i for i in range(6)],
         "long_factor": [4.0] * 6, "partial_rotary_factor": 0.75}}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }  # fmt: skip
 
