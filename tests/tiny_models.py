@@ -84,6 +84,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _LOCAL_GLOBAL,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
+    "ernie4_5": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "glm4": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,

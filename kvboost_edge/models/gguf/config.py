@@ -206,13 +206,12 @@ def _vocab_size(keys: _Keys, hidden: int) -> int:
 
 
 def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters`, with partial_rotary_factor where only a part of each head is rotated."""
+    """`rope_parameters`, with the part of each head that is rotated."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
         raise keys.error("rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}")
-    if rotated != head_dim:
-        settings["partial_rotary_factor"] = rotated / head_dim
+    settings["partial_rotary_factor"] = rotated / head_dim
     for name in keys.header.tensors:
         if name.startswith("rope_factors_"):
             raise ModelFormatError(f"{keys.header.path}: tensor {name!r}: rope of type longrope is not read from GGUF")

@@ -31,6 +31,13 @@ _FUSED = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GLM4_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+)\.(weight|bias)")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
@@ -72,6 +79,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
         ),
         "exaone4": GgufArchitecture("exaone4", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset(_WINDOW)),
+        "ernie4_5": GgufArchitecture("ernie4_5", {**_MATRICES, **_PRE_NORMS}),
+        "glm4": GgufArchitecture(
+            "glm4",
+            {**{name: to for name, to in _MATRICES.items() if not name.startswith("ffn")}, **_GLM4_MLP, **_GLM4_NORMS},
+        ),
         "granite": GgufArchitecture(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
