@@ -350,6 +350,9 @@ def _phi3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    switch = "rope.scaling.finetuned"  # for this architecture it says whether there is rope at all
+    if keys.header.value(keys.name(switch), bool) is False:
+        raise keys.error(switch, False, "means layers without rope, which is not built for this architecture")
     names = {
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",

@@ -250,6 +250,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two rope scalings": (
         {"tensors": {"rope_freqs.weight": ONES}, "rope__scaling__type": "yarn"}, "contradicts the tensor",
     ),
+    "granite without rope": (
+        {"arch": "granite", "rope__scaling__finetuned": False}, "granite.rope.scaling.finetuned=False means layers",
+    ),
     "odd rope": ({"rope__dimension_count": 7}, "rope.dimension_count=7"),
     "part of a file": ({"split__count": 2}, "one of 2 parts.*does not end in -00001-of-00002.gguf"),
 }  # fmt: skip
