@@ -21,7 +21,11 @@ ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "glm4": MODEL_ARCH.GLM4,
 }  # fmt: skip
+WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
+PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = ("llama", "mistral", "granite", "smollm3")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
@@ -135,10 +139,12 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rope = config["rope_parameters"]
-    if model_type == "gemma3_text":
+    if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -146,9 +152,9 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if model_type in ("gemma2", "gemma3_text", "phi3"):
+    if model_type in WINDOWED and config["sliding_window"] is not None:
         writer.add_sliding_window(config["sliding_window"])
-    if model_type == "gemma3_text":
+    if model_type in PATTERNED and config["sliding_window"] is not None:
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])

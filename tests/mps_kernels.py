@@ -42,6 +42,7 @@ CALLEES: dict[str, tuple[str, ...]] = {
     "split.Tensor": (),
     "split_with_sizes": (),
     "squeeze.dim": (),
+    "stack": ("cat",),
     "t": (),
     "transpose.int": (),
     "unsqueeze": (),

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.families import FAMILIES, describe_model
 from kvboost_edge.models.config.file import (
     GenerationDefaults,
     generation_defaults,
@@ -37,6 +37,7 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.halved import HalvedSource
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
@@ -112,9 +113,17 @@ class Checkpoint(abc.ABC):
     def summary(self) -> WeightSummary:
         """The weight files, checked against themselves and the config."""
 
-    @abc.abstractmethod
     def open_source(self) -> WeightSource:
-        """The tensors, as a context manager."""
+        """The tensors, as a context manager; rows of queries and keys in the order of the native runner's rope."""
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        if family is None or not family.paired_rope:
+            return self._open_files()
+        spec = describe_model(self.config)
+        return HalvedSource(self._open_files(), spec.head_dim, spec.ropes[0].half)
+
+    @abc.abstractmethod
+    def _open_files(self) -> WeightSource:
+        """The tensors as they are in the files."""
 
     @property
     def onnx_file(self) -> Path:
@@ -193,7 +202,7 @@ class _Directory(Checkpoint):
     def summary(self) -> WeightSummary:
         return check_weights(self.path, self.config, cache_dir=self.cache_dir)
 
-    def open_source(self) -> WeightSource:
+    def _open_files(self) -> WeightSource:
         if self.config.get("quantization_config"):
             return PackedQuantSource(self.path, self.config)
         return SafetensorsSource(self.path)
@@ -255,7 +264,7 @@ class _GgufFile(Checkpoint):
     def summary(self) -> WeightSummary:
         return check_gguf(self._header, self.config, cache_dir=self.cache_dir)
 
-    def open_source(self) -> WeightSource:
+    def _open_files(self) -> WeightSource:
         return GgufSource(self._header)
 
     def _files(self) -> list[Path]:
@@ -335,7 +344,7 @@ class _OnnxFile(Checkpoint):
         found = None if isinstance(self._decoder, ModelFormatError) else self._decoder
         return check_onnx(self._model, found, self.config, cache_dir=self.cache_dir)
 
-    def open_source(self) -> WeightSource:
+    def _open_files(self) -> WeightSource:
         if isinstance(self._decoder, ModelFormatError):
             raise self._decoder
         return self._decoder.open_source()

@@ -33,7 +33,17 @@ class Family:
     norm_offset  added to the weights of norms (Gemma stores weight - 1)
     head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
     qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
+    biased       attention_bias where the config does not say
+    output_bias  False: the output projection never has a bias
     fused        queries, keys, values are one tensor, and so are gate and up
+    mlp          names of gate and up, which are one tensor, and of down; (): three tensors with the usual names
+    inner        the config's key of the MLP's width
+    norm_names   norms before attention, behind it, before the MLP, behind it, where they are not called as usual
+    paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
+    partial      the part of each head that turns, where the config does not say
+    no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
+                 that has windows
+    local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
     unless       config keys that must have one of the given values, else the family is another model
     """
@@ -42,7 +52,14 @@ class Family:
     norm_offset: float = 0.0
     head_norm: str = ""
     qkv_bias: bool | None = None
+    biased: bool = False
+    output_bias: bool = True
     fused: bool = False
+    mlp: tuple[str, ...] = ()
+    inner: str = "intermediate_size"
+    norm_names: tuple[str, ...] = ()
+    paired_rope: bool = False
+    partial: float = 1.0
     tied: bool = False
     head_dim: int | None = None
     eps: float = 1e-6
@@ -52,8 +69,9 @@ class Family:
     query_scalar: bool = False
     softcaps: bool = False
     multipliers: bool = False
-    no_rope: bool = False
+    no_rope: str = ""
     local_rope: bool = False
+    local_theta: float = 10000.0
     windows: Callable[[Config, int], list[int]] | None = None
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
@@ -152,12 +170,23 @@ def _every_second(config: Config, layers: int) -> list[int]:
     return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0)
 
 
-def _all_but_every(config: Config, layers: int) -> list[int]:
-    step = _step(config, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
-    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: (i + 1) % step != 0)
+def _all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
+    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None without sliding_window."""
+
+    def windows(config: Config, layers: int) -> list[int]:
+        config = {"sliding_window": 4096, **config}
+        if config.get("layer_types"):
+            return _layer_windows(config, layers, lambda i: False)
+        if not _window(config, 0):
+            return [0] * layers
+        step = _step(config, keys, default)
+        return _layer_windows(config, layers, lambda i: (i + 1) % step != 0)
+
+    return windows
 
 
 _ONE_WAY = ("use_bidirectional_attention", (None, False))
+_FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 _LLAMA = Family()
 _QWEN2 = Family(qkv_bias=True, windows=_qwen_windows)
 _GEMMA = Family(
@@ -175,13 +204,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
-            windows=_all_but_every,
+            windows=_all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
             unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
-        "phi3": Family(qkv_bias=False, fused=True, eps=1e-5, windows=_same_window(0)),
+        "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=_same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
+        "olmo3": Family(norms="post", head_norm="all", eps=1e-5, theta=5e5, local_rope=True, local_theta=5e5,
+                        windows=_all_but_every(4)),
+        "exaone4": Family(norms="post", head_norm="head", qkv_bias=False, eps=1e-5, no_rope="full",
+                          windows=_all_but_every(4, "sliding_window_pattern")),
+        "ernie4_5": Family(qkv_bias=False, tied=True, head_dim=128, eps=1e-5, theta=5e5, paired_rope=True,
+                           unless=(("use_bias", (None, False)),)),
+        "glm4": Family(
+            norms="both", biased=True, output_bias=False, mlp=_FUSED_MLP, head_dim=128, eps=1.5625e-7,
+            paired_rope=True, partial=0.5,
+            norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
+                        "post_mlp_layernorm"),
+        ),
         "granite": Family(multipliers=True),
-        "smollm3": Family(tied=True, theta=2e6, no_rope=True, windows=_same_window(0),
+        "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=_same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
 )  # fmt: skip
@@ -209,7 +250,7 @@ def describe_model(config: Config) -> ModelSpec:
         raise ModelFormatError(f"head_dim={head_dim} is over {_MAX_HEAD_DIM}, the most of any model; check the config")
     ropes, rope_of = _ropes(config, family, head_dim)
     windows = family.windows(config, layers) if family.windows else [0] * layers
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = bool(config.get("attention_bias", family.biased))
     factor = _multipliers(config, family)
     scalar: float = head_dim
     if family.query_scalar:
@@ -220,7 +261,7 @@ def describe_model(config: Config) -> ModelSpec:
         family=family,
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
+        intermediate_size=_size(config, family.inner),
         num_heads=heads,
         num_kv_heads=size_of(config, "num_key_value_heads") or heads,
         head_dim=head_dim,
@@ -233,7 +274,9 @@ def describe_model(config: Config) -> ModelSpec:
         residual_factor=factor.get("residual_multiplier", 1.0),
         logit_factor=1.0 / factor.get("logits_scaling", 1.0),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=bool(config.get("attention_output_bias", attention_bias)) and family.qkv_bias is None,
+        output_bias=bool(config.get("attention_output_bias", attention_bias))
+        and family.qkv_bias is None
+        and family.output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         max_context=longest if pinned is None else min(longest, pinned.length),
@@ -273,6 +316,9 @@ def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKin
     ropes = (rope_kind(_rope_settings(config, family), head_dim, longest),)
     if not family.no_rope:
         return ropes, lambda i, w: 0
+    if family.no_rope == "full":
+        mixed = _window({"sliding_window": 4096, **config}, 0) > 0
+        return ropes, lambda i, w: 0 if w or not mixed else -1
     layers = _size(config, "num_hidden_layers")
     step = _step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
@@ -289,7 +335,11 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
     newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
         raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
-    merged = {**older, **{key: value for key, value in newer.items() if value is not None}}
+    merged = {
+        "partial_rotary_factor": family.partial,
+        **older,
+        **{key: value for key, value in newer.items() if value is not None},
+    }
     name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
     if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
         merged["rope_type"] = "longrope"  # Phi-3's first names of it
@@ -314,5 +364,5 @@ def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any]
     if parts[0] is scaling:
         full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
     full["rope_theta"] = full.get("rope_theta") or family.theta
-    local["rope_theta"] = local.get("rope_theta") or 10000.0
+    local["rope_theta"] = local.get("rope_theta") or family.local_theta
     return full, local

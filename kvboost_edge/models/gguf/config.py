@@ -37,6 +37,8 @@ _NEUTRAL = {
 }  # fmt: skip
 # Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows them so, too.
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
+# EXAONE 4 of this depth has windows whether the file says it or not; llama.cpp knows it so, too.
+_EXAONE4_WINDOWED = 64
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 _CONTROL = 3
@@ -204,13 +206,12 @@ def _vocab_size(keys: _Keys, hidden: int) -> int:
 
 
 def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters`, with partial_rotary_factor where only a part of each head is rotated."""
+    """`rope_parameters`, with the part of each head that is rotated."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
         raise keys.error("rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}")
-    if rotated != head_dim:
-        settings["partial_rotary_factor"] = rotated / head_dim
+    settings["partial_rotary_factor"] = rotated / head_dim
     for name in keys.header.tensors:
         if name.startswith("rope_factors_"):
             raise ModelFormatError(f"{keys.header.path}: tensor {name!r}: rope of type longrope is not read from GGUF")
@@ -233,11 +234,13 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _yarn(keys: _Keys) -> dict[str, Any]:
-    for key in ("yarn_ext_factor", "yarn_attn_factor"):
-        value = keys.number(f"rope.scaling.{key}", -math.inf)
-        if value not in (None, 1.0):
-            raise keys.error(f"rope.scaling.{key}", value, "is not understood; only 1 is")
     factor, old = keys.number("rope.scaling.factor"), keys.optional_size("rope.scaling.original_context_length")
+    # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo 3's does).
+    usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
+    for key, allowed in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", usual)):
+        value = keys.number(f"rope.scaling.{key}", -math.inf)
+        if value is not None and value != 1.0 and abs(value - allowed) > 1e-6:
+            raise keys.error(f"rope.scaling.{key}", value, f"is not understood; only 1 and {allowed:g} are")
     if factor is None or old is None:
         missing = "rope.scaling.factor" if factor is None else "rope.scaling.original_context_length"
         raise ModelFormatError(f"{keys.header.path} lacks the key {keys.name(missing)!r}, which yarn needs")
@@ -297,6 +300,31 @@ def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _olmo2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3 where there is a window; its scaled rope is that of the full layers alone."""
+    window = keys.optional_size("attention.sliding_window", 0)
+    if not window:
+        return {}
+    full = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or full["rope_theta"]}
+    return {
+        **_layer_types(keys, config, default_period=4),
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "rope_parameters": {"full_attention": {"rope_type": "default", **full}, "sliding_attention": local},
+    }
+
+
+def _exaone4(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    window = keys.optional_size("attention.sliding_window", 0)
+    if window is None and layers == _EXAONE4_WINDOWED:
+        window = 4096
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    return {"sliding_window": window, **_layer_types(keys, config, default_period=4)}
+
+
 def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
     wide = config["num_hidden_layers"] == _WIDE_SCALE_LAYERS[config["model_type"]]
     scalar = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
@@ -322,6 +350,9 @@ def _phi3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    switch = "rope.scaling.finetuned"  # for this architecture it says whether there is rope at all
+    if keys.header.value(keys.name(switch), bool) is False:
+        raise keys.error(switch, False, "means layers without rope, which is not built for this architecture")
     names = {
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
@@ -338,4 +369,5 @@ def _smollm3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 _SPECIAL: dict[str, Callable[[_Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
+    "olmo2": _olmo2, "exaone4": _exaone4,
 }  # fmt: skip

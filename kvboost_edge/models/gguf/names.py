@@ -31,6 +31,13 @@ _FUSED = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GLM4_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+)\.(weight|bias)")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
@@ -68,7 +75,15 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
         ),
         "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
-        "olmo2": GgufArchitecture("olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}),
+        "olmo2": GgufArchitecture(
+            "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
+        ),
+        "exaone4": GgufArchitecture("exaone4", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset(_WINDOW)),
+        "ernie4_5": GgufArchitecture("ernie4_5", {**_MATRICES, **_PRE_NORMS}),
+        "glm4": GgufArchitecture(
+            "glm4",
+            {**{name: to for name, to in _MATRICES.items() if not name.startswith("ffn")}, **_GLM4_MLP, **_GLM4_NORMS},
+        ),
         "granite": GgufArchitecture(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
@@ -76,7 +91,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }
 )  # fmt: skip
-"""Architectures that are read, by general.architecture. Mistral's files are of architecture llama."""
+"""Architectures that are read, by general.architecture. Mistral's files are of architecture llama, OLMo 3's of
+olmo2."""
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

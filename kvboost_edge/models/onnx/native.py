@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.onnx.config import check_spec, onnx_config
 from kvboost_edge.models.onnx.decoder import recognise
@@ -39,6 +40,8 @@ def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
     found = recognise(model)
     config = onnx_config(folder, found)
     spec = describe_model(config)
+    if spec.family.paired_rope or (spec.family.mlp and not spec.family.fused):
+        raise ModelFormatError(f"{model.path}: model_type={spec.model_type!r} is not read from ONNX")
     check_spec(spec, found)
     tensors = tensors_of(found, fused=spec.family.fused)
     return OnnxDecoder(model, config, spec, tensors, _left_out(spec, tensors))

@@ -178,15 +178,17 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     gate_up: tuple[tuple[str, int], ...]
     if spec.family.fused:
         qkv = (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
-        gate_up = (("mlp.gate_up_proj", 2 * wide),)
     else:
         qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
-        gate_up = (("mlp.gate_proj", wide), ("mlp.up_proj", wide))
+    if spec.family.mlp:
+        gate_up, down = ((spec.family.mlp[0], 2 * wide),), spec.family.mlp[1]
+    else:
+        gate_up, down = (("mlp.gate_proj", wide), ("mlp.up_proj", wide)), "mlp.down_proj"
     matrices = [
         ("qkv", qkv, hidden, spec.qkv_bias),
         ("out", (("self_attn.o_proj", hidden),), q_rows, spec.output_bias),
         ("gate_up", gate_up, hidden, spec.mlp_bias),
-        ("down", (("mlp.down_proj", hidden),), wide, spec.mlp_bias),
+        ("down", ((down, hidden),), wide, spec.mlp_bias),
     ]
     plan = []
     for name, parts, inputs, has_bias in matrices:
@@ -209,6 +211,8 @@ def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[
 
 def _norm_names(spec: ModelSpec) -> dict[str, str]:
     """Norms of a layer: where they stand -> what the checkpoint calls them."""
+    if spec.family.norm_names:
+        return dict(zip(("attn_in", "attn_out", "mlp_in", "mlp_out"), spec.family.norm_names, strict=True))
     if spec.family.norms == "pre":
         return {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
     after = {"attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"}

@@ -57,6 +57,10 @@ def test_older_config_keys() -> None:
 
 
 def test_layers_without_rope() -> None:
+    assert [layer.rope for layer in _spec("exaone4").layers] == [0, 0, 0, -1] * 2
+    assert [layer.rope for layer in _spec("exaone4", sliding_window=None).layers] == [0] * 8
+    written = _spec("exaone4", sliding_window_pattern="LLLG", layer_types=["full_attention"] * 8)
+    assert [layer.rope for layer in written.layers] == [-1] * 8
     assert [layer.rope for layer in _spec("smollm3").layers] == [0, 0, 0, -1, 0, 0, 0, -1]
     spec = _spec("smollm3", no_rope_layers=[1, 0] * 4)
     assert [layer.rope for layer in spec.layers] == [0, -1] * 4

@@ -42,6 +42,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "phi3": {},
     "olmo2": {},
+    "olmo3": {},
+    "exaone4": {},
+    "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "ernie4_5": {},
+    "glm4": {},
     "granite": {},
     "smollm3": {"no_rope_layers": None},
 }
@@ -235,11 +240,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "infinite base": ({"rope__freq_base": float("inf")}, "rope.freq_base=inf"),
     "rope type": ({"rope__scaling__type": "longrope"}, "rope.scaling.type='longrope'"),
     "yarn without factor": ({"rope__scaling__type": "yarn"}, "rope.scaling.factor"),
+    "a factor of yarn": (
+        {"rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__scaling__yarn_attn_factor": 1.3,
+         "rope__scaling__original_context_length": 32}, "yarn_attn_factor=1.3 .*only 1 and 1.20794 are",
+    ),
     "long factors": ({"tensors": {"rope_factors_long.weight": ONES}}, "rope_factors_long.*longrope"),
     "factors": ({"tensors": {"rope_freqs.weight": ONES[:7]}}, r"rope_freqs.weight.*\(8,\)"),
     "negative factors": ({"tensors": {"rope_freqs.weight": -ONES}}, "rope_freqs.weight.*positive"),
     "two rope scalings": (
         {"tensors": {"rope_freqs.weight": ONES}, "rope__scaling__type": "yarn"}, "contradicts the tensor",
+    ),
+    "granite without rope": (
+        {"arch": "granite", "rope__scaling__finetuned": False}, "granite.rope.scaling.finetuned=False means layers",
     ),
     "odd rope": ({"rope__dimension_count": 7}, "rope.dimension_count=7"),
     "part of a file": ({"split__count": 2}, "one of 2 parts.*does not end in -00001-of-00002.gguf"),
@@ -286,7 +298,7 @@ def test_messages_name_the_file_and_not_a_config(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_and_tensor(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match=r"'bert'.*known: gemma"):
+    with pytest.raises(ModelFormatError, match=r"'bert'.*known: ernie4_5, exaone4, gemma"):
         _ = Checkpoint.open(_file(tmp_path / "bert.gguf", "bert")).config
     path = _file(tmp_path / "m.gguf", tensors={"blk.0.ssm_in.weight": ONES})
     with pytest.raises(ModelFormatError, match=r"ssm_in.weight.*not known for the architecture llama"):
@@ -298,6 +310,23 @@ def test_partial_rope_and_equal_heads_per_layer(tmp_path: Path) -> None:
     spec = describe_model(Checkpoint.open(path).config)
     assert spec.num_kv_heads == 2
     assert (spec.ropes[0].half, spec.ropes[0].frequencies[0]) == (4, 0.25)
+
+
+def test_the_factor_that_yarn_has_anyway_may_be_spelled_out(tmp_path: Path) -> None:
+    """OLMo 3's config does."""
+    yarn = {"type": "yarn", "factor": 8.0, "original_context_length": 32}
+    keys = {f"rope__scaling__{key}": value for key, value in yarn.items()}
+    spelled = _file(tmp_path / "m.gguf", **keys, rope__scaling__yarn_attn_factor=1.2079441541679836)
+    assert Checkpoint.open(spelled).config == Checkpoint.open(_file(tmp_path / "p.gguf", **keys)).config
+
+
+@pytest.mark.parametrize(("keys", "windows"), [({}, [4096] * 3 + [0]), ({"attention__sliding_window": 0}, [0] * 4)])
+def test_exaone4_of_64_layers_has_windows_unless_the_file_denies_it(
+    keys: dict[str, Any], windows: list[int], tmp_path: Path
+) -> None:
+    spec = describe_model(Checkpoint.open(_file(tmp_path / "m.gguf", "exaone4", block_count=64, **keys)).config)
+    assert [layer.window for layer in spec.layers] == windows * 16
+    assert [layer.rope for layer in spec.layers] == [-1 if 4096 in windows and not w else 0 for w in windows] * 16
 
 
 def test_endings_by_text(tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def test_a_decoder_without_past_inputs_is_refused(tmp_path: Path) -> None:
         ("vocab_size", 301, "vocab_size=301"),
         ("intermediate_size", 128, "intermediate_size of layer 0"),
         ("model_type", "gemma", "the factor of embeddings|head_dim"),
+        ("model_type", "ernie4_5", "model_type='ernie4_5' is not read from ONNX"),
         ("model_type", "mamba", "is not known to the native runner"),
         ("max_position_embeddings", 1024, "ends at position 512, the context at 1024"),
     ],

@@ -15,7 +15,9 @@ from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-NOT_KNOWN = ("stablelm", "starcoder2", "gpt_neox")
+NOT_KNOWN = (
+    "stablelm", "starcoder2", "gpt_neox", "olmoe", "ernie4_5_moe", "granite_swa", "ministral3",
+)  # fmt: skip
 KNOWN = [name for name in FAMILIES if name not in NOT_KNOWN]
 NEW_TOKENS = 24
 
@@ -31,6 +33,9 @@ VARIANTS = {
     "phi3-longrope": ("phi3", {"original_max_position_embeddings": 96, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0 + 0.2 * i for i in range(6)],
         "long_factor": [4.0] * 6, "partial_rotary_factor": 0.75}}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "glm4-whole": ("glm4", {"attention_bias": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }  # fmt: skip
 

@@ -35,6 +35,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "int4", {"sliding_window": 513}),
     "phi3": ("phi3", "int8", {}),
     "olmo2": ("olmo2", "f32", {}),
+    "olmo3": ("olmo3", "int8", {}),
+    "exaone4": ("exaone4", "int4", {"sliding_window": 513}),
+    "ernie4_5": ("ernie4_5", "int8", {}),
+    "glm4": ("glm4", "bf16", {}),
     "granite": ("granite", "int4-asym", {}),
     "smollm3": ("smollm3", "int8", {}),
 }

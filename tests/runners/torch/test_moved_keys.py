@@ -26,8 +26,16 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SIZE, BLOCKS = 16, 64
 FULL, SLIDING = "full_attention", "sliding_attention"
 OTHER_ROPE = {"llama-llama3rope": "llama3", "llama-yarn": "yarn"}
+# Their rope turns neighbouring channels or is scaled: refused, see below.
+OTHER_TURNS = ("ernie4_5", "ernie4_5_moe", "glm4", "ministral3")
+WINDOWED = ("olmo3", "exaone4", "granite_swa")
 ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in FAMILIES if name not in (*OTHER_ROPE, "gemma2", "gemma3", "smollm3")},
+    **{
+        name: (name, {})
+        for name in FAMILIES
+        if name not in (*OTHER_ROPE, *OTHER_TURNS, *WINDOWED, "gemma2", "gemma3", "smollm3")
+    },
+    **{f"{name}-window": (name, {"layer_types": [SLIDING]}) for name in WINDOWED if name != "olmo3"},
     "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
     "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
@@ -227,6 +235,11 @@ def test_a_kind_of_some_layers_is_refused_too() -> None:
         SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     }
     refused(Hand(build_tiny_model("gemma3", rope_parameters=ropes)), "rope of type 'linear'")
+
+
+@pytest.mark.parametrize("name", ["ernie4_5", "ernie4_5_moe", "glm4"])
+def test_rope_of_neighbouring_channels_is_refused(name: str) -> None:
+    refused(Hand(build_tiny_model(name)), "half a head against the other")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

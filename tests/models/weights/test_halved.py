@@ -1,0 +1,53 @@
+"""Rows of queries and keys whose rope turns neighbouring channels, in the order of halves, whatever the format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gguf_models import write_gguf
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.gguf.file import read_gguf
+from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.weights.halved import HalvedSource
+from tiny_models import save_tiny_model
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+QUERY, VALUE = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qv")
+# Where the rows of one head of 64 are stored: of the channels that turn the even ones, then the odd ones.
+WHOLE = [*range(0, 64, 2), *range(1, 64, 2)]
+PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize(("family", "order"), [("ernie4_5", WHOLE), ("glm4", PART)])
+def test_any_range_of_rows(family: str, order: list[int], kind: str, tmp_path: Path) -> None:
+    path = write_gguf(save_tiny_model(family, tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
+    places = np.array([64 * head + row for head in range(4) for row in order])
+    with Checkpoint.open(path).open_source() as ours, GgufSource(read_gguf(path)) as files:
+        assert ours.names() == files.names()
+        assert (ours.type_of(QUERY), ours.kind(QUERY)) == (kind, files.kind(QUERY))
+        stored, values = files.rows(QUERY), files.rows(VALUE)
+        np.testing.assert_array_equal(ours.rows(QUERY), stored[places])
+        np.testing.assert_array_equal(ours.rows(VALUE), values)
+        for start, stop in ((0, 256), (5, 70), (127, 128)):
+            np.testing.assert_array_equal(ours.rows(QUERY, start, stop), stored[places[start:stop]])
+            if kind != "F32":
+                found, whole = ours.quant_rows(QUERY, start, stop), files.quant_rows(QUERY, 0, 256)
+                assert found.kind == whole.kind
+                np.testing.assert_array_equal(found.codes, whole.codes[places[start:stop]])
+                np.testing.assert_array_equal(found.scales, whole.scales[places[start:stop]])
+                if whole.minima is not None:
+                    assert found.minima is not None
+                    np.testing.assert_array_equal(found.minima, whole.minima[places[start:stop]])
+
+
+def test_rows_that_are_not_whole_heads_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(save_tiny_model("ernie4_5", tmp_path / "model", **WIDE), tmp_path / "m.gguf")
+    with HalvedSource(GgufSource(read_gguf(path)), 96, 48) as source:
+        with pytest.raises(ModelFormatError, match=r"q_proj.weight' has 256 rows; asked for 0 to 256, heads of 96"):
+            source.rows(QUERY)
+        assert source.file_of(QUERY) == path
