@@ -51,7 +51,7 @@ def read_pooling(model_dir: Path) -> Pooling:
             folder = model_dir / str(module.get("path"))
     if folder == model_dir:
         return UNSAID
-    if folder.parent != model_dir or not (folder / "config.json").is_file():
+    if folder.parent != model_dir or folder.name == ".." or not (folder / "config.json").is_file():
         raise ModelFormatError(f"{path} names {folder.name}/config.json, which is missing in {model_dir}")
     return _described(folder / "config.json")
 
