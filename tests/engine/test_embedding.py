@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
+from gguf_models import write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.server.__main__ import _prepare
 from tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
 from tiny_models import build_tiny_model, save_tiny_model
 
@@ -276,3 +279,16 @@ def test_a_runner_without_states_says_so(plain: Path) -> None:
     refused = pytest.raises(RequestError, match="runner 'torch' hands out no hidden states")
     with load(plain, **torch_options) as engine, refused:
         engine.embed(["a"])
+
+
+def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain: Path, tmp_path: Path) -> None:
+    with load(write_gguf(plain, tmp_path / "model.gguf", keys={"pooling_type": 1})) as engine:
+        expected = np.stack([unit(states_of(ids).mean(axis=0)) for ids in TEXTS])
+        np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
+        with pytest.raises(RequestError, match="makes embeddings"):
+            engine.generate("hello")
+
+
+def test_a_server_can_be_prepared_for_an_embedding_model(engine: CPUPagedEngine) -> None:
+    options = SimpleNamespace(settings=SimpleNamespace(all_keys=()), warm=["hello"], warm_documents=[])
+    _prepare(engine, options)  # type: ignore[arg-type]
