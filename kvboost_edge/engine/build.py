@@ -92,8 +92,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
-    eos = frozenset(defaults.eos_token_ids)
-    parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint)
+    parts = _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
     return dataclasses.replace(parts, pooling=pooling)
 
 
