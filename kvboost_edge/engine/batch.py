@@ -7,30 +7,34 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.engine.sequence import Sequence
+from kvboost_edge.engine.sequence import Floats, Sequence
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.kernels.attention.parts import Part, Parts
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
 
-__all__ = ["build_batch"]
+__all__ = ["build_batch", "split_rows"]
 
 
-def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager) -> ForwardBatch:
+def build_batch(
+    work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager, hidden_size: int = 0
+) -> ForwardBatch:
     """The tokens of `work`, at least one, one sequence after another; every sequence has its blocks. Stretches of one
-    sequence are rows of their own: what one of them stores the later ones attend to in the same pass."""
+    sequence are rows of their own: what one of them stores the later ones attend to in the same pass. hidden_size: of
+    the states that some of them want."""
     tables = [one.sequence.blocks for one in work]
     cu_seqlens_q = np.zeros(len(work) + 1, np.int32)
     np.cumsum([len(one.token_ids) for one in work], out=cu_seqlens_q[1:])
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
     slots: list[int] = []
-    rows: list[int] = []
+    logit_rows: list[int] = []
+    state_rows: list[int] = []
     for i, (one, table) in enumerate(zip(work, tables, strict=True)):
         block_tables[i, : len(table)] = table.block_ids
         slots += manager.slots(table, one.start, one.stop)
         end = int(cu_seqlens_q[i + 1])
-        rows += range(end - one.num_logit_rows, end)
+        (state_rows if one.sequence.request.wants_states else logit_rows).extend(range(end - one.num_rows, end))
     layout = BatchLayout(
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=np.array([one.stop for one in work], np.int32),
@@ -42,8 +46,23 @@ def build_batch(work: Several[ScheduledTokens[Sequence]], manager: KVCacheManage
         token_ids=np.concatenate([np.array(one.token_ids, np.int64) for one in work]),
         positions=np.concatenate([np.arange(one.start, one.stop, dtype=np.int64) for one in work]),
         layout=layout,
-        logit_rows=np.array(rows, np.int64),
+        logit_rows=np.array(logit_rows, np.int64),
+        state_rows=np.array(state_rows, np.int64),
+        states=np.empty((len(state_rows), hidden_size), np.float32),
     )
+
+
+def split_rows(work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats) -> list[Floats]:
+    """What a pass of the batch of `work` found, for each in turn: logits [num_rows, vocab_size] or states
+    [num_rows, hidden_size]."""
+    found: list[Floats] = []
+    ends: dict[bool, int] = {False: 0, True: 0}
+    for one in work:
+        wants_states = one.sequence.request.wants_states
+        first = ends[wants_states]
+        ends[wants_states] = first + one.num_rows
+        found.append((states if wants_states else logits)[first : ends[wants_states]])
+    return found
 
 
 def _parts_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Parts:

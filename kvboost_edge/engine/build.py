@@ -25,6 +25,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.file import generation_defaults, stored_dtype
+from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
@@ -50,6 +51,7 @@ _DEFAULTS = EngineConfig()
 class EngineParts:
     """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
     others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
+    `pooling` says how an embedding model makes vectors of texts.
     """
 
     runner: Runner
@@ -63,6 +65,7 @@ class EngineParts:
     backend_reason: str
     max_num_seqs: int
     tiers: tuple[Tier, ...] = ()
+    pooling: Pooling = UNSAID
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
@@ -78,7 +81,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     checkpoint = Checkpoint.open(model_path, cache_dir=None if config.pack_cache else NO_CACHE)
     if checkpoint.onnx_refusal is None:  # an ONNX file is its own description; the runners say what they do not know
         check_model_compatibility(checkpoint.config, strict=config.strict)
-    summary = checkpoint.summary()
+    pooling, summary = checkpoint.pooling, checkpoint.summary()
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     if not device.startswith("cuda"):
@@ -89,7 +92,8 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
-    return _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
+    parts = _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
+    return dataclasses.replace(parts, pooling=pooling)
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -12,6 +14,7 @@ from kvboost_edge.engine.handle import RequestHandle, wait_for_all
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.engine.sequence import Floats
+from kvboost_edge.errors import KVBoostError
 
 __all__ = ["Calls"]
 
@@ -35,6 +38,22 @@ class Calls:
             handle, rows = self._core.submit_logits(request)
             result = handle.result()
         return result, np.concatenate(rows)
+
+    def rows(self, requests: Sequence[Request], handles: list[RequestHandle], window: int) -> Iterator[Floats]:
+        """What each of many requests for logits or states gives, in order; `window` of them are queued at a time, so
+        that others get their turn and few rows are held. `handles` gets theirs. KVBoostError once one was ended."""
+        with self.cancelling(requests):
+            queued: collections.deque[tuple[RequestHandle, list[Floats]]] = collections.deque()
+            left = iter(requests)
+            while queued or len(handles) < len(requests):
+                for request in itertools.islice(left, window - len(queued)):
+                    queued.append(self._core.submit_logits(request))
+                    handles.append(queued[-1][0])
+                handle, rows = queued.popleft()
+                reason = handle.result().finish_reason
+                if reason != "length":
+                    raise KVBoostError(f"an input was ended (finish_reason={reason!r}) before it was computed")
+                yield np.concatenate(rows)
 
     @contextlib.contextmanager
     def cancelling(self, requests: Sequence[Request]) -> Iterator[None]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.engine.answers import AnswerStore
-from kvboost_edge.engine.batch import build_batch
+from kvboost_edge.engine.batch import build_batch, split_rows
 from kvboost_edge.engine.deadlines import Deadlines
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
@@ -50,7 +50,6 @@ _FORKED = (
 _WHILE_LOADING = 1.0  # seconds between two looks at whether anything arrives
 _WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
 _LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
-_NO_LOGITS = np.empty((0, 0), dtype=np.float32)  # of a step that only copies blocks
 
 
 class EngineCore:
@@ -241,21 +240,22 @@ class EngineCore:
             plan = self._plan()
             if plan is None or (not plan.work and not plan.copies and self.scheduler.only_waits):
                 return False
-            batch = build_batch(plan.work, self.scheduler.manager) if plan.work else None
+            hidden_size = self._runner.info.hidden_size
+            batch = build_batch(plan.work, self.scheduler.manager, hidden_size) if plan.work else None
         began = time.perf_counter()
         if plan.probed:
             self._probe(plan.probed)
         try:
             if plan.copies:
                 self._backend.copy_blocks(plan.copies)
-            logits = _NO_LOGITS if batch is None else self._runner.forward(batch)
+            found = [] if batch is None else split_rows(plan.work, self._runner.forward(batch), batch.states)
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
                     self._end(sequence, error=error)
             return True
         with self.lock:
-            self._take(plan.work, logits)
+            self._take(plan.work, found)
             self._watch.after()
             self.tiering.save_some(time.perf_counter() - began)
         return True
@@ -325,12 +325,9 @@ class EngineCore:
             if index in self._live:
                 self._end(self._live[index], reason="timeout")
 
-    def _take(self, work: list[ScheduledTokens[Sequence]], logits: Floats) -> None:
+    def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats]) -> None:
         """Give each sequence the logits of its tokens, publish its new full blocks, end those that are done."""
-        first = 0
-        for one in work:
-            rows = logits[first : first + one.num_logit_rows]
-            first += one.num_logit_rows
+        for one, rows in zip(work, found, strict=True):
             if one.sequence.status is not SequenceStatus.RUNNING:
                 continue  # an earlier stretch of it failed
             try:

@@ -20,6 +20,7 @@ from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_
 from kvboost_edge.engine.calls import Calls
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.documents import Documents
+from kvboost_edge.engine.embedding import Embedding, Embeds
 from kvboost_edge.engine.gate import Gate
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
@@ -39,7 +40,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 __all__ = ["CPUPagedEngine"]
 
 
-class CPUPagedEngine:
+class CPUPagedEngine(Embeds):
     """A language model on a paged, prefix-shared pool of keys and values.
 
     Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options are the fields of
@@ -88,6 +89,7 @@ class CPUPagedEngine:
         self._core.use_tiers(tiering)
         self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
         self._calls = Calls(self._core)
+        self._embedding = Embedding(parts, self._intake, self._calls)
         self._documents = Documents(parts, config, self._intake, self._core)
         self._gate = Gate(parts, config, self._intake, self._core, self._documents)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to end.
@@ -392,8 +394,7 @@ class CPUPagedEngine:
     def _logits(self, token_ids: Prompt, start: int, mode: GenerationMode) -> npt.NDArray[np.float32]:
         if isinstance(token_ids, str):
             raise RequestError("logits takes token ids, not text; encode it with engine.tokenizer.encode")
-        first = as_int("start", start)
-        request = self._intake.make(token_ids, Terms(mode=mode), SamplingParams(), logits_start=first)
-        if not 0 <= first < request.num_prompt_tokens:
+        request = self._intake.make(token_ids, Terms(mode=mode), SamplingParams(), logits_start=as_int("start", start))
+        if not 0 <= start < request.num_prompt_tokens:
             raise RequestError(f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given")
         return self._calls.logits(request)[1]

@@ -187,6 +187,7 @@ class Intake:
         entry: Entry | None = None,
         prefill_only: bool = False,
         logits_start: int | None = None,
+        wants_states: bool = False,
     ) -> Request:
         """Check everything and freeze it."""
         if entry is None:
@@ -195,6 +196,11 @@ class Intake:
         info, tokenizer = self._parts.runner.info, self._parts.tokenizer
         params.check_vocabulary(info.vocab_size)
         prefill_only = prefill_only or params.max_new_tokens == 0
+        if not prefill_only and logits_start is None and self._parts.pooling.source:
+            raise RequestError(
+                f"the model makes embeddings ({self._parts.pooling.source} says so) and generates no text; use "
+                "engine.embed or /v1/embeddings, or serve a model that chats"
+            )
         repair = self._repair(terms, params, needs_exact=prefill_only or logits_start is not None)
         root = self.root(terms)
         text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
@@ -222,6 +228,7 @@ class Intake:
             entered_at=entry.at,
             tokenized_at=time.perf_counter(),
             logits_start=logits_start,
+            wants_states=wants_states,
             prefill_only=prefill_only,
             root=root,
             tenant=tenant,

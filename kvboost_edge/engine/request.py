@@ -140,6 +140,7 @@ class Request:
     seed             the seed in use: the caller's, or one drawn for it, see `Seeds`
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
     logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
+    wants_states     of those tokens the hidden states behind the last norm instead
     prefill_only     the prompt is computed and nothing is generated
     root             where its prefix hashes start; tenant and salt are in it
     tenant           whose it is: the root without the salt
@@ -169,6 +170,7 @@ class Request:
     entered_at: float
     tokenized_at: float
     logits_start: int | None = None
+    wants_states: bool = False
     prefill_only: bool = False
     tenant: bytes = b""
     weight: float = 1.0

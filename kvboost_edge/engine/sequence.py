@@ -194,7 +194,7 @@ class Sequence:
         return self.next_work(count)[-1].stop
 
     def take(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
-        """Take the logits [num_logit_rows, vocab_size] of computed tokens: the finish reason, or None to go on.
+        """Take the logits [num_rows, vocab_size] of computed tokens: the finish reason, or None to go on.
 
         A row whose next token is known is kept where it was asked for. Of the others each samples one token, as long as
         the work had that same token next: what was computed behind another one is ignored, and not counted as computed.

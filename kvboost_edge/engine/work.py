@@ -19,14 +19,14 @@ class ScheduledTokens(Generic[S]):
     sequence        whose they are
     start           position of the first
     token_ids       the tokens, at positions start, start + 1, ...
-    num_logit_rows  how many of the last ones' logits are wanted; the last one's always, it samples or shows NaN
+    num_rows        how many of the last ones have logits or states wanted; at least one: it samples or shows NaN
     num_drafted     how many of the last ones are guesses
     """
 
     sequence: S
     start: int
     token_ids: Sequence[int]
-    num_logit_rows: int
+    num_rows: int
     num_drafted: int = 0
 
     @property

@@ -19,6 +19,7 @@ from kvboost_edge.models.config.file import (
     read_generation_config,
     stored_dtype,
 )
+from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
     fingerprint_of_files,
@@ -105,6 +106,11 @@ class Checkpoint(abc.ABC):
         """As `gguf_metadata` without the arrays of strings, which are large; empty where there are files."""
         return {}
 
+    @property
+    def pooling(self) -> Pooling:
+        """How it makes vectors of texts, where it is made for that."""
+        return UNSAID
+
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         """What ends a generation, and the special ids."""
@@ -178,7 +184,15 @@ class _Directory(Checkpoint):
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        return read_config(self.path)
+        config = read_config(self.path)
+        if self.pooling.source and not config.get("tie_word_embeddings") and not config.get("quantization_config"):
+            with SafetensorsSource(self.path) as source:  # its files may lack the head, which nothing uses
+                return {**config, "tie_word_embeddings": "lm_head.weight" not in source.names()}
+        return config
+
+    @functools.cached_property
+    def pooling(self) -> Pooling:
+        return read_pooling(self.path)
 
     @functools.cached_property
     def is_quantized(self) -> bool:
@@ -233,6 +247,10 @@ class _GgufFile(Checkpoint):
     def is_quantized(self) -> bool:
         with self.open_source() as source:
             return is_quantized(source)
+
+    @property
+    def pooling(self) -> Pooling:
+        return gguf_pooling(self._header.values, self.path)
 
     @functools.cached_property
     def _vocabulary(self) -> list[str]:

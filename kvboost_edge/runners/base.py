@@ -23,12 +23,16 @@ class ForwardBatch:
     positions      int64 [num_tokens]   their absolute positions
     layout         BatchLayout          where their KV goes and what they attend to
     logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted
+    state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted instead, without the head
+    states         float32 [num_states, hidden_size]   where the pass puts those
     """
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     layout: BatchLayout
     logit_rows: npt.NDArray[np.int64]
+    state_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    states: npt.NDArray[np.float32] = dataclasses.field(default_factory=lambda: np.empty((0, 0), np.float32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class RunnerInfo:
     weight_region: Region = Region(0, 0)  # noqa: RUF009 - where they lie in this process's memory; empty: not known
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
     copies_kv: bool = False  # holds running sequences' keys and values beside the pool too, as many bytes at most
+    hidden_size: int = 0  # floats of a hidden state; 0: the runner hands out none
     numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 
 
@@ -104,8 +109,9 @@ class Runner(Protocol):
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
-        valid until the next call. All logits of a sequence are NaN if any key or value it stored is not finite."""
+        """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay valid until the next
+        call, and fill `batch.states`. Logits and states of a sequence are NaN if any key or value it stored is not
+        finite. State rows only where `info.hidden_size` says so."""
         ...
 
     def deviations(

@@ -114,7 +114,10 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 def _prepare(engine: CPUPagedEngine, options: ServeOptions) -> None:
     """Run the model once, so that the first client does not wait for kernels to load, and cache the warm texts, for
     each key its own copy: no tenant shares with another."""
-    engine.generate([0, 0], max_new_tokens=2, mode="baseline")
+    if engine.pooling.source:
+        engine.embed([[0, 0]])
+    else:
+        engine.generate([0, 0], max_new_tokens=2, mode="baseline")
     tenants: list[str | None] = [tenant_of_key(key) for key in options.settings.all_keys] or [None]
     for tenant in tenants:
         warmed = [engine.warm(text, tenant=tenant) for text in options.warm]

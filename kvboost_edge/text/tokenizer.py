@@ -122,6 +122,11 @@ class Tokenizer:
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         return self.codec.encode(text, add_special_tokens)
 
+    def encode_framed(self, before: str, content: str, after: str) -> list[int]:
+        """Token ids of the three texts in a row, without BOS; the text of a special token in `content` stays text."""
+        mark = free_marks([before, content, after])[0]
+        return self.codec.encode_apart(pieces_of(before + self._specials.marked(content, mark) + after, mark))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; an id without a token decodes to nothing."""
         return self.codec.decode(ids, skip_special_tokens)

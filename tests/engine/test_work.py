@@ -58,7 +58,7 @@ def next_of(sequence: Sequence, limit: int) -> ScheduledTokens[Sequence]:
 def test_work_is_what_is_pending_up_to_the_limit() -> None:
     sequence = running([5, 6, 7, 8, 9])
     work = next_of(sequence, 3)
-    assert (work.start, list(work.token_ids), work.stop, work.num_logit_rows) == (0, [5, 6, 7], 3, 1)
+    assert (work.start, list(work.token_ids), work.stop, work.num_rows) == (0, [5, 6, 7], 3, 1)
     assert sequence.take(work, rows(1)) is None
     assert (sequence.num_tokens, sequence.num_computed_tokens) == (5, 3)
     rest = next_of(sequence, 100)
@@ -70,10 +70,10 @@ def test_work_is_what_is_pending_up_to_the_limit() -> None:
 def test_rows_that_were_asked_for_are_kept() -> None:
     sequence = running([5, 6, 7, 8], 0, logits_start=1)
     first = next_of(sequence, 2)
-    assert first.num_logit_rows == 1
+    assert first.num_rows == 1
     assert sequence.take(first, rows(1)) is None
     second = next_of(sequence, 2)
-    assert second.num_logit_rows == 2
+    assert second.num_rows == 2
     assert sequence.take(second, rows(2, 3)) == "length"
     assert np.concatenate(sequence.logits).argmax(axis=1).tolist() == [1, 2, 3]
 

@@ -104,6 +104,10 @@ SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 _STATE_SPACE = "it keeps a recurrent state, not keys and values, which a block pool cannot share"
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
+_BIDIRECTIONAL = (
+    "its attention is bidirectional (as EmbeddingGemma's is), and keys and values of a pool are computed causally; for "
+    "embeddings use a causal model such as Qwen3-Embedding"
+)
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
@@ -226,6 +230,8 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             packed_layout(config)
         except ModelFormatError as error:
             yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
+    if inner.get("use_bidirectional_attention") is True or inner.get("is_causal") is False:
+        yield _BIDIRECTIONAL
     if inner.get("alibi"):
         yield _OWN_ATTENTION
 

@@ -30,10 +30,11 @@ _COMMON_KEYS = _ROPE_KEYS | {
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "tensor_data_layout",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.causal", "expert_count", "expert_used_count",
+    "pooling_type",
 }  # fmt: skip
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
-    "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0, "pooling_type": 0,
+    "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
 # Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows them so, too.
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}

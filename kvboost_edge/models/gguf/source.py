@@ -30,6 +30,11 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
+    if name == "gemma-embedding":
+        raise ModelFormatError(
+            f"{header.path}: EmbeddingGemma is not supported: its attention is bidirectional, and keys and values of a "
+            "pool are computed causally; use a causal embedding model such as Qwen3-Embedding"
+        )
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF (known: {known})")

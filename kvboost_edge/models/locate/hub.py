@@ -22,8 +22,8 @@ __all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
 
 _LOG = logging.getLogger(__name__)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# Subfolders hold other formats of the same weights, `consolidated` a second copy of them.
-_UNWANTED = ["*/*", "consolidated*"]
+# Subfolders hold other formats of the same weights, but for 1_Pooling; `consolidated` is a second copy of them.
+_UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!P]*/*", "consolidated*"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # GGUF files beside a model that are none themselves: of its images, and of its quantization.
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)

@@ -33,6 +33,8 @@ class SafetensorsSource:
                 file = FileBytes(path)
                 self._stack.callback(file.close)
                 self._entries.update((entry.name, (entry, file)) for entry in read_header(path))
+            if "embed_tokens.weight" in self._entries:  # of the model without its head, as embedding models are saved
+                self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
             self._stack.close()
             raise
@@ -107,3 +109,7 @@ class SafetensorsSource:
         if found is None:
             raise ModelFormatError(f"the weight files lack tensor {name!r}")
         return found
+
+
+def _with_prefix(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"

@@ -79,6 +79,11 @@ class Buffers:
         row = self.sizes.hidden
         return self._arrays[lt.B_HIDDEN][: num_tokens * row].reshape(num_tokens, row)
 
+    def normed(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """The first rows of what a norm left, float32 [num_tokens, hidden size]."""
+        row = self.sizes.hidden
+        return self._arrays[lt.B_NORMED][: num_tokens * row].reshape(num_tokens, row)[:, : self._spec.hidden_size]
+
     def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first of the rows that queries, keys and values of a layer are made in, float32 [num_tokens, padded]."""
         row = self.sizes.wide

@@ -54,13 +54,15 @@ class LayerProgram:
     """ops int64 [num_ops, NUM_FIELDS] and params float32 [num_ops, NUM_PARAMS].
 
     `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
-    prepares layer i. The last one finishes the last layer and computes logits: it needs the rows of these only. Between
-    two parts stand the layer's OP_CLOSE and OP_ATTEND, for passes that run it in the program.
+    prepares layer i. The last one finishes the last layer and computes logits: it needs the rows of these only; run up
+    to `normed` it leaves the hidden state behind the last norm in B_NORMED. Between two parts stand the layer's
+    OP_CLOSE and OP_ATTEND, for passes that run it in the program.
     """
 
     ops: npt.NDArray[np.int64]
     params: npt.NDArray[np.float32]
     parts: tuple[tuple[int, int], ...]
+    normed: int
 
 
 def _is_fine(name: str) -> bool:
@@ -216,15 +218,18 @@ class _Builder:
         count = {lt.F_COUNT: spec.hidden_size, lt.F_WEIGHT: self.packed.address(norm)}
         self.add(lt.OP_ADD_NORM, {**fields, **count}, eps=spec.eps, factor=spec.residual_factor)
 
-    def head(self) -> None:
+    def head(self) -> int:
+        """The last norm and the head; the number of the operation behind the norm."""
         spec, sizes = self.spec, self.sizes
         name = "embed" if spec.tied else "head"
         self.norm("norm", name)
+        normed = len(self.rows)
         logits = (lt.B_LOGITS, sizes.logits)
         self.linear(name, (lt.B_NORMED, sizes.hidden), logits, factor=spec.logit_factor)
         if spec.logit_cap > 0:
             fields = {lt.F_SRC: lt.B_LOGITS, lt.F_SRC_STEP: sizes.logits, lt.F_COUNT: spec.vocab_size}
             self.add(lt.OP_CAP, fields, cap=spec.logit_cap)
+        return normed
 
 
 def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int) -> LayerProgram:
@@ -239,11 +244,11 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
         builder.after_attention(index)
-    builder.head()
+    normed = builder.head()
     parts.append((first, len(builder.rows)))
     ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
     params = np.zeros((len(builder.rows), lt.NUM_PARAMS), dtype=np.float32)
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
-    return LayerProgram(ops, params, tuple(parts))
+    return LayerProgram(ops, params, tuple(parts), normed)

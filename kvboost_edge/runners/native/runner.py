@@ -82,6 +82,7 @@ class NativeRunner:
             weight_region=packed.region,
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
+            hidden_size=spec.hidden_size,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
@@ -149,7 +150,7 @@ class NativeRunner:
         self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
+        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills `batch.states`."""
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
@@ -162,17 +163,16 @@ class NativeRunner:
         prepared = backend.prepare(batch.layout)
         addresses = self._addresses(batch, tokens, positions)
         query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
-        rows = np.ascontiguousarray(batch.logit_rows, dtype=np.int64)
         if self._whole is not None:
             memory = self._prepare_whole(self._whole, batch, prepared, addresses, self._program.parts[-1][1])
-            return self._forward_whole(memory, num_tokens, addresses, rows)
+            return self._forward_whole(memory, addresses, batch)
         attended = query
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
             attended = self._attend(backend, layer, query, prepared)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
-        return self._logits(rows, addresses, attended)
+        return self._outputs(batch, addresses, attended)
 
     def deviations(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Floats:
         """See `Runner.deviations`: values are read where the second layer's rope left them, in its wide row."""
@@ -231,19 +231,18 @@ class NativeRunner:
         addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
         return memory
 
-    def _forward_whole(
-        self, memory: PassMemory, num_tokens: int, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-    ) -> Floats:
+    def _forward_whole(self, memory: PassMemory, addresses: npt.NDArray[np.int64], batch: ForwardBatch) -> Floats:
         """The layers with their attention in one call of the program, the head too where it has the same rows."""
-        parts = self._program.parts
-        if len(rows) == num_tokens and np.array_equal(rows, np.arange(num_tokens)):
+        parts, num_tokens, num_rows = self._program.parts, len(batch.token_ids), len(batch.logit_rows)
+        num_states = len(batch.state_rows)
+        if num_rows == num_tokens and not num_states and np.array_equal(batch.logit_rows, np.arange(num_tokens)):
             logits = self._buffers.logits(num_tokens)
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run((0, parts[-1][1]), addresses, num_tokens, memory.counters)
             return logits[:, : self._spec.vocab_size]
         # The operation before the last part is attention: a piece of a prompt whose logits nobody wants needs none.
-        self._run((0, parts[-1][0] - int(len(rows) == 0)), addresses, num_tokens, memory.counters)
-        return self._logits(rows, addresses, memory.attended)
+        self._run((0, parts[-1][0] - int(num_rows + num_states == 0)), addresses, num_tokens, memory.counters)
+        return self._outputs(batch, addresses, memory.attended)
 
     def _attend(self, backend: Backend, layer: int, query: Floats, prepared: Any) -> Floats:
         """Store keys and values; what attention returns, rows padded to whole groups."""
@@ -258,16 +257,28 @@ class NativeRunner:
         padded[:, : rows.shape[1]] = rows
         return padded
 
-    def _logits(self, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64], attended: Floats) -> Floats:
-        """What follows the last attention, for the rows whose logits are wanted only."""
+    def _outputs(self, batch: ForwardBatch, addresses: npt.NDArray[np.int64], attended: Floats) -> Floats:
+        """What follows the last attention, for the rows whose logits or states are wanted only."""
+        first, end = self._program.parts[-1]
+        rows, states = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows))
         logits = self._buffers.logits(len(rows))
+        if len(states):
+            self._run_rows((first, self._program.normed), states, addresses, attended)
+            batch.states[:] = self._buffers.normed(len(states))
         if len(rows):
             addresses = addresses.copy()
-            hidden, attended = self._buffers.hidden(len(attended))[rows], attended[rows]
-            addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
             addresses[lt.B_LOGITS] = logits.ctypes.data
-            self._run(self._program.parts[-1], addresses, len(rows))
+            self._run_rows((first, end), rows, addresses, attended)
         return logits[:, : self._spec.vocab_size]
+
+    def _run_rows(
+        self, part: tuple[int, int], rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64], attended: Floats
+    ) -> None:
+        """Operations behind the last attention, on copies of these rows."""
+        addresses = addresses.copy()
+        hidden, attended = self._buffers.hidden(len(attended))[rows], attended[rows]
+        addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
+        self._run(part, addresses, len(rows))
 
     def _num_counters(self, first: int, end: int) -> int:
         return lt.COUNTERS_PER_OP * (end - first + 1)

@@ -50,6 +50,8 @@ BOUNDS: dict[str, Bound] = {
     "recompute_ratio": Bound(0, 1, integer=False),
     "max_draft_tokens": Bound(1, MOST_DRAFT_TOKENS),
     "position_offset": Bound(0, 2**24),
+    "dimensions": Bound(1, 2**16),
+    "top_n": Bound(1, 2**16),
     "ttl": Bound(0, 10**9, integer=False, open_low=True),  # seconds
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
@@ -64,6 +66,8 @@ COUNTS: dict[str, Bound] = {
     "logprob_entries": Bound(0, 2**19),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
     "messages": Bound(1, 10_000),
     "documents": Bound(1, 256),
+    "inputs": Bound(1, 2048),  # OpenAI's
+    "reranked": Bound(1, 1024),
     "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
     "tokens": Bound(0, 2**18),  # to turn back into text
     "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one

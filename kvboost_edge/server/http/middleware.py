@@ -30,7 +30,16 @@ __all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_
 ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/v1/blocks", "/v1/stats"})
 # Routes that work inside `admit`: a full queue turns them away before their bodies are read.
 ADMITTED_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/warm", "/v1/unpin", "/tokenize", "/detokenize"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/warm",
+        "/v1/unpin",
+        "/tokenize",
+        "/detokenize",
+    }
 )
 _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 _CLIENT_GONE = 499

@@ -46,10 +46,10 @@ class Admission:
     def __init__(self, engine: CPUPagedEngine, settings: ServerSettings) -> None:
         stats = engine.paged_stats()
         self.weights = settings.tenant_weights
-        self._batch = settings.max_batch_size or int(stats["max_num_seqs"])
+        self.batch = settings.max_batch_size or int(stats["max_num_seqs"])
         self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
         self.request_timeout = settings.request_timeout
-        self._places = Shares(self._batch + settings.max_queue_size, self.weights, least=1)
+        self._places = Shares(self.batch + settings.max_queue_size, self.weights, least=1)
         most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
         self._tokens = Shares(most_tokens, self.weights)
         self._bodies = Shares(_LARGEST_BODIES * settings.max_body_bytes, self.weights)
@@ -134,7 +134,7 @@ class Admission:
         """Seconds until a place is likely free: one batch of those in flight, by the time requests took lately. Of
         several tenants each one's own count: nothing tells of the others' requests."""
         in_flight = self._places.used_by(tenant) if self._places.are_kept else self.sequences
-        seconds = self._mean_seconds * max(1, in_flight) / self._batch
+        seconds = self._mean_seconds * max(1, in_flight) / self.batch
         return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
 
     def _refuse(self, tenant: str | None, shares: Shares, what: str) -> NoReturn:
@@ -198,7 +198,7 @@ class Ticket:
         admission.took(time.monotonic() - self._entered)
         self.first_token()
         if self._reason is not None or isinstance(error, (DeadlineExceeded, ShuttingDown)):
-            self._observer.observe_aborted(self._num_sequences - self._num_observed)
+            self._observer.observe_aborted(max(0, self._num_sequences - self._num_observed))
         if self._timer is not None:
             self._timer.cancel()
         if self._watch is not None:

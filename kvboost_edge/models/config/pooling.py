@@ -1,0 +1,92 @@
+"""How an embedding model makes one vector of a text: as its files say, sentence-transformers' or the keys of GGUF."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.json_file import read_json_object
+
+__all__ = ["POOLING_FILES", "UNSAID", "Pooling", "gguf_pooling", "read_pooling"]
+
+POOLING_FILES = ("modules.json", "1_Pooling/config.json")
+_LISTED = ("Transformer", "Pooling", "Normalize")
+_NO_CLS = "pools the first token, which in a causal model has seen nothing; no encoder runs here"
+_NO_RANK = (
+    "is a reranker with a head of its own (cls.output), which is not read; convert it as a model that generates text, "
+    "whose yes and no are compared"
+)
+_GGUF = {1: "mean", 3: "last"}
+_GGUF_REFUSED = {2: _NO_CLS, 4: _NO_RANK}
+
+
+class Pooling(NamedTuple):
+    """`kind`: "last", the state of the last token, or "mean", that of all of them. `source`: what says so; "" where
+    nothing does, and the model is one that generates text."""
+
+    kind: str
+    source: str
+
+
+UNSAID = Pooling("last", "")
+
+
+def read_pooling(model_dir: Path) -> Pooling:
+    """The pooling of a model directory. ModelFormatError names the file of one that is not supported or damaged."""
+    path = model_dir / POOLING_FILES[0]
+    if not path.is_file():
+        return UNSAID
+    folder = model_dir
+    for module in _modules(path):
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind not in _LISTED:
+            raise ModelFormatError(
+                f"{path}: the module {kind!r} behind the model is not supported (known: {', '.join(_LISTED)}); its "
+                "vectors would be others"
+            )
+        if kind == "Pooling":
+            folder = model_dir / str(module.get("path"))
+    if folder == model_dir:
+        return UNSAID
+    if folder.parent != model_dir or folder.name == ".." or not (folder / "config.json").is_file():
+        raise ModelFormatError(f"{path} names {folder.name}/config.json, which is missing in {model_dir}")
+    return _described(folder / "config.json")
+
+
+def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:
+    """The pooling that the keys of a GGUF file say. ModelFormatError for one that is not supported."""
+    key = f"{values.get('general.architecture')}.pooling_type"
+    number = values.get(key, 0)
+    if number in _GGUF_REFUSED:
+        raise ModelFormatError(f"{path}: {key}={number} {_GGUF_REFUSED[number]}")
+    if number == 0:
+        return UNSAID
+    if number not in _GGUF:
+        raise ModelFormatError(f"{path}: {key}={number!r} is not known (0 none, 1 mean, 2 cls, 3 last, 4 rank)")
+    return Pooling(_GGUF[number], f"key {key}")
+
+
+def _modules(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(module, Mapping) for module in modules):
+        raise ModelFormatError(f"{path} must hold a list of objects")
+    return modules
+
+
+def _described(path: Path) -> Pooling:
+    """From the settings of sentence-transformers' Pooling: one switch for each kind, or one name."""
+    settings = read_json_object(path)
+    prefix, named = "pooling_mode_", settings.get("pooling_mode")
+    on = [named] if named else [key.removeprefix(prefix) for key in settings if settings[key] is True and prefix in key]
+    kinds = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+    if len(on) != 1 or on[0] not in kinds:
+        found = ", ".join(map(str, on)) or "nothing"
+        reason = f"; it {_NO_CLS}" if on in (["cls_token"], ["cls"]) else ""
+        raise ModelFormatError(f"{path} says {found}; supported are lasttoken or mean_tokens alone{reason}")
+    return Pooling(kinds[on[0]], f"{path.parent.name}/{path.name}")

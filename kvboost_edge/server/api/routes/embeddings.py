@@ -1,0 +1,110 @@
+"""Embeddings and reranking: prefill-only work beside all other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.server.api.answers import ERRORS
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.checks import answered, check_priority
+from kvboost_edge.server.api.prompts import estimate_tokens
+from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer, embedding_answer, rerank_answer
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
+from kvboost_edge.server.work.streams import dumps_long, send_json
+
+__all__ = ["router"]
+
+T = TypeVar("T")
+
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+
+@router.post("/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingAnswer}})
+async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
+    """A vector for each input."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        hidden_size = state.engine.runner_info.hidden_size
+        if body.dimensions is not None and body.dimensions > hidden_size > 0:
+            raise bad_field("dimensions", f"dimensions={body.dimensions} must be in 1..{hidden_size}, the hidden size")
+
+        def compute(**options: Any) -> Any:
+            return state.engine.embed(body.input, body.dimensions, **options)
+
+        vectors, results = await _computed(state, request, body, compute, "input", body.input)
+        model, as_base64 = body.model or state.model_name, body.encoding_format == "base64"
+        answer = await off_loop(lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64)))
+        await send_json(send, answer)
+
+    return answered(request, body.model, work)
+
+
+@router.post("/v1/rerank", response_class=JSONResponse, responses={200: {"model": RerankAnswer}})
+async def rerank(request: Request, body: RerankRequest) -> Response:
+    """The documents by how well they answer the query, the best first."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        own = {} if body.instruction is None else {"instruction": body.instruction}
+
+        def compute(**options: Any) -> list[float]:
+            return state.engine.rerank(body.query, body.documents, **own, **options)
+
+        prompts = [body.query + document for document in body.documents]
+        scores, results = await _computed(state, request, body, compute, "documents", prompts)
+        texts = body.documents if body.return_documents else None
+        model, count = body.model or state.model_name, body.top_n or len(scores)
+        await send_json(send, dumps_long(rerank_answer(model, scores, texts, count, results)))
+
+    return answered(request, body.model, work)
+
+
+async def _computed(
+    state: ServerState,
+    request: Request,
+    body: EmbeddingRequest | RerankRequest,
+    compute: Callable[..., T],
+    field: str,
+    inputs: Sequence[str | list[int]],
+) -> tuple[T, list[GenerationResult]]:
+    """What the engine computes of the inputs, and their results; a client that goes ends it. ApiError names the field.
+
+    The engine queues some of the inputs at a time, so together they take as many places as run at once."""
+    estimate = sum(estimate_tokens(item) if isinstance(item, str) else len(item) for item in inputs)
+    places, priority = min(len(inputs), state.admission.batch), check_priority(state, body.priority)
+    async with state.admit(request, estimate, places) as ticket:
+        handles: list[RequestHandle] = []
+
+        def run() -> T:
+            try:
+                return compute(
+                    handles=handles,
+                    tenant=ticket.tenant,
+                    weight=ticket.weight,
+                    cache_salt=body.cache_salt,
+                    priority=priority,
+                    deadline=ticket.deadline,
+                )
+            except RequestError as error:
+                raise bad_field(field, str(error)) from error
+
+        def stop() -> None:
+            for handle in list(handles):
+                handle.cancel()
+
+        try:
+            found = await to_its_end(run, sum(map(len, inputs)), stop)
+        except KVBoostError:
+            await wait_all(ticket, handles)  # the one that was ended from outside says why
+            raise
+        return found, await wait_all(ticket, handles)

@@ -1,0 +1,97 @@
+"""Bodies of /v1/embeddings and /v1/rerank."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.schemas.shared import (
+    CacheSalt,
+    ModelName,
+    check_text,
+    check_token_ids,
+    is_text,
+    number_schema,
+)
+from kvboost_edge.server.api.schemas.strict import Strict, field_error
+
+__all__ = ["EmbeddingRequest", "RerankRequest"]
+
+_KINDS = "must be a string, a list of strings, a list of token ids, or a list of such lists"
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    """One input or a list of them, as text or as token ids, to a list."""
+    count, tokens = COUNTS["inputs"], COUNTS["prompt_tokens"]
+    if isinstance(value, list) and value and type(value[0]) is int:
+        value = [value]
+    inputs = [value] if isinstance(value, str) else value
+    if not isinstance(inputs, list):
+        raise field_error("input", _KINDS)
+    if not count.low <= len(inputs) <= count.high:
+        raise field_error("input", f"must hold {count.describe()} inputs, not {len(inputs)}")
+    for number, item in enumerate(inputs):
+        if isinstance(item, list):
+            if not tokens.low <= len(check_token_ids(item)) <= tokens.high:
+                raise field_error("input", f"input {number} has {len(item)} token ids, not {tokens.describe()}")
+        elif not is_text(item):
+            raise field_error("input", _KINDS)
+        elif not 1 <= len(item) <= COUNTS["text"].high:
+            limit = int(COUNTS["text"].high)
+            raise field_error("input", f"input {number} has {len(item)} characters; 1..{limit} are allowed")
+    return inputs
+
+
+def _document(value: Any) -> str:
+    """A text, or an object that holds it as Cohere's clients send it."""
+    text = value["text"] if isinstance(value, dict) and set(value) == {"text"} else value
+    if not is_text(text) or not 1 <= len(text) <= COUNTS["text"].high:
+        limit = int(COUNTS["text"].high)
+        raise field_error("document", f"must be a string of 1..{limit} characters, or an object with it as text")
+    return str(text)
+
+
+_TEXT = {"type": "string", "minLength": 1, "maxLength": int(COUNTS["text"].high)}
+_IDS = {"type": "array", "minItems": 1, "items": number_schema("token_id")}
+_MANY = {"type": "array", "minItems": 1, "maxItems": int(COUNTS["inputs"].high)}
+_TEXT_OBJECT = {
+    "type": "object",
+    "properties": {"text": _TEXT},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+Inputs = Annotated[
+    list[str | list[int]],
+    PlainValidator(_inputs),
+    WithJsonSchema({"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _IDS, {**_MANY, "items": _IDS}]}),
+]
+Document = Annotated[str, PlainValidator(_document), WithJsonSchema({"anyOf": [_TEXT, _TEXT_OBJECT]})]
+Query = Annotated[str, AfterValidator(check_text), Field(min_length=1, max_length=int(COUNTS["text"].high))]
+
+
+class _Common(Strict):
+    model: ModelName | None = None
+    user: Annotated[str, counted("label")] | None = None
+    priority: Annotated[int, bounded("priority")] | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class EmbeddingRequest(_Common):
+    """`input` is a list after validation."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, bounded("dimensions")] | None = None
+
+
+class RerankRequest(_Common):
+    """`top_n`: the best so many alone; more than there are: all."""
+
+    query: Query
+    documents: Annotated[list[Document], counted("reranked")]
+    top_n: Annotated[int, bounded("top_n")] | None = None
+    return_documents: bool | None = None
+    instruction: Query | None = None

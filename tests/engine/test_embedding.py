@@ -1,0 +1,294 @@
+"""Vectors of texts and scores of documents, against transformers' own states and whatever the schedule."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
+
+from gguf_models import write_gguf
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.server.__main__ import _prepare
+from tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
+from tiny_models import build_tiny_model, save_tiny_model
+
+HIDDEN = 64
+RNG = np.random.default_rng(3)
+STEM = RNG.integers(0, 250, 40).tolist()
+TEXTS = [STEM[:16] + RNG.integers(0, 250, length).tolist() for length in (1, 3, 17, 40, 90)] + [STEM, [7]]
+
+
+def make_embedding_model(directory: Path, kind: str = "lasttoken") -> Path:
+    """The files that sentence-transformers puts beside a model, and a tokenizer that ends each text by <eos>."""
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in kinds]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    switches = {f"pooling_mode_{name}": name == kind for name in ("cls_token", "mean_tokens", "lasttoken")}
+    (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **switches}))
+    path = directory / "tokenizer.json"
+    ends = {"type": "TemplateProcessing", "pair": [],
+            "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<eos>", "type_id": 0}}],
+            "special_tokens": {"<eos>": {"id": "<eos>", "ids": [EOS_ID], "tokens": ["<eos>"]}}}  # fmt: skip
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": ends}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen3", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_embedding_model(save_tiny_model("qwen3", tmp_path_factory.mktemp("embedding")))
+
+
+def load(path: Path, **options: Any) -> CPUPagedEngine:
+    options = {"runner": "native", "weights": "f32", "num_blocks": 64, "num_threads": 1, **options}
+    return CPUPagedEngine.from_pretrained(path, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[CPUPagedEngine]:
+    with load(model) as engine:
+        yield engine
+
+
+def states_of(ids: Sequence[int]) -> np.ndarray:
+    """transformers' states behind the last norm, float32 [num_tokens, hidden]."""
+    with torch.inference_mode():
+        return build_tiny_model("qwen3").model(torch.tensor([list(ids)])).last_hidden_state[0].numpy()
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    return vector / np.linalg.norm(vector)
+
+
+def test_the_vector_of_a_text_is_the_state_of_its_last_token_in_transformers(engine: CPUPagedEngine) -> None:
+    found = engine.embed(TEXTS)
+    assert found.shape == (len(TEXTS), HIDDEN)
+    assert found.dtype == np.float32
+    expected = np.stack([unit(states_of(ids)[-1]) for ids in TEXTS])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    lengths = engine.embed(TEXTS, normalize=False)
+    np.testing.assert_allclose(lengths, np.stack([states_of(ids)[-1] for ids in TEXTS]), rtol=0, atol=1e-4)
+
+
+def test_a_text_gets_the_end_that_the_tokenizer_gives_it_and_ids_are_taken_as_they_are(engine: CPUPagedEngine) -> None:
+    ids = [*b"hello", EOS_ID]
+    assert engine.tokenizer.encode("hello")[-1] == EOS_ID
+    text, same, without = engine.embed(
+        ["hello", engine.tokenizer.encode("hello"), engine.tokenizer.encode("hello")[:-1]]
+    )
+    assert len(ids) == len(engine.tokenizer.encode("hello"))
+    assert (text == same).all()
+    assert not np.allclose(text, without, atol=1e-2)
+
+
+def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path: Path) -> None:
+    path = make_embedding_model(save_tiny_model("qwen3", tmp_path), "mean_tokens")
+    with load(path, max_batch_tokens=32) as engine:
+        cold = engine.embed(TEXTS)
+        expected = np.stack([unit(states_of(ids).mean(axis=0)) for ids in TEXTS])
+        np.testing.assert_allclose(cold, expected, rtol=0, atol=1e-4)
+        assert (engine.embed(TEXTS) == cold).all()
+
+
+def test_fewer_dimensions_are_the_first_ones_of_length_one(engine: CPUPagedEngine) -> None:
+    whole, few = engine.embed(TEXTS[:2], normalize=False), engine.embed(TEXTS[:2], dimensions=8)
+    np.testing.assert_allclose(few, np.stack([unit(row[:8]) for row in whole]), atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["f32", "int8", "int4"])
+def test_vectors_are_the_same_to_the_bit_alone_batched_cached_and_chunked(model: Path, weights: str) -> None:
+    with load(model, weights=weights) as engine:
+        alone = np.concatenate([engine.embed([ids], mode="baseline") for ids in TEXTS])
+        assert (engine.embed(TEXTS) == alone).all()
+        handles: list[RequestHandle] = []
+        assert (engine.embed(TEXTS, handles=handles) == alone).all()
+        assert sum(handle.result().cached_tokens for handle in handles) > 100
+    with load(model, weights=weights, max_batch_tokens=16, num_threads=2, debug_checks=True) as engine:
+        assert (engine.embed(TEXTS) == alone).all()
+
+
+def test_vectors_are_the_same_to_the_bit_beside_answers_and_scores_in_one_batch(plain: Path) -> None:
+    with load(plain, weights="int8") as engine:
+        expected = engine.embed(TEXTS, mode="baseline")
+        answer = engine.generate(STEM, 30, mode="baseline", ignore_eos=True).output_token_ids
+        handles = [engine.submit(STEM[:n] + STEM, max_new_tokens=30, ignore_eos=True) for n in (0, 5, 9)]
+        found: list[np.ndarray] = []
+        threads = [threading.Thread(target=lambda: found.append(engine.embed(TEXTS))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3
+        assert all((vectors == expected).all() for vectors in found)
+        assert handles[0].result().output_token_ids == answer
+
+
+def test_vectors_are_the_same_to_the_bit_in_a_pool_too_small_for_all(plain: Path) -> None:
+    texts = [RNG.integers(0, 250, 60).tolist() for _ in range(6)]
+    with load(plain, weights="int8") as engine:
+        expected = engine.embed(texts, mode="baseline")
+    with load(plain, weights="int8", num_blocks=10, max_num_seqs=4, max_batch_tokens=16) as engine:
+        running = [engine.submit(STEM, max_new_tokens=60, ignore_eos=True) for _ in range(2)]
+        handles: list[RequestHandle] = []
+        assert (engine.embed(texts, handles=handles) == expected).all()
+        preemptions = [handle.result().preemptions for handle in (*running, *handles)]
+        assert sum(preemptions) > 0
+
+
+def test_texts_share_the_instruction_that_they_begin_with(engine: CPUPagedEngine) -> None:
+    instruction = RNG.integers(0, 250, 64).tolist()
+    handles: list[RequestHandle] = []
+    engine.embed([[*instruction, 1, 2, number] for number in range(6)], handles=handles, cache_salt="own")
+    assert sum(handle.result().cached_tokens for handle in handles) == 5 * 64
+
+
+def test_a_tied_embedding_model_saved_without_its_prefix_and_head_gives_the_same_vectors(
+    model: Path, engine: CPUPagedEngine, tmp_path: Path
+) -> None:
+    for file in model.rglob("*.json"):
+        (tmp_path / file.relative_to(model)).parent.mkdir(exist_ok=True)
+        (tmp_path / file.relative_to(model)).write_bytes(file.read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    tensors.pop("lm_head.weight")
+    save_file({name.removeprefix("model."): value for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    with load(tmp_path) as other:
+        assert (other.embed(TEXTS) == engine.embed(TEXTS)).all()
+
+
+def test_embeddings_of_a_model_that_chats_are_allowed_with_one_warning_that_names_the_pooling(
+    plain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with load(plain) as engine, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine.embed(TEXTS[:1])
+    assert [record.getMessage() for record in caplog.records if "pooling 'last'" in record.getMessage()] != []
+    assert sum("pooling 'last'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_embedding_model_is_not_asked_to_generate(engine: CPUPagedEngine) -> None:
+    with pytest.raises(RequestError, match=r"makes embeddings \(1_Pooling/config.json says so\)"):
+        engine.generate("hello")
+    with pytest.raises(RequestError, match="makes embeddings"):
+        engine.rerank("question", ["answer"])
+
+
+BAD = [
+    ({"texts": ["a", ""]}, "input 1: the prompt is empty"),
+    ({"texts": ["a", []]}, "input 1: the prompt is empty"),
+    ({"texts": [[1, VOCAB_SIZE]]}, f"token 1 of the prompt is {VOCAB_SIZE}"),
+    ({"texts": [[-1]]}, "token 0 of the prompt is -1"),
+    ({"texts": [[1] * 600]}, "600 tokens are more than the model's context of 512"),
+    ({"texts": "a"}, "texts must be a list, not str"),
+    ({"texts": ["a"], "dimensions": 0}, r"dimensions=0 must be in 1..64"),
+    ({"texts": ["a"], "dimensions": HIDDEN + 1}, r"dimensions=65 must be in 1..64"),
+    ({"texts": ["a"], "dimensions": True}, "dimensions=True must be an integer"),
+    ({"texts": ["a"], "normalize": 1}, "normalize=1"),
+    ({"texts": ["a"], "colour": 1}, "'colour' is not known"),
+    ({"texts": ["a"], "mode": "chunk_kv_reuse"}, "approximate"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_bad_input_is_named(engine: CPUPagedEngine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.embed(**arguments)
+
+
+def test_a_cancelled_input_ends_the_call(engine: CPUPagedEngine) -> None:
+    class Cancelling(list):  # type: ignore[type-arg]
+        def append(self, handle: RequestHandle) -> None:
+            super().append(handle)
+            handle.cancel()
+
+    with pytest.raises(KVBoostError, match="cancelled"):
+        engine.embed([RNG.integers(0, 250, 400).tolist() for _ in range(4)], handles=Cancelling())
+
+
+def test_no_texts_give_no_vectors(engine: CPUPagedEngine) -> None:
+    assert engine.embed([]).shape == (0, HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CPUPagedEngine]:
+    path = save_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("reranker"), max_position_embeddings=1024)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    special = [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("yes", "no", "<think>", "</think>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    with load(path, num_blocks=256) as engine:
+        yield engine
+
+
+def test_a_score_is_the_softmax_of_yes_and_no_behind_the_prompt(reranker: CPUPagedEngine) -> None:
+    documents = ["Paris is the capital.", "Bread."]
+    tokenizer = reranker.tokenizer
+    expected = []
+    for document in documents:
+        prompt = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+            'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+            "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+            f"<Query>: What is the capital?\n<Document>: {document}"
+            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        ids = tokenizer.encode(prompt, False)
+        row = reranker.logits(ids, len(ids) - 1)[0].astype(np.float64)
+        odds = np.exp(row[tokenizer.encode("yes", False)[0]] - row[tokenizer.encode("no", False)[0]])
+        expected.append(odds / (1 + odds))
+    found = reranker.rerank("What is the capital?", documents)
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert reranker.rerank("What is the capital?", documents, mode="baseline") == found
+
+
+def test_special_tokens_in_a_document_stay_text(reranker: CPUPagedEngine) -> None:
+    handles: list[RequestHandle] = []
+    reranker.rerank("q", ["a<|im_end|>", "a"], handles=handles)
+    tokens = [handle.result().prompt_tokens for handle in handles]
+    assert tokens[0] - tokens[1] == len("<|im_end|>")
+
+
+def test_a_model_without_the_tokens_of_the_prompt_is_no_reranker(plain: Path, reranker: CPUPagedEngine) -> None:
+    with load(plain) as engine, pytest.raises(RequestError, match="'yes' is no single token"):
+        engine.rerank("q", ["d"])
+    with pytest.raises(RequestError, match="document 1 must be a string"):
+        reranker.rerank("q", ["d", ""])
+    with pytest.raises(RequestError, match="query must be a string"):
+        reranker.rerank("", ["d"])
+
+
+def test_a_runner_without_states_says_so(plain: Path) -> None:
+    torch_options = {"runner": "torch", "weights": "auto", "num_threads": None}
+    refused = pytest.raises(RequestError, match="runner 'torch' hands out no hidden states")
+    with load(plain, **torch_options) as engine, refused:
+        engine.embed(["a"])
+
+
+def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain: Path, tmp_path: Path) -> None:
+    with load(write_gguf(plain, tmp_path / "model.gguf", keys={"pooling_type": 1})) as engine:
+        expected = np.stack([unit(states_of(ids).mean(axis=0)) for ids in TEXTS])
+        np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
+        with pytest.raises(RequestError, match="makes embeddings"):
+            engine.generate("hello")
+
+
+def test_a_server_can_be_prepared_for_an_embedding_model(engine: CPUPagedEngine) -> None:
+    options = SimpleNamespace(settings=SimpleNamespace(all_keys=()), warm=["hello"], warm_documents=[])
+    _prepare(engine, options)  # type: ignore[arg-type]

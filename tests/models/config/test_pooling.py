@@ -1,0 +1,90 @@
+"""How an embedding model pools, as its files say; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import check_model_compatibility
+from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
+
+KINDS = ("Transformer", "Pooling", "Normalize")
+
+
+def write(directory: Path, settings: Any, kinds: tuple[str, ...] = KINDS) -> Path:
+    modules = [{"path": "1_Pooling" if kind == "Pooling" else "", "type": f"models.{kind}"} for kind in kinds]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling/config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
+        ({"pooling_mode": "lasttoken", "embedding_dimension": 64}, "last"),
+    ],
+)
+def test_sentence_transformers_files_say_the_pooling(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
+    assert read_pooling(write(tmp_path, settings)) == Pooling(kind, "1_Pooling/config.json")
+
+
+def test_a_directory_without_them_says_nothing(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) == UNSAID
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds", "message"),
+    [
+        ({"pooling_mode_cls_token": True}, KINDS, "says cls_token; supported are lasttoken or mean_tokens alone"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, KINDS, "says mean_tokens, max_tokens"),
+        ({}, KINDS, "says nothing"),
+        ([], KINDS, "must hold a JSON object"),
+        ({"pooling_mode": "lasttoken"}, (*KINDS, "Dense"), "the module 'Dense' behind the model is not supported"),
+    ],
+)
+def test_other_poolings_are_refused_by_name(
+    tmp_path: Path, settings: Any, kinds: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        read_pooling(write(tmp_path, settings, kinds))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("{}")
+    with pytest.raises(ModelFormatError, match=r"modules.json must hold a list of objects"):
+        read_pooling(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "1_Pooling", "type": "models.Pooling"}]))
+    with pytest.raises(ModelFormatError, match=r"1_Pooling/config.json, which is missing"):
+        read_pooling(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "../../elsewhere", "type": "models.Pooling"}]))
+    with pytest.raises(ModelFormatError, match="missing"):
+        read_pooling(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [(0, UNSAID), (1, Pooling("mean", "key qwen3.pooling_type")), (3, Pooling("last", "key qwen3.pooling_type"))],
+)
+def test_a_gguf_files_key_says_the_pooling(number: int, found: Pooling) -> None:
+    values = {"general.architecture": "qwen3", "qwen3.pooling_type": number}
+    assert gguf_pooling(values, Path("m.gguf")) == found
+    assert gguf_pooling({"general.architecture": "qwen3"}, Path("m.gguf")) == UNSAID
+
+
+@pytest.mark.parametrize(("number", "message"), [(2, "first token"), (4, r"cls.output"), (9, "=9 is not known")])
+def test_other_poolings_of_a_gguf_file_are_refused(number: int, message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        gguf_pooling({"general.architecture": "qwen3", "qwen3.pooling_type": number}, Path("m.gguf"))
+
+
+def test_bidirectional_models_are_refused_with_the_reason() -> None:
+    for fields in ({"use_bidirectional_attention": True}, {"is_causal": False}):
+        with pytest.raises(ModelFormatError, match="its attention is bidirectional"):
+            check_model_compatibility({"model_type": "gemma3_text", **fields})

@@ -1,0 +1,179 @@
+"""/v1/embeddings and /v1/rerank: OpenAI's and LangChain's own clients against the engine, and bad input by name."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from langchain_openai import OpenAIEmbeddings
+from tokenizers import AddedToken, Tokenizer
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer
+from live_servers import ENGINE_OPTIONS, LiveServer, serving, wait_until
+from tiny_checkpoints import VOCAB_SIZE, save_tiny_checkpoint
+
+HIDDEN = 64
+TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A tiny model whose tokenizer has what a reranker's prompt needs."""
+    path = save_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    add_reranker_tokens(path / "tokenizer.json")
+    with CPUPagedEngine.from_pretrained(path, **ENGINE_OPTIONS) as engine, serving(engine) as server:
+        yield server
+
+
+def add_reranker_tokens(path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("yes", "no", "<think>", "</think>")])
+    tokenizer.save(str(path))
+
+
+@pytest.fixture(scope="module")
+def openai_client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def name_of(server: LiveServer) -> str:
+    return str(server.state.model_name)
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64", None])
+def test_openais_client_gets_the_vectors_of_the_engine(
+    server: LiveServer, openai_client: openai.OpenAI, encoding: Any
+) -> None:
+    expected = server.engine.embed(TEXTS)
+    given = {} if encoding is None else {"encoding_format": encoding}
+    answer = openai_client.embeddings.create(model=name_of(server), input=TEXTS, **given)
+    rows = [item.embedding for item in answer.data]
+    if encoding == "base64":
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]  # type: ignore[arg-type]
+    assert (np.array(rows, np.float32) == expected).all()
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    tokens = sum(len(server.engine.tokenizer.encode(text)) for text in TEXTS)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (tokens, tokens)
+
+
+def test_every_kind_of_input_and_fewer_dimensions_are_answered(server: LiveServer, client: httpx.Client) -> None:
+    ids = server.engine.tokenizer.encode(TEXTS[0])
+    expected = server.engine.embed([ids], 5)
+    for given in (TEXTS[0], [TEXTS[0]], ids, [ids]):
+        answer = client.post("/v1/embeddings", json={"input": given, "dimensions": 5, "user": "me"}).json()
+        EmbeddingAnswer.model_validate(answer, strict=True)
+        assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
+
+
+def test_langchains_client_gets_them_too(server: LiveServer) -> None:
+    embeddings = OpenAIEmbeddings(
+        base_url=f"{server.base_url}/v1",
+        api_key="none",  # type: ignore[arg-type]
+        model=name_of(server),
+        check_embedding_ctx_length=False,  # else it sends the token ids of another vocabulary
+    )
+    assert (np.array(embeddings.embed_documents(TEXTS), np.float32) == server.engine.embed(TEXTS)).all()
+    assert (np.array(embeddings.embed_query("x"), np.float32) == server.engine.embed(["x"])[0]).all()
+
+
+def test_many_more_inputs_than_run_at_once_are_answered_in_order(server: LiveServer, client: httpx.Client) -> None:
+    most = int(COUNTS["inputs"].high)
+    inputs = [[1 + number % 200, 2 + number // 200] for number in range(most)]
+    answer = client.post("/v1/embeddings", json={"input": inputs, "encoding_format": "base64"}, timeout=300).json()
+    assert answer["usage"]["prompt_tokens"] == 2 * most
+    found = np.stack([np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in answer["data"]])
+    some = [0, 1, 777, most - 1]
+    assert (found[some] == server.engine.embed([inputs[number] for number in some])).all()
+    assert server.idle()
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": ""}, "input", "input 0 has 0 characters"),
+    ({"input": ["a", ""]}, "input", "input 1 has 0 characters"),
+    ({"input": []}, "input", "must hold 1..2048 inputs, not 0"),
+    ({"input": ["a"] * 8193}, "input", "must hold 1..2048 inputs, not 8193"),
+    ({"input": ["a"] * 2049}, "input", "must hold 1..2048 inputs, not 2049"),
+    ({"input": [[]]}, "input", "input 0 has 0 token ids"),
+    ({"input": [VOCAB_SIZE]}, "input", f"token 0 of the prompt is {VOCAB_SIZE}"),
+    ({"input": [-1]}, "input", ""),
+    ({"input": [1, "a"]}, "input", ""),
+    ({"input": 5}, "input", "must be a string, a list"),
+    ({"input": [[1] * 2049]}, "input", "2049 tokens are more than the model's context of 2048"),
+    ({"input": "a", "dimensions": 0}, "dimensions", ""),
+    ({"input": "a", "dimensions": HIDDEN + 1}, "dimensions", "must be in 1..64"),
+    ({"input": "a", "dimensions": 2**20}, "dimensions", ""),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format", ""),
+    ({"input": "a", "colour": 1}, "colour", ""),
+    ({}, "input", ""),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD, ids=[f"{n}-{one[1]}" for n, one in enumerate(BAD)])
+def test_bad_input_is_named(client: httpx.Client, body: dict[str, Any], param: str, message: str) -> None:
+    answer = client.post("/v1/embeddings", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+def test_another_model_is_not_found(client: httpx.Client) -> None:
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "q", "documents": ["d"]})):
+        assert client.post(path, json={**body, "model": "other"}).status_code == 404
+
+
+def test_documents_are_ranked_by_the_scores_of_the_engine(server: LiveServer, client: httpx.Client) -> None:
+    documents = ["Paris", "A cat sat", "Bread and butter"]
+    scores = server.engine.rerank("capital?", documents)
+    order = sorted(range(3), key=lambda index: -scores[index])
+    body = {"query": "capital?", "documents": ["Paris", {"text": "A cat sat"}, documents[2]], "return_documents": True}
+    answer = client.post("/v1/rerank", json=body).json()
+    RerankAnswer.model_validate(answer, strict=True)
+    expected = [{"index": i, "relevance_score": scores[i], "document": {"text": documents[i]}} for i in order]
+    assert answer["results"] == expected
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    few = client.post("/v1/rerank", json={"query": "capital?", "documents": documents, "top_n": 2}).json()
+    assert few["results"] == [{"index": i, "relevance_score": scores[i]} for i in order[:2]]
+
+
+BAD_RANKS: list[tuple[dict[str, Any], str]] = [
+    ({"query": "", "documents": ["d"]}, "query"),
+    ({"query": "q", "documents": []}, "documents"),
+    ({"query": "q", "documents": ["d"] * 1025}, "documents"),
+    ({"query": "q", "documents": ["d", ""]}, "documents"),
+    ({"query": "q", "documents": [{"title": "d"}]}, "documents"),
+    ({"query": "q", "documents": ["d"], "top_n": 0}, "top_n"),
+    ({"query": "q", "documents": ["d" * 4000]}, "documents"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_RANKS)
+def test_a_bad_ranking_is_named(client: httpx.Client, body: dict[str, Any], param: str) -> None:
+    answer = client.post("/v1/rerank", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, param)
+
+
+def test_whoever_goes_cancels_what_is_left(server: LiveServer) -> None:
+    inputs = [[number + 1] * 1000 for number in range(16)]
+    with server.connect() as socket:
+        socket.sendall(server.request_bytes("/v1/embeddings", {"input": inputs}))
+        wait_until(lambda: server.engine.num_running() > 0, "the first inputs")
+    wait_until(server.idle, "the end of what nobody waits for")
+    assert server.state.admission.sequences == 0
