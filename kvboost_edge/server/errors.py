@@ -1,4 +1,4 @@
-"""Every error of the server in OpenAI's shape: {"error": {message, type, param, code}}, with the request's id.
+"""Every error of the server in the shape of the API that was asked (error_shapes.py), with the request's id.
 
 `ApiError` is raised by routes and by admission; `install_error_handlers` turns it, the engine's errors, validation
 errors and unknown routes into answers. What is not the client's business (tracebacks, messages of libraries) stays
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
+from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.logs import failure_place, log_facts
 
 __all__ = [
@@ -117,27 +118,27 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
     return ApiError(500, "an internal error ended this request; its id is in the log", code="internal_error")
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error; streams send the same as an event."""
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+def error_body(error: ApiError, path: str = "") -> dict[str, Any]:
+    """The JSON of an error in the shape of the API that the path belongs to; streams send the same as an event."""
+    return shape_of(path)(error)
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str = "") -> Response:
     """The whole answer. The request id is a header that every answer gets (`x-request-id`)."""
     # ASCII only, so that no lone surrogate of the client's input can break the encoding.
-    body = json.dumps(error_body(error)).encode("ascii")
+    body = json.dumps(error_body(error, path)).encode("ascii")
     return Response(body, status_code=error.status_code, headers=error.headers, media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every failure inside the app an OpenAI-shaped answer."""
+    """Make every failure inside the app an answer in the shape of its API."""
 
     async def answer(request: Request, error: Exception) -> Response:
         alive = request.app.state.kv.engine.is_alive()
         api_error = as_api_error(error, engine_alive=alive)
         if api_error.status_code == 500:
             log_failure(request.scope, error)
-        return error_response(api_error)
+        return error_response(api_error, request.scope["path"])
 
     for kind in (HTTPException, RequestValidationError, KVBoostError):
         app.add_exception_handler(kind, answer)

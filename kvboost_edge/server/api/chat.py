@@ -8,8 +8,9 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
-from kvboost_edge.server.api.generation import Order, PromptLogprobs
+from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
+from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
 from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.turns import turn_of
@@ -21,9 +22,12 @@ from kvboost_edge.text.turns.reader import TurnReader
 
 __all__ = ["chat_order"]
 
+_SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-def chat_order(state: ServerState, body: ChatRequest) -> Order:
-    """How to run and answer a chat request. ApiError for fields that do not go together."""
+
+def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:
+    """How to run a chat request, and to answer it: with `writer`, or as OpenAI does. ApiError for fields that do not go
+    together."""
     body.check_together()
     body.check_vocabulary(state.engine.runner_info.vocab_size)
     wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -71,11 +75,8 @@ def chat_order(state: ServerState, body: ChatRequest) -> Order:
             cache_key=body.cache_key,
             retention=body.retention,
         ),
-        body=body,
-        choice=choice,
-        id_prefix="chatcmpl",
-        kind="chat.completion",
-        chunk_kind="chat.completion.chunk",
+        streams=bool(body.stream),
+        writer=writer or OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage),
     )
 
 

@@ -9,8 +9,9 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, room_for
-from kvboost_edge.server.api.generation import Order, PromptLogprobs
+from kvboost_edge.server.api.generation import Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
+from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -20,6 +21,8 @@ from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["completion_order"]
+
+_SPELLING = Spelling("cmpl", "text_completion", "text_completion")
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -69,12 +72,8 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
             cache_key=body.cache_key,
             retention=body.retention,
         ),
-        body=body,
-        choice=choice,
-        chosen=chosen,
-        id_prefix="cmpl",
-        kind="text_completion",
-        chunk_kind="text_completion",
+        streams=bool(body.stream),
+        writer=OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen),
     )
 
 

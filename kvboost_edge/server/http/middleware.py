@@ -84,7 +84,7 @@ class Envelope:
             if answer.status_code == 500:
                 log_failure(scope, error)
             if status == _CLIENT_GONE:  # nothing was sent yet
-                await error_response(answer)(scope, receive, send_dressed)
+                await error_response(answer, scope["path"])(scope, receive, send_dressed)
         finally:
             facts = {name: value for name, value in facts.items() if name != "tenant"}
             # What the connection itself answered, because the rest of the body did not come or was malformed.
@@ -132,7 +132,7 @@ class Gate:
         try:
             self._let_in(scope)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         body = _Body(receive, self._state, scope["kvboost"].get("tenant"))
         try:

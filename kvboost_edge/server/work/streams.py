@@ -1,10 +1,10 @@
-"""Server-sent events in OpenAI's format, and the JSON answers beside them."""
+"""Answers in pieces, such as server-sent events, and the JSON answers beside them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -12,8 +12,11 @@ from starlette.types import Send
 
 from kvboost_edge.server.errors import ApiError, error_body
 
-__all__ = ["EventStream", "dumps", "dumps_long", "json_response", "send_json"]
+__all__ = [
+    "EVENTS", "ChunkStream", "EventStream", "dumps", "dumps_long", "event", "json_response", "send_json",
+]  # fmt: skip
 
+EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
 _SLICE = 1 << 14  # characters or entries written as JSON in one go: less than a millisecond
@@ -22,19 +25,64 @@ _DEPTH = 2  # a choice's members and those of its logprobs
 
 
 class EventStream:
-    """One SSE answer. Nothing is sent before the first `flush`, so an error before it can still have its own status.
+    """An answer that is sent piece by piece. Nothing is sent before the first `flush`, so an error before it can still
+    have its own status.
+
+    failure   what an error that comes later is told as
+    last      bytes behind everything
+    """
+
+    def __init__(
+        self, send: Send, failure: Callable[[ApiError], bytes], *, last: bytes = b"", content_type: str = EVENTS
+    ) -> None:
+        self.started = False
+        self._send = send
+        self._failure, self._last = failure, last
+        self._content_type = content_type
+        self._waiting: list[bytes] = []
+
+    def add(self, *pieces: bytes) -> None:
+        """Add to what is sent next."""
+        self._waiting += pieces
+
+    async def flush(self) -> None:
+        """Send what waits, if anything, in one piece."""
+        if self._waiting:
+            await self._write(more=True)
+
+    async def end(self) -> None:
+        """What waits, the last bytes, and the end of the answer."""
+        self.add(self._last)
+        await self._write(more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Tell of an error after the stream began, and end it."""
+        self.add(self._failure(error))
+        await self.end()
+
+    async def _write(self, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            headers = [(b"content-type", self._content_type.encode()), (b"cache-control", b"no-store")]
+            # Asks proxies such as nginx to pass each event on at once.
+            headers.append((b"x-accel-buffering", b"no"))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        data, self._waiting = b"".join(self._waiting), []
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class ChunkStream(EventStream):
+    """Server-sent events in OpenAI's format.
 
     `head`: the members that every chunk begins with. `include_usage`: every chunk has a usage member, null in all but
     the last.
     """
 
     def __init__(self, send: Send, head: Mapping[str, Any], *, include_usage: bool) -> None:
-        self.started = False
-        self._send = send
+        super().__init__(send, lambda error: event(error_body(error)), last=_DONE)
         members = json.dumps(dict(head), separators=(",", ":"), ensure_ascii=False)
         self._head = f"data: {members[:-1]},".encode()
         self._include_usage = include_usage
-        self._waiting: list[bytes] = []
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], *, long: bool = False, **members: Any) -> None:
         """Add one chunk to what is sent next; a long one is written as `dumps_long` does."""
@@ -42,32 +90,13 @@ class EventStream:
             members.setdefault("usage", None)
         written = b",".join(map(dumps_long if long else dumps, choices))
         rest = b"," + dumps(members)[1:] if members else b"}"
-        self._waiting += (self._head, b'"choices":[', written, b"]", rest, b"\n\n")
+        self.add(self._head, b'"choices":[', written, b"]", rest, b"\n\n")
 
-    async def flush(self) -> None:
-        """Send the chunks that wait, if any, in one piece."""
-        if self._waiting:
-            await self._write(more=True)
 
-    async def end(self) -> None:
-        """What waits, the last event, and the end of the answer."""
-        self._waiting.append(_DONE)
-        await self._write(more=False)
-
-    async def fail(self, error: ApiError) -> None:
-        """Tell of an error after the stream began, and end it."""
-        self._waiting += (b"data: ", dumps(error_body(error)), b"\n\n")
-        await self.end()
-
-    async def _write(self, *, more: bool) -> None:
-        if not self.started:
-            self.started = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-            # Asks proxies such as nginx to pass each event on at once.
-            headers.append((b"x-accel-buffering", b"no"))
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        data, self._waiting = b"".join(self._waiting), []
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event, of a kind where it has a name."""
+    kind = f"event: {name}\n".encode() if name else b""
+    return kind + b"data: " + dumps(data) + b"\n\n"
 
 
 def json_response(value: Mapping[str, Any], *, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,0 +1,23 @@
+"""From another API's body to ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.errors import as_api_error
+
+__all__ = ["chat_request"]
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    """The chat request with these fields, left out where None. ApiError 400, naming our field, for values that the
+    dialect's own bounds let pass and ours do not."""
+    try:
+        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        raise as_api_error(RequestValidationError(problems)) from error

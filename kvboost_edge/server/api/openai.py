@@ -1,0 +1,152 @@
+"""How OpenAI's completions and chat completions are answered: choices in one object, or in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from starlette.types import Send
+
+import kvboost_edge
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import Running, off_loop
+from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long
+
+__all__ = ["Choice", "OpenAIWriter", "PromptLogprobs", "Spelling"]
+
+Json = dict[str, Any]
+PromptLogprobs = Sequence[TokenLogprobs | None] | None
+
+
+class Choice(Protocol):
+    """Writes one choice of an answer, either whole, or piece by piece."""
+
+    def whole(self, result: GenerationResult) -> Json: ...
+
+    def opening(self, prompt_logprobs: PromptLogprobs) -> Json | None:
+        """What a stream shows before the first token, if anything."""
+        ...
+
+    def push(self, event: TokenEvent) -> Json | None:
+        """The next piece; None while there is no text to show. What belongs to the token waits for it."""
+        ...
+
+    def close(self, result: GenerationResult) -> Json:
+        """The last piece, with the reason of the end."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that are reasoning; known once it is whole or closed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spelling:
+    """How the answer calls itself, whole and in chunks."""
+
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+
+
+class OpenAIWriter:
+    """Implements `AnswerWriter`.
+
+    choice   (number of the choice, the running requests) -> its writer
+    chosen   the results to show, in order
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        spelling: Spelling,
+        choice: Callable[[int, Running], Choice],
+        *,
+        include_usage: bool,
+        chosen: Callable[[Sequence[GenerationResult]], list[GenerationResult]] = list,
+    ) -> None:
+        self._state, self._spelling = state, spelling
+        self._choice, self._chosen = choice, chosen
+        self._include_usage = include_usage
+        self._run: Running | None = None
+        self._choices: list[Choice] = []
+        self._results: dict[int, GenerationResult] = {}
+
+    def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
+        # One choice after the other, each as bytes at once: with their log probabilities they are large.
+        writers = [(self._choice(index, run), result) for index, result in enumerate(self._chosen(results))]
+        choices = [dumps_long(writer.whole(result)) for writer, result in writers]
+        figures = dumps(_figures(results, run, [writer for writer, _ in writers]))
+        head = dumps(self._head(self._spelling.kind))
+        return head[:-1] + b',"choices":[' + b",".join(choices) + b"]," + figures[1:]
+
+    def events(self, send: Send) -> EventStream:
+        self._stream = ChunkStream(send, self._head(self._spelling.chunk_kind), include_usage=self._include_usage)
+        return self._stream
+
+    def begin(self, run: Running) -> None:
+        self._run = run
+        self._choices = [self._choice(index, run) for index in range(len(run.handles))]
+
+    async def open(self, index: int) -> None:
+        """The log probabilities of a prompt are written beside the loop."""
+        assert self._run is not None
+        choice, prompt_logprobs = self._choices[index], self._run.handles[index].prompt_logprobs
+
+        def write() -> None:
+            opening = choice.opening(prompt_logprobs)
+            if opening is not None:
+                self._stream.chunk([opening], long=bool(prompt_logprobs))
+
+        if prompt_logprobs:
+            await off_loop(write)
+        else:
+            write()
+
+    def push(self, index: int, event: TokenEvent) -> None:
+        if (piece := self._choices[index].push(event)) is not None:
+            self._stream.chunk([piece])
+
+    def close(self, index: int, result: GenerationResult) -> None:
+        self._results[index] = result
+        closing = self._choices[index].close(result)
+        members = {}
+        if len(self._results) == len(self._choices) and not self._include_usage:
+            members = self._all_figures()
+            del members["usage"]  # only who asks for it gets it in a stream
+        self._stream.chunk([closing], **members)
+
+    def end(self) -> None:
+        if self._include_usage:
+            self._stream.chunk([], **self._all_figures())
+
+    def _all_figures(self) -> Json:
+        assert self._run is not None
+        results = [self._results[index] for index in range(len(self._results))]
+        return _figures(results, self._run, self._choices)
+
+    def _head(self, kind: str) -> Json:
+        """The members that an answer, and every chunk of one, begins with."""
+        info = self._state.engine.runner_info
+        described = f"{kvboost_edge.__version__} {self._state.model_name} {info.name} {info.architecture} {info.dtype}"
+        return {
+            "id": f"{self._spelling.id_prefix}-{secrets.token_hex(16)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._state.model_name,
+            "system_fingerprint": "fp_" + hashlib.sha256(described.encode()).hexdigest()[:12],
+        }
+
+
+def _figures(results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]) -> Json:
+    """usage, timings and kvboost."""
+    reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+    return {"usage": usage_of(results, run.per_prompt, reasoning), **costs(results, run.per_prompt, run.tokenize_ms)}

@@ -1,0 +1,100 @@
+"""One assistant's turn taken apart while it comes: what the APIs build on that answer in blocks, not in choices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import Running
+from kvboost_edge.text.turns.parts import Content, Part
+from kvboost_edge.text.turns.reader import TurnMessage, TurnReader
+
+__all__ = ["TurnWriter"]
+
+
+class TurnWriter(ABC):
+    """An `AnswerWriter` of requests with one sequence. Subclasses say how a turn is written whole, and what a stream
+    shows when it opens, of its parts, and when it closes.
+
+    message   what was said so far
+    run       the running request
+    """
+
+    def __init__(self, state: ServerState, stop: Sequence[str] = ()) -> None:
+        self.state, self._stop = state, stop
+        self.message = TurnMessage()
+        self._reader: TurnReader | None = None
+
+    @abstractmethod
+    def written(self, result: GenerationResult, reason: str) -> bytes:
+        """The JSON of the whole answer, whose turn is in `message`."""
+
+    @abstractmethod
+    def opened(self) -> None:
+        """A stream begins."""
+
+    @abstractmethod
+    def told(self, parts: Sequence[Part]) -> None:
+        """Parts that were added to the message."""
+
+    @abstractmethod
+    def closed(self, result: GenerationResult, reason: str) -> None:
+        """The turn is complete."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that are reasoning; known once it is complete."""
+        return 0 if self._reader is None else self._reader.num_reasoning_tokens
+
+    def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
+        self.begin(run)
+        (result,) = results
+        if self._reader is None:
+            self.message.add([Content(result.output_text)])
+        else:
+            for token_id in result.output_token_ids:
+                self._reader.push(token_id)
+        self._finish(result)
+        return self.written(result, self._reason(result))
+
+    def begin(self, run: Running) -> None:
+        self.run = run
+        tokenizer, turn = self.state.engine.tokenizer, run.prompts[0].turn
+        if turn is not None:
+            self._reader = TurnReader(turn, tokenizer, self._stop, run.answers.keep)
+            self.message = self._reader.message
+
+    async def open(self, index: int) -> None:
+        self.opened()
+
+    def push(self, index: int, event: TokenEvent) -> None:
+        if self._reader is not None:
+            parts: list[Part] = self._reader.push(event.token_id)
+        else:
+            parts = [Content(event.text)] if event.text else []
+            self.message.add(parts)
+        if parts:
+            self.told(parts)
+
+    def close(self, index: int, result: GenerationResult) -> None:
+        if parts := self._finish(result):
+            self.told(parts)
+        self.closed(result, self._reason(result))
+
+    def end(self) -> None:  # noqa: B027 - all is said in `closed`
+        """Nothing is left to say."""
+
+    def _finish(self, result: GenerationResult) -> list[Part]:
+        return [] if self._reader is None else self._reader.close()
+
+    def _reason(self, result: GenerationResult) -> str:
+        """ "stop", "length" or "tool_calls"."""
+        return result.finish_reason if self._reader is None else self._reader.reason(result.finish_reason)
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of the message: id, and function with name and arguments (JSON text)."""
+        return self.message.calls

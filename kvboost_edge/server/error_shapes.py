@@ -1,0 +1,58 @@
+"""How each API writes an error: what its clients look for. Chosen by the route's path, as an error may come before a
+route is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+__all__ = ["Told", "shape_of"]
+
+
+class Told(Protocol):
+    """What there is to tell of an error, see `ApiError`."""
+
+    status_code: int
+    message: str
+    kind: str
+    code: str | None
+    param: str | None
+
+
+Shape = Callable[[Told], dict[str, Any]]
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 413: "request_too_large", 422: "invalid_request_error", 429: "rate_limit_error",
+    500: "api_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def _openai(error: Told) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def _anthropic(error: Told) -> dict[str, Any]:
+    kind = _ANTHROPIC_KINDS.get(error.status_code, "api_error" if error.status_code >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _ollama(error: Told) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+def _llama_cpp(error: Told) -> dict[str, Any]:
+    return {"error": {"code": error.status_code, "message": error.message, "type": error.kind}}
+
+
+_BY_PATH: Mapping[str, Shape] = {
+    "/v1/messages": _anthropic,
+    **dict.fromkeys(("/completion", "/infill", "/props", "/slots", "/apply-template"), _llama_cpp),
+}
+
+
+def shape_of(path: str) -> Shape:
+    """The shape of the API that a path belongs to; OpenAI's where it is none of the others'."""
+    if path.startswith("/api/"):
+        return _ollama
+    return _BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)
