@@ -15,11 +15,14 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
+from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+
 __all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "q4_k_m", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "glm4": MODEL_ARCH.GLM4,
@@ -27,6 +30,7 @@ ARCHS = {
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = ("llama", "mistral", "granite", "smollm3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
 K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
@@ -51,16 +55,19 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
                 values = _permute(values, heads)
             elif ".k_proj." in name:
                 values = _permute(values, kv_heads)
-        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+        if model_type in PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        name += ".weight" if name.endswith("layer_scalar") else ""
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
+    if model_type == "gemma4_text":
+        found["rope_freqs.weight"] = rope_freqs(config)
     return found
 
 
@@ -159,6 +166,8 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if model_type == "gemma4_text":
+        write_gemma4_sizes(writer, config)
     if model_type == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
