@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name
+from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
@@ -50,7 +50,7 @@ class GgufSource:
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in header.tensors.items():
-            if name == ROPE_FACTORS:
+            if name == ROPE_FACTORS or is_other_part(name):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:
