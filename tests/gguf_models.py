@@ -114,23 +114,25 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool = True,
     keys: Mapping[str, Any] | None = None,
-    more: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
     of K types are random.
     `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `more`: further
-    tensors, F32. `split`: parts of so many tensors each,
-    beside `path`, which is not written then; the first one is returned."""
+    tensors, F32; None for one that is left out. `split`: parts of so many tensors each, beside `path`, which is not
+    written then; the first one is returned."""
     config = _config(model_dir)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{writer.arch}.{key}", value)
+        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
+        kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"])
     for name, values in {**gguf_tensors(model_dir), **(more or {})}.items():
+        if values is None:
+            continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
         number = GGMLQuantizationType[chosen]

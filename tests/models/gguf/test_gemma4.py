@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
 from safetensors.numpy import load_file
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -88,16 +86,6 @@ def test_config_and_tensors_make_the_same_model(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
 
-def test_a_layer_without_its_scalar_is_left_alone_by_the_reader(tmp_path: Path) -> None:
-    """llama.cpp takes files without them; the runner says what it misses."""
-    _, path = _write(tmp_path, SMALL)
-    assert {tensor.name for tensor in GGUFReader(path).tensors} >= {
-        "per_layer_token_embd.weight", "per_layer_model_proj.weight", "per_layer_proj_norm.weight", "rope_freqs.weight",
-        "blk.7.inp_gate.weight", "blk.7.proj.weight", "blk.7.post_norm.weight", "blk.7.layer_output_scale.weight",
-    }  # fmt: skip
-    assert "blk.5.attn_k.weight" not in {tensor.name for tensor in GGUFReader(path).tensors}
-
-
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
     directory, path = _write(tmp_path, SMALL, kind=kind)
@@ -112,3 +100,66 @@ def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
 def test_summary_takes_layers_of_two_sizes(tmp_path: Path) -> None:
     _, path = _write(tmp_path, SMALL)
     assert Checkpoint.open(path, cache_dir=NO_CACHE).summary().num_params > 0
+
+
+def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path: Path) -> None:
+    """The makers' checkpoints have them, and the converter writes what is there."""
+    unused = np.ones((64, 64), np.float32)
+    _, path = _write(tmp_path, SMALL, more={"blk.5.attn_k.weight": unused, "blk.5.attn_v.weight": unused})
+    without = write_gguf(tmp_path / "hf", tmp_path / "without.gguf")
+    assert Checkpoint.open(path, cache_dir=NO_CACHE).config == Checkpoint.open(without, cache_dir=NO_CACHE).config
+
+
+TABLE = "per_layer_token_embd.weight"
+ONES = np.ones(32, np.float32)
+SLIDES = [True, True, False, True, False, True, True, False]
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no table": (SMALL, {"more": {TABLE: None}}, f"lacks the tensor '{TABLE}', which .*per_layer_input=16 needs"),
+    "another table": (SMALL, {"more": {TABLE: np.ones((300, 127), np.float32)}}, r"contradicts .*\(300, 127\)"),
+    "fewer rows": (SMALL, {"more": {TABLE: np.ones((299, 128), np.float32)}}, r"contradicts .*\(299, 128\)"),
+    "a table of no width": (
+        SMALL, {"keys": {"embedding_length_per_layer_input": 0}}, "per_layer_input=0 contradicts the tensor",
+    ),
+    "no pattern": (SMALL, {"keys": {"attention.sliding_window_pattern": 6}}, "pattern=6 must say of each layer"),
+    "a short pattern": (
+        SMALL, {"keys": {"attention.sliding_window_pattern": SLIDES[1:]}}, "an entry for each of the 8 layers",
+    ),
+    "a long list of widths": (SMALL, {"keys": {"feed_forward_length": [96] * 9}}, "has 9 entries for 8 layers"),
+    "three widths": (
+        SMALL, {"keys": {"feed_forward_length": [96, 97, *[96] * 6]}}, "must be one width for the first 5 layers",
+    ),
+    "another width of sharing layers": (
+        SMALL, {"keys": {"feed_forward_length": [96] * 5 + [288] * 3}}, "or its double behind",
+    ),
+    "a list of no width": (SMALL, {"keys": {"feed_forward_length": [0] * 8}}, "feed_forward_length=0 must be"),
+    "heads of no kind": (
+        LARGE, {"keys": {"attention.head_count_kv": [2, 1, 1, 2, 1, 2, 2, 1]}}, "one number for layers that slide",
+    ),
+    "few heads": (LARGE, {"keys": {"attention.head_count_kv": [2] * 7}}, "has 7 entries for 8 layers"),
+    "other heads with values": (
+        SMALL, {"keys": {"attention.head_count_kv": [2 if slide else 1 for slide in SLIDES]}}, "keys are values",
+    ),
+    "all shared": (SMALL, {"keys": {"attention.shared_kv_layers": 8}}, "shared_kv_layers=8 leaves none of 8 layers"),
+    "more shared": (SMALL, {"keys": {"attention.shared_kv_layers": 2**31}}, "shared_kv_layers=2147483648 leaves none"),
+    "values of some layers": (LARGE, {"more": {"blk.2.attn_v.weight": np.ones((64, 64), np.float32)}},
+                              "lacks the tensor 'blk.4.attn_v.weight'"),
+    "no values where it slides": (SMALL, {"more": {"blk.0.attn_v.weight": None}}, "'blk.0.attn_v.weight': keys are"),
+    "values of another length": (SMALL, {"keys": {"attention.value_length_swa": 16}}, "length_swa=16 must equal .*32"),
+    "a rope of a part": (SMALL, {"keys": {"rope.dimension_count_swa": 16}}, "dimension_count_swa=16 must be .*32"),
+    "no rope": (SMALL, {"more": {"rope_freqs.weight": None}}, "lacks the tensor 'rope_freqs.weight'"),
+    "another rope": (SMALL, {"more": {"rope_freqs.weight": 2 * ONES}}, "must be ones, then 1e\\+30"),
+    "a rope that turns late": (
+        SMALL, {"more": {"rope_freqs.weight": np.where(np.arange(32) < 8, 1e30, 1).astype(np.float32)}}, "must be ones",
+    ),
+    "experts": (SMALL, {"keys": {"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 32}},
+                "gemma4.expert_count=128 is a mixture of experts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_contradicts_is_refused(name: str, tmp_path: Path) -> None:
+    settings, change, message = REFUSED[name]
+    _, path = _write(tmp_path, settings, **change)
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        _ = Checkpoint.open(path, cache_dir=NO_CACHE).config
+    assert "m.gguf" in str(caught.value)
