@@ -22,11 +22,12 @@ ARCHS = {
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL,
+    "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
+    "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
 }  # fmt: skip
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
-PERMUTED = ("llama", "mistral", "granite", "smollm3")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3")
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
@@ -154,13 +155,27 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic":
+        base = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+        writer.add_rope_freq_base(base)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+    else:
+        writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

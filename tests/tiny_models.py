@@ -139,6 +139,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 128.0, "factor": 1.0},
+    },
     "stablelm": {
         "use_qkv_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
@@ -174,6 +179,12 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
         "mistral",
         {"sliding_window": 24, "head_dim": 16},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "mistral3-ministral3": (
+        "ministral3",
+        FAMILIES["ministral3"],
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "image_size": 32, "patch_size": 16},
     ),
@@ -213,7 +224,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             weight.add_(0.2 * noise)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
                 weight.add_(1.0)
         elif weight.dim() == 1:
             weight.copy_(0.3 * noise)

@@ -17,7 +17,7 @@ from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
     "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "pin_notice", "pinned_context",
+    "check_model_compatibility", "is_static_dynamic", "pin_notice", "pinned_context",
 ]  # fmt: skip
 
 PHI3_LENGTH = 4096
@@ -66,6 +66,7 @@ _TESTED = {
     "glm4": "partial rotary, norms before and behind the blocks",
     "granite": "scaled attention, residual and logits",
     "smollm3": "layers without rope",
+    "hunyuan_v1_dense": "queries and keys normalized behind rope",
     "ministral3": "queries scaled by position",
     "gemma3": "the language part of a vision model; text only",
     "qwen3_vl": "the language part of a vision model; text only, native runner",
@@ -89,7 +90,6 @@ _UNTESTED = {
     "gpt_oss": "mixture of experts, attention sinks",
     "granitemoe": "mixture of experts",
     "helium": "Llama's attention",
-    "hunyuan_v1_dense": "normalized queries and keys",
     "ministral": "local and global layers",
     "mixtral": "mixture of experts",
     "nemotron": "partial rotary",
@@ -164,6 +164,8 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
         if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
             kind = "longrope"  # its first names
         if kind not in ("dynamic", "longrope"):
+            continue
+        if is_static_dynamic(inner.get("model_type"), rope):
             continue
         name = "original_max_position_embeddings"
         # Some families keep it beside the rope settings; for these transformers takes that one.
@@ -253,6 +255,11 @@ def _remote_code(config: Mapping[str, Any]) -> str:
         if auto_map.get(name):
             return str(auto_map[name])
     return ""
+
+
+def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
+    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

@@ -70,6 +70,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "qwen3_vl_text", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS},
             keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
         ),
+        "mistral3": GgufArchitecture(
+            "ministral3", {**_MATRICES, **_PRE_NORMS}, permuted=True,
+            # The last two are Ollama's, of the part for images.
+            keys=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale",
+                            "image_token_index", "spatial_merge_size"}),
+        ),
+        "hunyuan-dense": GgufArchitecture(
+            "hunyuan_v1_dense",
+            {**_MATRICES, **_PRE_NORMS, "attn_q_norm": "self_attn.query_layernorm",
+             "attn_k_norm": "self_attn.key_layernorm"},
+        ),
         "gemma": GgufArchitecture("gemma", {**_MATRICES, **_PRE_NORMS}, norm_offset=1.0),
         "gemma2": GgufArchitecture(
             "gemma2", {**_MATRICES, **_BOTH_NORMS}, norm_offset=1.0, keys=frozenset(_SOFTCAPS | _WINDOW)

@@ -40,6 +40,8 @@ FAMILIES = [
     "smollm3",
     "ernie4_5",
     "glm4",
+    "ministral3",
+    "hunyuan_v1_dense",
 ]
 
 
