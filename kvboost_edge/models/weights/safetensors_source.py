@@ -14,7 +14,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.parts import counted_parts, text_names
 from kvboost_edge.models.weights.safetensors_check import TensorEntry, read_header, weight_files
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["SafetensorsSource"]
 
@@ -112,6 +112,13 @@ class SafetensorsSource:
 
     def file_of(self, name: str) -> Path:
         return self._find(name)[1].path
+
+    def stored_rows(self, name: str) -> StoredRows:
+        entry, file = self._entry(name)
+        if len(entry.shape) != 2 or not entry.shape[0]:
+            raise ModelFormatError(f"{file.path}: tensor {name!r} of shape {entry.shape} has no rows to be read alone")
+        row_bytes = (entry.stop - entry.start) // entry.shape[0]
+        return StoredRows(file.path, file.stamp, entry.dtype, entry.start, row_bytes)
 
     def _entry(self, name: str) -> tuple[TensorEntry, FileBytes]:
         found = self._find(name)
