@@ -24,10 +24,11 @@ ARCHS = {
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
     "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE,
 }  # fmt: skip
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
-PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid")
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
@@ -66,6 +67,11 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        if "shared_mlp.input_linear" in name:
+            layer = name.split(".")[2]
+            found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)
+            continue
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
@@ -147,7 +153,8 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads] * config["num_hidden_layers"] if model_type == "granitemoehybrid" else kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -190,7 +197,16 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if model_type == "granite":
+    if model_type == "granitemoehybrid":
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(0)
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if model_type in ("granite", "granitemoehybrid"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

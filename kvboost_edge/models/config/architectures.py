@@ -17,7 +17,7 @@ from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
     "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "is_static_dynamic", "pin_notice", "pinned_context",
+    "check_model_compatibility", "granite_hybrid_objections", "is_static_dynamic", "pin_notice", "pinned_context",
 ]  # fmt: skip
 
 PHI3_LENGTH = 4096
@@ -65,6 +65,7 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "partial rotary, norms before and behind the blocks",
     "granite": "scaled attention, residual and logits",
+    "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
     "smollm3": "layers without rope",
     "hunyuan_v1_dense": "queries and keys normalized behind rope",
     "ministral3": "queries scaled by position",
@@ -112,10 +113,11 @@ _BIDIRECTIONAL = (
     "its attention is bidirectional (as EmbeddingGemma's is), and keys and values of a pool are computed causally; for "
     "embeddings use a causal model such as Qwen3-Embedding"
 )
+_ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
-        "granitemoehybrid lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        "lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
         _STATE_SPACE,
     ),
     **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
@@ -230,6 +232,8 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
+    if inner.get("model_type", model_type) == "granitemoehybrid":
+        yield from granite_hybrid_objections(inner)
     if model_type not in SUPPORTED_ARCHITECTURES:
         code = _remote_code(config)
         if code:
@@ -244,6 +248,16 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield _BIDIRECTIONAL
     if inner.get("alibi"):
         yield _OWN_ATTENTION
+
+
+def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why a model of type granitemoehybrid is more than a dense one with attention in every layer."""
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(types, (list, tuple)) or any(kind not in _ATTENTION_LAYERS for kind in types):
+        yield _STATE_SPACE
+    experts = config.get("num_local_experts", 8)
+    if experts not in (None, 0):
+        yield f"it has num_local_experts={experts!r}; of this family only models without experts run"
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
-from kvboost_edge.models.config.completed import hunyuan, ministral3
+from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, ministral3
 from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
@@ -45,7 +45,7 @@ class Family:
     paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
     partial      the part of each head that turns, where the config does not say
     no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
-                 that has windows
+                 that has windows, "typed" all or none by position_embedding_type
     local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
     complete     fills in what the config leaves out, and says in Llama's words what it says in others
@@ -233,7 +233,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
                         "post_mlp_layernorm"),
         ),
-        "granite": Family(multipliers=True),
+        "granite": Family(multipliers=True, no_rope="typed"),
+        "granitemoehybrid": Family(
+            multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+            inner="shared_intermediate_size", complete=granite_hybrid,
+        ),
         "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
                                    eps=1e-5, complete=hunyuan),
         "ministral3": Family(qkv_bias=False, head_dim=128, eps=1e-5, query_scaled=True, complete=ministral3,
@@ -340,6 +344,9 @@ def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKin
     if family.no_rope == "full":
         mixed = _window({"sliding_window": 4096, **config}, 0) > 0
         return ropes, lambda i, w: 0 if w or not mixed else -1
+    if family.no_rope == "typed":
+        kind = 0 if has_rope(config) else -1
+        return ropes, lambda i, w: kind
     layers = _size(config, "num_hidden_layers")
     step = _step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]

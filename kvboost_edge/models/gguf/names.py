@@ -60,6 +60,7 @@ class GgufArchitecture:
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+_SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
@@ -101,7 +102,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         ),
         "granite": GgufArchitecture(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
-            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+            # Granite 4 without mamba layers has their sizes all the same, and no tensor of theirs.
+            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale", *_SSM_SIZES}),
         ),
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }

@@ -110,16 +110,16 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    switch = "rope.scaling.finetuned"  # for this architecture it says whether there is rope at all
-    if keys.header.value(keys.name(switch), bool) is False:
-        raise keys.error(switch, False, "means layers without rope, which is not built for this architecture")
+    # For this architecture it says whether there is rope at all.
+    turned = keys.header.value(keys.name("rope.scaling.finetuned"), bool)
     names = {
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    return {name: value for name, key in names.items() if (value := keys.number(key)) is not None}
+    found: dict[str, Any] = {name: value for name, key in names.items() if (value := keys.number(key)) is not None}
+    return found if turned is not False else {**found, "position_embedding_type": "nope"}
 
 
 def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def _spec(model_type: str, **fields: Any) -> Any:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """A config.json that leaves out what equals the default means the same here as there."""
-    extra = {"head_dim": 32} if model_type == "mistral" else {}
+    extra: dict[str, Any] = {"head_dim": 32} if model_type == "mistral" else {}
+    if model_type == "granitemoehybrid":
+        extra = {"layer_types": ["attention"] * 8, "num_local_experts": 0}
     config = AutoConfig.for_model(model_type, pad_token_id=0, **SIZES, **extra)
     spec = _spec(model_type, **extra)
     assert spec.eps == config.rms_norm_eps
@@ -238,3 +240,18 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha() -> None:
             _spec("hunyuan_v1_dense", rope_scaling={**rope, **change})
     with pytest.raises(ModelFormatError, match="head_dim=2 must be above 2"):
         _spec("hunyuan_v1_dense", head_dim=2, rope_scaling=rope)
+
+
+def test_granite_4_with_more_than_attention_is_refused() -> None:
+    dense = {"layer_types": ["attention"] * 8, "num_local_experts": 0, "shared_intermediate_size": 96}
+    assert {layer.rope for layer in _spec("granitemoehybrid", **dense).layers} == {-1}
+    rope = _spec("granitemoehybrid", **dense, position_embedding_type="rope")
+    assert {layer.rope for layer in rope.layers} == {0}
+    for change, message in (
+        ({"layer_types": ["mamba"] + ["attention"] * 7}, "recurrent state"),
+        ({"layer_types": None}, "recurrent state"),
+        ({"num_local_experts": 4}, "num_local_experts=4; of this family only models without experts"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not known"),
+    ):
+        with pytest.raises(ModelFormatError, match=message):
+            _spec("granitemoehybrid", **{**dense, **change})

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4": ("glm4", "bf16", {}),
     "ministral3": ("ministral3", "int8", {}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", "int4", {}),
+    "granitemoehybrid": ("granitemoehybrid", "int8", {}),
     "granite": ("granite", "int4-asym", {}),
     "smollm3": ("smollm3", "int8", {}),
 }
