@@ -17,7 +17,7 @@ from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
     "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "pin_notice", "pinned_context",
+    "check_model_compatibility", "granite_hybrid_objections", "is_static_dynamic", "pin_notice", "pinned_context",
 ]  # fmt: skip
 
 PHI3_LENGTH = 4096
@@ -65,7 +65,9 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "partial rotary, norms before and behind the blocks",
     "granite": "scaled attention, residual and logits",
+    "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
     "smollm3": "layers without rope",
+    "hunyuan_v1_dense": "queries and keys normalized behind rope",
     "ministral3": "queries scaled by position",
     "gemma3": "the language part of a vision model; text only",
     "qwen3_vl": "the language part of a vision model; text only, native runner",
@@ -89,7 +91,6 @@ _UNTESTED = {
     "gpt_oss": "mixture of experts, attention sinks",
     "granitemoe": "mixture of experts",
     "helium": "Llama's attention",
-    "hunyuan_v1_dense": "normalized queries and keys",
     "ministral": "local and global layers",
     "mixtral": "mixture of experts",
     "nemotron": "partial rotary",
@@ -112,10 +113,11 @@ _BIDIRECTIONAL = (
     "its attention is bidirectional (as EmbeddingGemma's is), and keys and values of a pool are computed causally; for "
     "embeddings use a causal model such as Qwen3-Embedding"
 )
+_ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
-        "granitemoehybrid lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        "lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
         _STATE_SPACE,
     ),
     **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
@@ -164,6 +166,8 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
         if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
             kind = "longrope"  # its first names
         if kind not in ("dynamic", "longrope"):
+            continue
+        if is_static_dynamic(inner.get("model_type"), rope):
             continue
         name = "original_max_position_embeddings"
         # Some families keep it beside the rope settings; for these transformers takes that one.
@@ -228,6 +232,8 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
+    if inner.get("model_type", model_type) == "granitemoehybrid":
+        yield from granite_hybrid_objections(inner)
     if model_type not in SUPPORTED_ARCHITECTURES:
         code = _remote_code(config)
         if code:
@@ -244,6 +250,16 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield _OWN_ATTENTION
 
 
+def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why a model of type granitemoehybrid is more than a dense one with attention in every layer."""
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(types, (list, tuple)) or any(kind not in _ATTENTION_LAYERS for kind in types):
+        yield _STATE_SPACE
+    experts = config.get("num_local_experts", 8)
+    if experts not in (None, 0):
+        yield f"it has num_local_experts={experts!r}; of this family only models without experts run"
+
+
 def _remote_code(config: Mapping[str, Any]) -> str:
     """The model class in `auto_map`, or empty. A family known here always runs the code of the installed library."""
     auto_map = config.get("auto_map")
@@ -253,6 +269,11 @@ def _remote_code(config: Mapping[str, Any]) -> str:
         if auto_map.get(name):
             return str(auto_map[name])
     return ""
+
+
+def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
+    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

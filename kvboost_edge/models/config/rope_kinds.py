@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import number_of
+from kvboost_edge.models.config.file import integer_of, number_of
 
-__all__ = ["RopeKind", "rope_kind"]
+__all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
 # What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
 _LEAST, _MOST = 1e-9, 1e12
@@ -33,6 +33,26 @@ class RopeKind:
     def half(self) -> int:
         """Number of rotated pairs; the pairs are (i, i + half)."""
         return len(self.frequencies)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A query at position p is multiplied by 1 + beta * ln(1 + floor(p / length))."""
+
+    beta: float
+    length: int
+
+    def factors(self, positions: int) -> Floats:
+        """float32 [positions]. The bits of one do not depend on how many there are."""
+        steps = -(-positions // self.length)
+        values = [1 + self.beta * math.log(1 + step) for step in range(steps)]
+        return np.repeat(np.array(values, dtype=np.float32), self.length)[:positions]
+
+
+def query_scale(settings: Mapping[str, Any]) -> QueryScale:
+    """The scale of queries that a `rope_parameters` entry says (of Llama 4 and Ministral 3)."""
+    length = integer_of(settings, "original_max_position_embeddings", 1, "rope")
+    return QueryScale(number_of(settings, "llama_4_scaling_beta", 0.0, 1e3, "rope"), length)
 
 
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
