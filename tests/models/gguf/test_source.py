@@ -172,7 +172,8 @@ def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pyt
     # What is left is the rounding of activations, and of the formats that are quantized again.
     assert np.linalg.norm(logits[0] - logits[1]) <= 5e-2 * np.linalg.norm(logits[1])
     assert ("Q5_1: 16 tensors become int8" in caplog.text) == (kind == "Q5_1")
-    assert ("tensors become" in caplog.text) == (kind == "Q5_1")
+    assert ("tensors become" in caplog.text) == (kind in ("Q5_1", "Q5_0"))
+    assert ("Q5_0: 16 tensors become int8 exactly, in 1.06 bytes" in caplog.text) == (kind == "Q5_0")
 
 
 def test_torch_runner_is_refused(tmp_path: Path) -> None:
