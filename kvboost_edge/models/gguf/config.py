@@ -101,10 +101,10 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
             found[name] = value
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
-    for index, token in enumerate(vocabulary):
-        if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types):
-            if types[index] == _CONTROL or (token in _SEEN_ENDINGS and types[index] == _USER_DEFINED):
-                endings.add(index)
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
+            endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)
     return found
