@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from gguf_gemma4 import rope_freqs, write_gemma4_sizes
 
-__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "q4_k_m", "write_gguf"]
+__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -34,7 +34,10 @@ PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weig
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
-K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
+K_SCALES = {
+    "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32), "Q3_K": ((108,), 32 * 4),
+    "IQ4_NL": ((0,), 127), "IQ4_XS": ((0,), 32 * 127),
+}  # fmt: skip
 
 
 def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -107,6 +110,14 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
 
 
+def iq4_xs(name: str) -> str:
+    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the first layers' way
+    down."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q6_K"
+    return "Q5_K" if "attn_v" in name or name.startswith("blk.0.ffn_down") else "IQ4_XS"
+
+
 def write_gguf(
     model_dir: Path,
     path: Path,
@@ -118,7 +129,7 @@ def write_gguf(
     split: int = 0,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
-    of K types are random.
+    of the types in K_SCALES are random.
     `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `more`: further
     tensors, F32; None for one that is left out. `split`: parts of so many tensors each, beside `path`, which is not
     written then; the first one is returned."""
