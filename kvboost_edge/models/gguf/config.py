@@ -41,8 +41,11 @@ _NEUTRAL = {
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
 # Tokens that end an answer in some chat format, where the file names only one of them.
-_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3
+_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+            "<turn|>", "<|tool_response>")  # fmt: skip
+# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
+_SEEN_ENDINGS = ("<|tool_response>",)
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
@@ -94,8 +97,9 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
             found[name] = value
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
-    for index, token in enumerate(vocabulary):
-        if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types) and types[index] == _CONTROL:
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
             endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)

@@ -366,6 +366,14 @@ def test_endings_by_text(tmp_path: Path) -> None:
     assert Checkpoint.open(path).generation().eos_token_ids == (5, 7, 39)
 
 
+def test_the_endings_of_gemma4(tmp_path: Path) -> None:
+    """Where a turn ends, and where the caller has to answer a call, which the file says is text that is seen."""
+    tokens = [f"t{i}" for i in range(37)] + ["<turn|>", "<|tool_response>", "<|im_end|>"]
+    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 4, 4]}
+    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=1, **types)
+    assert Checkpoint.open(path).generation().eos_token_ids == (1, 37, 38)
+
+
 def test_shapes_against_the_metadata(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
