@@ -90,7 +90,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0,
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
         ),
-        "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
+        "phi3": GgufArchitecture(
+            "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
+        ),
         "olmo2": GgufArchitecture(
             "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
         ),
