@@ -6,6 +6,7 @@ Tensor names come from the package's own tables, so that they are an oracle for 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,9 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
     if model_type == "gemma4_text":
         found["rope_freqs.weight"] = rope_freqs(config)
+    if rope.get("rope_type") == "longrope":
+        for which in ("long", "short"):
+            found[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], dtype=np.float32)
     return found
 
 
@@ -203,6 +207,11 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(head_dim)
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "longrope":
+        old = config.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / old
+        writer.add_rope_scaling_orig_ctx_len(old)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(old)))
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

@@ -16,10 +16,13 @@ from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
-    "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "granite_hybrid_objections", "is_static_dynamic", "pin_notice", "pinned_context",
+    "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
+    "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges", "is_static_dynamic",
+    "pin_notice", "pinned_context",
 ]  # fmt: skip
 
+LONG_RANGE = "kvboost-edge: rope_range=long"
+"""The key of a config that was read for sequences beyond the original length of longrope; no file has it."""
 PHI3_LENGTH = 4096
 """original_max_position_embeddings of a Phi-3 whose config does not give it."""
 
@@ -162,10 +165,8 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     inner = text_config(config)
     found = []
     for rope in _rope_parts(inner):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
-            kind = "longrope"  # its first names
-        if kind not in ("dynamic", "longrope"):
+        kind = _kind_of(rope, inner)
+        if kind not in ("dynamic", "longrope") or (kind == "longrope" and inner.get(LONG_RANGE)):
             continue
         if is_static_dynamic(inner.get("model_type"), rope):
             continue
@@ -183,14 +184,28 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     return min(found, key=lambda pinned: pinned.length, default=None)
 
 
+def has_two_ranges(config: Mapping[str, Any]) -> bool:
+    """Whether rope has other factors beyond an original length."""
+    inner = text_config(config)
+    return any(_kind_of(rope, inner) == "longrope" for rope in _rope_parts(inner))
+
+
+def _kind_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind == "su" or (kind == "yarn" and config.get("model_type") == "phi3"):
+        return "longrope"  # its first names
+    return kind
+
+
 def pin_notice(config: Mapping[str, Any]) -> str:
     """That the context is shorter than the config says, and why; empty where it is not."""
     pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
+    hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(config)
     return (
         f"the context is pinned to {pinned.length} tokens, beyond which rope of type {pinned.rope_type!r} changes with "
-        "the length of the sequence"
+        f"the length of the sequence{hint}"
     )
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, pinned_context
 from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, ministral3
 from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
 from kvboost_edge.models.config.nested import text_config
@@ -374,6 +374,7 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
     if merged.get("rope_type", merged.get("type")) == "longrope":
         # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
         merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+        merged[LONG_RANGE] = bool(config.get(LONG_RANGE))
     else:
         merged[name] = merged.get(name) or outer or context_length(config)
     return merged

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import LONG_RANGE
 from kvboost_edge.models.config.file import integer_of, number_of
 
 __all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
@@ -60,8 +61,8 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     or "factors", where the frequencies are those of default, each divided by its entry of the list `factors`.
 
     max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
-    original_max_position_embeddings. ModelFormatError names a kind that is not one of these, or the setting that is
-    missing.
+    original_max_position_embeddings, or with LONG_RANGE that of its long ones. ModelFormatError names a kind that is
+    not one of these, or the setting that is missing.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
@@ -161,5 +162,6 @@ def _longrope(base: Floats, settings: Mapping[str, Any], max_positions: int) -> 
     old = number_of(settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'")
     scale = _optional(settings, "factor", max_positions / old, "longrope")
     factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(old))
-    frequencies = base / _factors(settings, "short_factor", "longrope", base.size)
+    factors = [_factors(settings, key, "longrope", base.size) for key in ("short_factor", "long_factor")]
+    frequencies = base / factors[bool(settings.get(LONG_RANGE))]
     return _kind(frequencies, _optional(settings, "attention_factor", factor, "longrope"))

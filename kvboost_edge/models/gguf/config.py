@@ -13,7 +13,7 @@ from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import GgufArchitecture
-from kvboost_edge.models.gguf.source import ROPE_FACTORS, architecture_of
+from kvboost_edge.models.gguf.source import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
 from kvboost_edge.models.gguf.special import SPECIAL
 
 __all__ = ["TOKENS", "gguf_config"]
@@ -40,6 +40,7 @@ _NEUTRAL = {
 }  # fmt: skip
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
+_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
             "<turn|>", "<|tool_response>")  # fmt: skip
@@ -174,25 +175,36 @@ def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     if rotated > head_dim or rotated % 2:
         raise keys.error("rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}")
     settings["partial_rotary_factor"] = rotated / head_dim
-    for name in keys.header.tensors:
-        if name.startswith("rope_factors_"):
-            raise ModelFormatError(f"{keys.header.path}: tensor {name!r}: rope of type longrope is not read from GGUF")
     kind = keys.header.value(keys.name("rope.scaling.type"), str) or "none"
     linear = keys.number("rope.scale_linear")
-    factors = _rope_factors(keys, rotated // 2)
+    factors, short, long = (_rope_factors(keys, name, rotated // 2) for name in _FACTORS)
     if kind == "none" and linear not in (None, 1.0):
         kind = "linear"
     if factors is not None:
         if kind != "none":
             raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {ROPE_FACTORS!r}")
         settings |= {"rope_type": "factors", "factors": factors}
+    elif short is not None and long is not None:
+        if kind not in ("none", "longrope"):
+            raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {SHORT_FACTORS!r}")
+        settings |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, **_longrope(keys)}
+    elif short is not None or long is not None:
+        missing = LONG_FACTORS if long is None else SHORT_FACTORS
+        raise ModelFormatError(f"{keys.header.path} lacks tensor {missing!r}, which rope of type longrope needs")
     elif kind == "linear":
         settings |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor") or linear or 1.0}
     elif kind == "yarn":
         settings |= _yarn(keys)
     elif kind != "none":
-        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn)")
+        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn, longrope with tensors)")
     return {"rope_parameters": settings}
+
+
+def _longrope(keys: Keys) -> dict[str, Any]:
+    """llama.cpp's converters write what the factors multiply cosines and sines by."""
+    old = keys.size("rope.scaling.original_context_length")
+    return {"original_max_position_embeddings": old,
+            "attention_factor": keys.number("rope.scaling.attn_factor") or 1.0}  # fmt: skip
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:
@@ -214,14 +226,14 @@ def _yarn(keys: Keys) -> dict[str, Any]:
     return settings
 
 
-def _rope_factors(keys: Keys, count: int) -> list[float] | None:
+def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
     """Divisors of the frequencies (Llama 3's rope is stored so)."""
-    tensor = keys.header.tensors.get(ROPE_FACTORS)
+    tensor = keys.header.tensors.get(name)
     if tensor is None:
         return None
     if tensor.shape != (count,) or tensor.type != "F32":
         raise ModelFormatError(
-            f"{keys.header.path}: tensor {ROPE_FACTORS!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
+            f"{keys.header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
         )
     try:
         with open(keys.header.path_of(tensor), "rb") as file:
@@ -231,7 +243,5 @@ def _rope_factors(keys: Keys, count: int) -> list[float] | None:
         raise ModelFormatError(f"{keys.header.path} cannot be read: {error}") from error
     values = dequantize("F32", data.reshape(1, -1))[0]
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
-        raise ModelFormatError(
-            f"{keys.header.path}: tensor {ROPE_FACTORS!r} holds values that are not positive numbers"
-        )
+        raise ModelFormatError(f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers")
     return [float(value) for value in values]

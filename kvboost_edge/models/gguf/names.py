@@ -112,7 +112,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
                 "expert_feed_forward_length",
             } | _WINDOW),
         ),
-        "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
+        "phi3": GgufArchitecture(
+            "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
+        ),
         "olmo2": GgufArchitecture(
             "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
         ),

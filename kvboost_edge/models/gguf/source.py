@@ -19,10 +19,13 @@ from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
-__all__ = ["ROPE_FACTORS", "GgufSource", "architecture_of"]
+__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
+
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+"""The same of longrope, for its two ranges."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class GgufSource:
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in header.tensors.items():
-            if name == ROPE_FACTORS or is_other_part(name):
+            if name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or is_other_part(name):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:

@@ -101,7 +101,9 @@ def _ministral3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": keys.optional_size("attention.sliding_window", 0) or None}
+    old = config["rope_parameters"].get("original_max_position_embeddings")
+    original = {} if old is None else {"original_max_position_embeddings": old}
+    return {"sliding_window": keys.optional_size("attention.sliding_window", 0) or None, **original}
 
 
 def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
+        f"rope_range={config.rope_range!r}": config.rope_range != "short",
         "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")

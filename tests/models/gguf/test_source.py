@@ -264,7 +264,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__scaling__yarn_attn_factor": 1.3,
          "rope__scaling__original_context_length": 32}, "yarn_attn_factor=1.3 .*only 1 and 1.20794 are",
     ),
-    "long factors": ({"tensors": {"rope_factors_long.weight": ONES}}, "rope_factors_long.*longrope"),
+    "long factors": ({"tensors": {"rope_factors_long.weight": ONES}}, "lacks tensor 'rope_factors_short.*longrope"),
+    "factors of two kinds": (
+        {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")},
+         "rope__scaling__type": "linear"}, "'linear' contradicts the tensor 'rope_factors_short",
+    ),
+    "factors without a length": (
+        {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")}}, "original_context_length",
+    ),
     "factors": ({"tensors": {"rope_freqs.weight": ONES[:7]}}, r"rope_freqs.weight.*\(8,\)"),
     "negative factors": ({"tensors": {"rope_freqs.weight": -ONES}}, "rope_freqs.weight.*positive"),
     "two rope scalings": (
