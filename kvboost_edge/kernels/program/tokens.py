@@ -216,15 +216,27 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 
 
 @kernel
+def _scale_queries(source: int, count: int, factor: float) -> None:
+    """In place; rope is linear, so this may stand before it, where attention finds queries that it turns itself."""
+    if factor != np.float32(1.0):
+        for index in range(count):
+            store_f32(source + 4 * index, load_f32(source + 4 * index) * factor)
+
+
+@kernel
 def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     """Split a row of queries, keys and values; norm and rotate queries and keys; write the three buffers."""
     heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     keys = source + 4 * heads * dim
     values = keys + 4 * kv_heads * dim
-    _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
-    _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    late = op[lt.F_LATE_NORM] != 0
+    if not late:
+        _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
     position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
+    if op[lt.F_QUERY_SCALE] != 0:
+        _scale_queries(source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position))
     cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
     sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
     for head in range(heads):
@@ -233,6 +245,10 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     for head in range(kv_heads):
         out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
         rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
+    if late:
+        _heads(job.buffers[lt.B_QUERY] + 4 * token * heads * dim, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        key_row = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
+        _heads(key_row, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
     if job.buffers[lt.B_ROWS] != 0:
         key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
         store_token(attention_row(job, op), key, values, token)

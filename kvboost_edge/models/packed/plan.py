@@ -204,8 +204,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
     if spec.family.head_norm:
         every = spec.family.head_norm == "all"
-        for name, rows in (("q_norm", q_rows), ("k_norm", kv_rows)):
-            tensor = f"{source}self_attn.{name}.weight"
+        for name, called, rows in zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True):
+            tensor = f"{source}self_attn.{called}.weight"
             plan.append(_vector(spec, to + name, tensor, rows if every else spec.head_dim))
     return plan
 
