@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.backends.base import LayerKVSpec
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
 from kvboost_edge.kernels.coded.layout import CodeLayout
@@ -32,15 +33,16 @@ class Places(NamedTuple):
 
 
 class CodedBlocks(Protocol):
-    """The storage of a quantized pool whose layers have one shape."""
+    """The storage of a quantized pool."""
 
     @property
-    def codes(self) -> tuple[list[npt.NDArray[np.uint8]], CodeLayout]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in layer 0."""
+    def codes(self) -> tuple[list[npt.NDArray[np.uint8]], list[CodeLayout]]:
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in one of its blocks."""
         ...
 
-    def all_layers(self, batch: Any) -> tuple[OwnBlocks, Places]:
-        """What a prepared pass reads and writes: the own blocks of layer 0, and the places in all layers."""
+    def same_shape(self, shape: LayerKVSpec, batch: Any) -> tuple[OwnBlocks, Places]:
+        """What a prepared pass reads and writes of the layers of a shape: the own blocks of the first of them, and the
+        places of all, in order."""
         ...
 
 
