@@ -22,11 +22,12 @@ ARCHS = {
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "glm4": MODEL_ARCH.GLM4,
+    "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL,
 }  # fmt: skip
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = ("llama", "mistral", "granite", "smollm3")
+OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
 K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
@@ -37,15 +38,24 @@ def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
 
 
+def _config(model_dir: Path) -> dict[str, Any]:
+    """As the converters' `load_hparams`: what text_config says goes before what stands around it."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return {**config, **config.get("text_config", {}), "model_type": config["model_type"]}
+
+
 def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
-    config = json.loads((model_dir / "config.json").read_text())
+    config = _config(model_dir)
     model_type = config["model_type"]
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     found = {}
     for name, tensor in sorted(load_file(model_dir / "model.safetensors").items()):
         values = tensor.astype(np.float32)
+        name = name.replace("language_model.", "")
+        if name.startswith(OTHER_PARTS):
+            continue
         if model_type in PERMUTED:
             if ".q_proj." in name:
                 values = _permute(values, heads)
@@ -97,13 +107,15 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool = True,
     keys: Mapping[str, Any] | None = None,
+    more: Mapping[str, np.ndarray] | None = None,
     split: int = 0,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
     of K types are random.
-    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `split`: parts of so many tensors each,
+    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `more`: further
+    tensors, F32. `split`: parts of so many tensors each,
     beside `path`, which is not written then; the first one is returned."""
-    config = json.loads((model_dir / "config.json").read_text())
+    config = _config(model_dir)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
@@ -111,7 +123,7 @@ def write_gguf(
         add(f"{writer.arch}.{key}", value)
     if tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"])
-    for name, values in gguf_tensors(model_dir).items():
+    for name, values in {**gguf_tensors(model_dir), **(more or {})}.items():
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
         number = GGMLQuantizationType[chosen]
@@ -156,6 +168,10 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     if model_type in PATTERNED and config["sliding_window"] is not None:
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if model_type == "qwen3_vl":
+        writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])

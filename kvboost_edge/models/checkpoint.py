@@ -18,7 +18,9 @@ from kvboost_edge.models.config.file import (
     read_config,
     read_generation_config,
     stored_dtype,
+    text_config,
 )
+from kvboost_edge.models.config.nested import is_nested
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
@@ -28,6 +30,7 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.onnx.check import check_onnx, onnx_types
@@ -107,6 +110,11 @@ class Checkpoint(abc.ABC):
         return {}
 
     @property
+    def other_parts(self) -> Mapping[str, int]:
+        """Number of tensors of each part beside the language model, such as {"visual": 316}: they are not used."""
+        return {}
+
+    @property
     def pooling(self) -> Pooling:
         """How it makes vectors of texts, where it is made for that."""
         return UNSAID
@@ -121,7 +129,7 @@ class Checkpoint(abc.ABC):
 
     def open_source(self) -> WeightSource:
         """The tensors, as a context manager; rows of queries and keys in the order of the native runner's rope."""
-        family = FAMILIES.get(str(self.config.get("model_type")))
+        family = FAMILIES.get(str(text_config(self.config).get("model_type")))
         if family is None or not family.paired_rope:
             return self._open_files()
         spec = describe_model(self.config)
@@ -188,7 +196,18 @@ class _Directory(Checkpoint):
         if self.pooling.source and not config.get("tie_word_embeddings") and not config.get("quantization_config"):
             with SafetensorsSource(self.path) as source:  # its files may lack the head, which nothing uses
                 return {**config, "tie_word_embeddings": "lm_head.weight" not in source.names()}
+        if is_nested(config):
+            said = [part.get("tie_word_embeddings") for part in (config, config["text_config"])]
+            if None in said or said[0] != said[1]:  # versions of transformers differ in what counts; the file has it
+                with SafetensorsSource(self.path) as source:
+                    has_head = any(name.startswith("lm_head.") for name in source.names())
+                return {**config, "tie_word_embeddings": not has_head}
         return config
+
+    @property
+    def other_parts(self) -> Mapping[str, int]:
+        with SafetensorsSource(self.path) as source:
+            return source.parts
 
     @functools.cached_property
     def pooling(self) -> Pooling:
@@ -257,10 +276,14 @@ class _GgufFile(Checkpoint):
         return self._header.strings(TOKENS) if self._header.has_strings(TOKENS) else []
 
     @property
+    def other_parts(self) -> Mapping[str, int]:
+        return counted_parts(self._header.tensors)
+
+    @property
     def format(self) -> str:
         counts: dict[str, int] = {}
-        for tensor in self._header.tensors.values():
-            if len(tensor.shape) > 1:
+        for name, tensor in self._header.tensors.items():
+            if len(tensor.shape) > 1 and not is_other_part(name):
                 counts[tensor.type] = counts.get(tensor.type, 0) + math.prod(tensor.shape)
         return f"GGUF {', '.join(sorted(counts, key=lambda kind: -counts[kind]))}"
 

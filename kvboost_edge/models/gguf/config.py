@@ -32,6 +32,8 @@ _COMMON_KEYS = _ROPE_KEYS | {
     "attention.layer_norm_rms_epsilon", "attention.causal", "expert_count", "expert_used_count",
     "pooling_type",
 }  # fmt: skip
+# Keys of the parts for images and sound, in files that hold these too.
+_OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
@@ -165,7 +167,9 @@ def _refuse_unknown(keys: _Keys, architecture: GgufArchitecture) -> None:
     known = _COMMON_KEYS | architecture.keys
     for key in sorted(keys.header.values):
         inner = key.removeprefix(f"{keys.prefix}.")
-        if inner != key and inner not in known and not _is_neutral(inner, keys.header.values[key]):
+        if inner == key or inner in known or inner.startswith(_OTHER_KEYS):
+            continue
+        if not _is_neutral(inner, keys.header.values[key]):
             raise ModelFormatError(
                 f"{keys.header.path}: key {key!r} is not understood for this architecture; without it the model "
                 "would compute something else"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-__all__ = ["ARCHITECTURES", "GgufArchitecture", "hf_name"]
+__all__ = ["ARCHITECTURES", "OTHER_PARTS", "GgufArchitecture", "counted_parts", "hf_name", "is_other_part"]
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {
@@ -66,6 +66,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "llama": GgufArchitecture("llama", {**_MATRICES, **_PRE_NORMS}, permuted=True),
         "qwen2": GgufArchitecture("qwen2", {**_MATRICES, **_PRE_NORMS}),
         "qwen3": GgufArchitecture("qwen3", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS}),
+        "qwen3vl": GgufArchitecture(
+            "qwen3_vl_text", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS},
+            keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
+        ),
         "gemma": GgufArchitecture("gemma", {**_MATRICES, **_PRE_NORMS}, norm_offset=1.0),
         "gemma2": GgufArchitecture(
             "gemma2", {**_MATRICES, **_BOTH_NORMS}, norm_offset=1.0, keys=frozenset(_SOFTCAPS | _WINDOW)
@@ -93,6 +97,25 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
 )  # fmt: skip
 """Architectures that are read, by general.architecture. Mistral's files are of architecture llama, OLMo 3's of
 olmo2."""
+
+
+OTHER_PARTS = ("v.", "mm.", "a.")
+"""How names of tensors for images and sound begin, which Ollama's files hold beside the language model's."""
+
+
+def is_other_part(name: str) -> bool:
+    """Whether a tensor belongs to a part for images or sound."""
+    return name.startswith(OTHER_PARTS)
+
+
+def counted_parts(names: Iterable[str]) -> dict[str, int]:
+    """How many of the tensors each other part has."""
+    counts: dict[str, int] = {}
+    for name in names:
+        if is_other_part(name):
+            part = name.partition(".")[0]
+            counts[part] = counts.get(part, 0) + 1
+    return counts
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

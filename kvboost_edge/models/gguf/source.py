@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name
+from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
 from kvboost_edge.models.weights.file_bytes import FileBytes
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["ROPE_FACTORS", "GgufSource", "architecture_of"]
 
@@ -50,7 +50,7 @@ class GgufSource:
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in header.tensors.items():
-            if name == ROPE_FACTORS:
+            if name == ROPE_FACTORS or is_other_part(name):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:
@@ -110,6 +110,14 @@ class GgufSource:
 
     def file_of(self, name: str) -> Path:
         return self._files[self._tensor(name).part].path
+
+    def stored_rows(self, name: str) -> StoredRows:
+        tensor = self._tensor(name)
+        file = self._files[tensor.part]
+        if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
+            raise ModelFormatError(f"{file.path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone")
+        row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
+        return StoredRows(file.path, file.stamp, tensor.type, tensor.start, row_bytes)
 
     def _tensor(self, name: str) -> GgufTensor:
         found = self._tensors.get(name)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.source import QuantRows, WeightSource
+from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource
 
 __all__ = ["HalvedSource"]
 
@@ -68,6 +68,11 @@ class HalvedSource:
         pick = stored - first
         minima = None if found.minima is None else found.minima[pick]
         return QuantRows(found.kind, found.codes[pick], found.scales[pick], minima)
+
+    def stored_rows(self, name: str) -> StoredRows:
+        if name.endswith(_TURNED):
+            raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} has its rows in another order")
+        return self._source.stored_rows(name)
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Where rows [start, stop) are in the source."""

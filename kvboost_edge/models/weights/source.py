@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["QuantRows", "WeightSource", "WeightSummary"]
+from kvboost_edge.host.file_memo import FileStamp
+
+__all__ = ["QuantRows", "StoredRows", "WeightSource", "WeightSummary"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -32,6 +34,19 @@ class QuantRows(NamedTuple):
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float16]
     minima: npt.NDArray[np.float16] | None = None
+
+
+class StoredRows(NamedTuple):
+    """Where the rows of a tensor lie in their file, one behind the other: row i begins at byte start + i * row_bytes.
+
+    `stamp`: of the file the source has open.  `type`: as `WeightSource.type_of`
+    """
+
+    path: Path
+    stamp: FileStamp
+    type: str
+    start: int
+    row_bytes: int
 
 
 class WeightSource(Protocol):
@@ -69,6 +84,11 @@ class WeightSource(Protocol):
 
     def file_of(self, name: str) -> Path:
         """The file a tensor is in, for messages."""
+        ...
+
+    def stored_rows(self, name: str) -> StoredRows:
+        """Where its rows are, for who reads them alone. ModelFormatError where they are not stored as rows, one behind
+        the other and in this order."""
         ...
 
 

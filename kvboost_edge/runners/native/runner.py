@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label, row_tables
+from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
@@ -47,27 +48,6 @@ _LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
-
-
-class _Rows(Protocol):
-    """A table with a row for each token that is not packed; closed with the runner."""
-
-    def rows(self, tokens: Longs) -> Floats: ...
-
-    def close(self) -> None: ...
-
-
-class _SourceRows:
-    """Rows of a tensor of an open checkpoint."""
-
-    def __init__(self, checkpoint: Checkpoint, entry: PackEntry) -> None:
-        self._source, self._name = checkpoint.open_source(), entry.parts[0][0]
-
-    def rows(self, tokens: Longs) -> Floats:
-        return np.concatenate([self._source.rows(self._name, token, token + 1) for token in tokens.tolist()])
-
-    def close(self) -> None:
-        self._source.__exit__(None, None, None)
 
 
 class _Rest(NamedTuple):
@@ -94,7 +74,7 @@ class NativeRunner:
         num_threads: int = 1,
         block_size: int = 16,
         kv_bits: tuple[int, int] = (16, 16),
-        table: _Rows | None = None,
+        table: RowTable | None = None,
     ) -> None:
         self._spec, self._packed, self._table = spec, packed, table
         self._program = build_program(spec, plan, packed, num_threads)
@@ -141,6 +121,13 @@ class NativeRunner:
         spec, notice = describe_model(checkpoint.config), pin_notice(checkpoint.config)
         if notice:
             _LOG.warning("%s: %s", checkpoint.path, notice)
+        parts = checkpoint.other_parts
+        if parts:
+            _LOG.info(
+                "%s: text only; not used are the tensors of %s",
+                checkpoint.path,
+                ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())),
+            )
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
@@ -154,7 +141,7 @@ class NativeRunner:
             num_threads=num_threads,
             progress=progress,
         )
-        table = next((_SourceRows(checkpoint, entry) for entry in row_tables(spec)), None)
+        tables = [RowTable.open(checkpoint, one.parts[0][0], one.rows, one.inputs) for one in row_tables(spec)]
         return cls(
             spec,
             plan,
@@ -163,7 +150,7 @@ class NativeRunner:
             num_threads=num_threads,
             block_size=block_size,
             kv_bits=kv_bits,
-            table=table,
+            table=tables[0] if tables else None,
         )
 
     @property
@@ -268,7 +255,7 @@ class NativeRunner:
         addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
         if self._table is None:
             return addresses, []
-        rows = np.ascontiguousarray(self._table.rows(tokens), dtype=np.float32)
+        rows = self._table.rows(tokens)
         addresses[lt.B_TABLE_ROWS] = rows.ctypes.data
         return addresses, [rows]
 
