@@ -159,6 +159,22 @@ _QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
 _GEMMA = Family(
     norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
 )
+_GEMMA4 = dataclasses.replace(
+    _GEMMA,
+    norms="both",
+    norm_offset=0.0,
+    head_norm="head",
+    value_norm=True,
+    layer_scalar=True,
+    scale=1.0,
+    capped=True,
+    local_rope=True,
+    theta=1e6,
+    windows=all_but_every(6),
+    shapes=gemma4_shapes,
+    complete=with_gemma4_defaults,
+    unless=(("use_bidirectional_attention", (None, False, "vision")), ("enable_moe_block", (None, False))),
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": _LLAMA,
@@ -175,12 +191,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
             unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
-        "gemma4_text": dataclasses.replace(
-            _GEMMA, norms="both", norm_offset=0.0, head_norm="head", value_norm=True, layer_scalar=True, scale=1.0,
-            capped=True, local_rope=True, theta=1e6, windows=all_but_every(6), shapes=gemma4_shapes,
-            complete=with_gemma4_defaults,
-            unless=(("use_bidirectional_attention", (None, False, "vision")), ("enable_moe_block", (None, False))),
-        ),
+        "gemma4_text": _GEMMA4,
+        "gemma4_unified_text": _GEMMA4,
         "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
         "olmo3": Family(norms="post", head_norm="all", eps=1e-5, theta=5e5, local_rope=True, local_theta=5e5,

@@ -30,6 +30,7 @@ _SIZES = {
     "hidden_size_per_layer_input": 256,
     "num_kv_shared_layers": 0,
 }
+_UNIFIED = {"sliding_window": 1024, "hidden_size_per_layer_input": 0}  # gemma4_unified_text: where it differs
 _OWN = ("head_dim", "num_key_value_heads")
 
 
@@ -48,7 +49,8 @@ def with_gemma4_defaults(config: Config) -> Config:
         kinds = [_SLIDING if (i + 1) % _FULL_EVERY and i + 1 < layers else _FULL for i in range(layers)]
     elif isinstance(kinds, (list, tuple)) and kinds[-1] != _FULL:
         raise ModelFormatError(f"layer_types of a Gemma 4 end with {_FULL!r}, and this config's with {kinds[-1]!r:.60}")
-    filled = {key: value for key, value in _SIZES.items() if config.get(key) is None}
+    sizes = {**_SIZES, **(_UNIFIED if config.get("model_type") == "gemma4_unified_text" else {})}
+    filled = {key: value for key, value in sizes.items() if config.get(key) is None}
     return {**config, **filled, "layer_types": kinds, "rope_parameters": config.get("rope_parameters") or _ROPES}
 
 
