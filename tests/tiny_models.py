@@ -47,6 +47,8 @@ _GEMMA4 = {
     "tie_word_embeddings": True,
 }
 
+_OF_TABLE = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3rope": {
@@ -202,6 +204,17 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "image_size": 32, "patch_size": 16},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {name: value for name, value in _GEMMA4.items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {name: value for name, value in FAMILIES["gemma4-wide"].items() if name not in _OF_TABLE},
+        {"mm_embed_dim": 32, "patch_size": 4, "mm_posemb_size": 16},
+    ),
     "mistral3": (
         "mistral",
         {"sliding_window": 24, "head_dim": 16},
@@ -246,7 +259,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
             weight.add_(0.2 * noise)
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.add_(1.0)
-            if name.endswith("q_norm.weight") and model.config.model_type == "gemma4_text":
+            if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
                 weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
         elif weight.dim() == 1:
             weight.copy_(0.3 * noise)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import LayerKVSpec
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
 from kvboost_edge.kernels.coded.layout import CodeLayout
@@ -40,9 +39,9 @@ class CodedBlocks(Protocol):
         """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in one of its blocks."""
         ...
 
-    def same_shape(self, shape: LayerKVSpec, batch: Any) -> tuple[OwnBlocks, Places]:
-        """What a prepared pass reads and writes of the layers of a shape: the own blocks of the first of them, and the
-        places of all, in order."""
+    def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
+        """What a prepared pass reads and writes of the layers of a shape, a LayerKVSpec: the own blocks of the first of
+        them, and the places of all, in order."""
         ...
 
 

@@ -29,7 +29,7 @@ from kvboost_edge.models.config.windows import (
     same_window,
 )  # fmt: skip
 
-__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
+__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model", "heads_by_layer"]
 
 Config = Mapping[str, Any]
 
@@ -280,6 +280,15 @@ def describe_model(config: Config) -> ModelSpec:
         ropes=ropes,
         per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
     )
+
+
+def heads_by_layer(config: Config) -> list[tuple[int, int]]:
+    """(head_dim, num_kv_heads) of each layer where a family's layers differ; empty where all have what the config says.
+    ModelFormatError as `describe_model`."""
+    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    if family is None or family.shapes is None:
+        return []
+    return [(layer.head_dim, layer.num_kv_heads) for layer in describe_model(config).layers]
 
 
 def _size(config: Config, name: str) -> int:

@@ -28,6 +28,7 @@ _SIZES = {
     "head_dim": 256,
     "num_key_value_heads": 4,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
     "num_kv_shared_layers": 0,
 }
 _UNIFIED = {"sliding_window": 1024, "hidden_size_per_layer_input": 0}  # gemma4_unified_text: where it differs
@@ -96,7 +97,7 @@ def per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
     width = integer_of(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
-    rows = size_of(config, "vocab_size_per_layer_input") or vocab_size
+    rows = integer_of(config, "vocab_size_per_layer_input", 1)
     if rows < vocab_size:
         raise ModelFormatError(
             f"vocab_size_per_layer_input={rows} is less than vocab_size={vocab_size}: tokens would have no row"
