@@ -138,6 +138,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "granitemoehybrid-nope": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {
@@ -171,6 +192,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.5,
         },
+    },
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 128.0, "factor": 1.0},
     },
     "stablelm": {
         "use_qkv_bias": True,
@@ -221,6 +247,12 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "image_size": 32, "patch_size": 16},
     ),
+    "mistral3-ministral3": (
+        "ministral3",
+        FAMILIES["ministral3"],
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
 }  # fmt: skip
 
 
@@ -257,7 +289,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             weight.add_(0.2 * noise)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
                 weight.add_(1.0)
             if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
                 weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)

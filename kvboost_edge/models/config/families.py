@@ -13,13 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, ministral3
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
 from kvboost_edge.models.config.layers import LayerShape, LayerSpec, same_shapes
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
-from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale, rope_kind
 from kvboost_edge.models.config.windows import (
     all_but_every,
     every_second,
@@ -43,6 +44,7 @@ class Family:
     norms        "pre": before attention and MLP; "post": behind them; "both"
     norm_offset  added to the weights of norms (Gemma stores weight - 1)
     head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
+    head_norms   what the checkpoint calls these two
     qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
     biased       attention_bias where the config does not say
     output_bias  False: the output projection never has a bias
@@ -53,21 +55,24 @@ class Family:
     paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
     partial      the part of each head that turns, where the config does not say
     no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
-                 that has windows
+                 that has windows, "typed" all or none by position_embedding_type
     local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
     shapes       layers' shapes, from the config and the windows; None: they are all alike
-    complete     fills in what the config leaves out
     scale        of scores; None: 1 / sqrt(head_dim), or as the family's other flags say
     capped       logits have a cap where the config gives one
     value_norm   each head of the values is normed, without weights
     layer_scalar each layer's result is multiplied by a number of its own
+    complete     fills in what the config leaves out, and says in Llama's words what it says in others
+    late_norm    norms of queries and keys stand behind rope
+    query_scaled queries are multiplied with a factor of their position
     unless       config keys that must have one of the given values, else the family is another model
     """
 
     norms: str = "pre"
     norm_offset: float = 0.0
     head_norm: str = ""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
     qkv_bias: bool | None = None
     biased: bool = False
     output_bias: bool = True
@@ -91,11 +96,13 @@ class Family:
     local_theta: float = 10000.0
     windows: Callable[[Config, int], list[int]] | None = None
     shapes: Callable[[Config, Sequence[int]], Sequence[LayerShape]] | None = None
-    complete: Callable[[Config], Config] | None = None
     scale: float | None = None
     capped: bool = False
     value_norm: bool = False
     layer_scalar: bool = False
+    complete: Callable[[Config], Config] | None = None
+    late_norm: bool = False
+    query_scaled: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -130,6 +137,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeKind, ...]
     per_layer: PerLayerInput | None
+    query_scale: QueryScale | None
 
     @property
     def first_shared(self) -> int:
@@ -160,21 +168,10 @@ _GEMMA = Family(
     norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
 )
 _GEMMA4 = dataclasses.replace(
-    _GEMMA,
-    norms="both",
-    norm_offset=0.0,
-    head_norm="head",
-    value_norm=True,
-    layer_scalar=True,
-    scale=1.0,
-    capped=True,
-    local_rope=True,
-    theta=1e6,
-    windows=all_but_every(6),
-    shapes=gemma4_shapes,
-    complete=with_gemma4_defaults,
+    _GEMMA, norms="both", norm_offset=0.0, head_norm="head", value_norm=True, layer_scalar=True, scale=1.0, capped=True,
+    local_rope=True, theta=1e6, windows=all_but_every(6), shapes=gemma4_shapes, complete=with_gemma4_defaults,
     unless=(("use_bidirectional_attention", (None, False, "vision")), ("enable_moe_block", (None, False))),
-)
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": _LLAMA,
@@ -207,7 +204,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
                         "post_mlp_layernorm"),
         ),
-        "granite": Family(multipliers=True),
+        "granite": Family(multipliers=True, no_rope="typed"),
+        "granitemoehybrid": Family(
+            multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+            inner="shared_intermediate_size", complete=granite_hybrid,
+        ),
+        "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
+                                   eps=1e-5, complete=hunyuan),
+        "ministral3": Family(qkv_bias=False, head_dim=128, eps=1e-5, query_scaled=True, complete=ministral3,
+                             windows=same_window(0)),
         "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
@@ -279,6 +284,7 @@ def describe_model(config: Config) -> ModelSpec:
         ),
         ropes=ropes,
         per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
+        query_scale=query_scale(_rope_settings(config, family)) if family.query_scaled else None,
     )
 
 
@@ -336,6 +342,9 @@ def _ropes(
     if family.no_rope == "full":
         mixed = given_window({"sliding_window": 4096, **config}, 0) > 0
         return ropes, lambda i, w: 0 if w or not mixed else -1
+    if family.no_rope == "typed":
+        kind = 0 if has_rope(config) else -1
+        return ropes, lambda i, w: kind
     layers = _size(config, "num_hidden_layers")
     step = given_step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
@@ -363,6 +372,7 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
     if merged.get("rope_type", merged.get("type")) == "longrope":
         # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
         merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+        merged[LONG_RANGE] = bool(config.get(LONG_RANGE))
     else:
         merged[name] = merged.get(name) or outer or context_length(config)
     return merged

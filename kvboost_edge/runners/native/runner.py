@@ -38,7 +38,7 @@ from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
-from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.native.plan import LATE_NORM, native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
@@ -155,6 +155,8 @@ class NativeRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
+        if self._spec.family.late_norm:
+            return LATE_NORM
         # Where a pass is one call of a kernel attention finds the queries before rotation.
         if self._whole is not None:
             return None
@@ -192,6 +194,8 @@ class NativeRunner:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
         if self._whole is None:
             refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
+        if spec.family.late_norm:
+            refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
         prepared = backend.prepare(batch.layout)
         addresses, _held = self._addresses(batch, tokens, positions)
         if self._whole is not None:
