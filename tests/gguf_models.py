@@ -16,11 +16,14 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
-__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "q4_k_m", "write_gguf"]
+from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+
+__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
@@ -30,10 +33,14 @@ ARCHS = {
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
-K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
+K_SCALES = {
+    "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32), "Q3_K": ((108,), 32 * 4),
+    "IQ4_NL": ((0,), 127), "IQ4_XS": ((0,), 32 * 127),
+}  # fmt: skip
 
 
 def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -64,7 +71,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
                 values = _permute(values, heads)
             elif ".k_proj." in name:
                 values = _permute(values, kv_heads)
-        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+        if model_type in PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
@@ -73,6 +80,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
             found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)
             continue
         name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        name += ".weight" if name.endswith("layer_scalar") else ""
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
@@ -82,6 +90,8 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             found[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], dtype=np.float32)
+    if model_type == "gemma4_text":
+        found["rope_freqs.weight"] = rope_freqs(config)
     return found
 
 
@@ -111,6 +121,14 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
 
 
+def iq4_xs(name: str) -> str:
+    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the first layers' way
+    down."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q6_K"
+    return "Q5_K" if "attn_v" in name or name.startswith("blk.0.ffn_down") else "IQ4_XS"
+
+
 def write_gguf(
     model_dir: Path,
     path: Path,
@@ -118,23 +136,25 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool = True,
     keys: Mapping[str, Any] | None = None,
-    more: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
-    of K types are random.
+    of the types in K_SCALES are random.
     `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `more`: further
-    tensors, F32. `split`: parts of so many tensors each,
-    beside `path`, which is not written then; the first one is returned."""
+    tensors, F32; None for one that is left out. `split`: parts of so many tensors each, beside `path`, which is not
+    written then; the first one is returned."""
     config = _config(model_dir)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{writer.arch}.{key}", value)
+        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
+        kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"])
     for name, values in {**gguf_tensors(model_dir), **(more or {})}.items():
+        if values is None:
+            continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
         number = GGMLQuantizationType[chosen]
@@ -206,6 +226,8 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if model_type == "gemma4_text":
+        write_gemma4_sizes(writer, config)
     if model_type == "granitemoehybrid":
         writer.add_expert_count(0)
         writer.add_expert_used_count(0)

@@ -39,6 +39,8 @@ _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+# Models whose layers have sizes of their own.
+_BY_LAYER = ("gemma4_text",)
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 _CONTROL = 3
@@ -51,9 +53,9 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     _refuse_unknown(keys, architecture)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     head_dim = keys.optional_size("attention.key_length") or _head_dim(keys, hidden, heads)
-    value_length = keys.optional_size("attention.value_length")
-    if value_length not in (None, head_dim):
-        raise keys.error("attention.value_length", value_length, f"must equal the length of keys, {head_dim}")
+    keys.check_values("", head_dim)
+    by_layer = architecture.model_type in _BY_LAYER
+    kv_heads = keys.sizes("attention.head_count_kv")[0] if by_layer else keys.optional_size("attention.head_count_kv")
     eps = keys.number("attention.layer_norm_rms_epsilon")
     if eps is None:
         raise ModelFormatError(f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}")
@@ -62,10 +64,10 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(keys, hidden),
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": keys.sizes("feed_forward_length")[0] if by_layer else keys.size("feed_forward_length"),
         "num_hidden_layers": keys.layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional_size("attention.head_count_kv") or heads,
+        "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": eps,
@@ -239,3 +241,7 @@ def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
         raise ModelFormatError(f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers")
     return [float(value) for value in values]
+
+
+# Models whose layers have sizes of their own.
+_BY_LAYER = ("gemma4_text",)

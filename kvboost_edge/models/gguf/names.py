@@ -38,7 +38,19 @@ _GLM4_NORMS = {
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+_GEMMA4 = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+_BARE = ("layer_scalar",)  # without ".weight" in transformers
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GEMMA4_OUTER = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+)\.(weight|bias)")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
@@ -49,6 +61,7 @@ class GgufArchitecture:
     layer        names inside a layer: GGUF's -> transformers'
     permuted     rows of queries and keys stand in pairs (i, i + half) there, one after the other, in halves here
     norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight)
+    outer        names outside the layers, beside those of all
     keys         metadata keys "architecture.KEY" that only some architectures have
     """
 
@@ -56,6 +69,7 @@ class GgufArchitecture:
     layer: Mapping[str, str]
     permuted: bool = False
     norm_offset: float = 0.0
+    outer: Mapping[str, str] = dataclasses.field(default_factory=dict)
     keys: frozenset[str] = frozenset()
 
 
@@ -89,6 +103,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "gemma3": GgufArchitecture(
             "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0,
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
+        ),
+        "gemma4": GgufArchitecture(
+            "gemma4_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS, **_GEMMA4}, outer=_GEMMA4_OUTER,
+            keys=frozenset({
+                "final_logit_softcapping", "rope.freq_base_swa", "rope.dimension_count_swa", "attention.key_length_swa",
+                "attention.value_length_swa", "attention.shared_kv_layers", "embedding_length_per_layer_input",
+                "expert_feed_forward_length",
+            } | _WINDOW),
         ),
         "phi3": GgufArchitecture(
             "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
@@ -138,7 +160,9 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
     found = _LAYER.fullmatch(name)
     if found is not None:
         inner = architecture.layer.get(found[2])
-        return None if inner is None else f"model.layers.{found[1]}.{inner}.{found[3]}"
+        if inner is None:
+            return None
+        return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
     found = _WHOLE.fullmatch(name)
-    outer = None if found is None else _OUTER.get(found[1])
+    outer = None if found is None else _OUTER.get(found[1]) or architecture.outer.get(found[1])
     return None if found is None or outer is None else f"{outer}.{found[2]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +15,7 @@ from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
+from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
@@ -23,6 +26,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 """The same of longrope, for its two ranges."""
+
+_LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
@@ -63,6 +68,7 @@ class GgufSource:
                     f"{header.value('general.architecture', str)}"
                 )
             self._tensors[found] = tensor
+        self._lock, self._lost = threading.Lock(), set[str]()
         self._files: list[FileBytes] = []
         for path, stamp in header.parts:
             try:
@@ -110,7 +116,25 @@ class GgufSource:
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         tensor = self._tensor(name)
-        return quant_rows_of(tensor.type, self._bytes(name, tensor, start, stop))
+        data = self._bytes(name, tensor, start, stop)
+        found = quant_rows_of(tensor.type, data)
+        if tensor.type in WORKED_OUT and not np.isfinite(found.scales).all():
+            raise ModelFormatError(
+                f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504 in rows {start} to {stop - 1}, "
+                f"the largest that {found.kind!r} holds; give weights='f32' or 'bf16'"
+            )
+        if tensor.type in WORKED_OUT:
+            self._note_lost(name, count_lost(tensor.type, data.reshape(-1, BLOCKS[tensor.type].nbytes)))
+        return found
+
+    def _note_lost(self, name: str, groups: int) -> None:
+        """Say once of a tensor that weights of it become zeros."""
+        with self._lock:
+            is_new = groups > 0 and name not in self._lost
+            self._lost |= {name} if is_new else set()
+        if is_new:
+            _LOG.warning("%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
+                         *(self._path, name, 12 * 2.0**-25))  # fmt: skip
 
     def file_of(self, name: str) -> Path:
         return self._files[self._tensor(name).part].path

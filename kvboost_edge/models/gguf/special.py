@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from kvboost_edge.models.gguf.gemma4 import gemma4
 from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["SPECIAL"]
@@ -77,12 +76,8 @@ def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
 def _layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
     """Every `period`-th layer sees everything, the others a window; or as a list of truth values says."""
     key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
-    given = keys.header.values.get(keys.name(key))
-    if isinstance(given, np.ndarray) and given.dtype == np.bool_:
-        if len(given) != layers:
-            raise keys.error(key, given.tolist(), f"must have an entry for each of the {layers} layers")
-        sliding = given.tolist()
-    else:
+    sliding = keys.sliding(key)
+    if sliding is None:
         period = keys.optional_size(key) or default_period
         sliding = [(index + 1) % period != 0 for index in range(layers)]
     return {"layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]}
@@ -132,5 +127,6 @@ def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
     "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3,
+    "gemma4_text": gemma4,
 }  # fmt: skip
 """What only one family has in its config: from the keys of a file and the config that all have."""

@@ -67,7 +67,7 @@ class HalvedSource:
         found = self._source.quant_rows(name, first, int(stored.max()) + 1)
         pick = stored - first
         minima = None if found.minima is None else found.minima[pick]
-        return QuantRows(found.kind, found.codes[pick], found.scales[pick], minima)
+        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima)
 
     def stored_rows(self, name: str) -> StoredRows:
         if name.endswith(_TURNED):
