@@ -75,23 +75,23 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        name += ".weight" if name.endswith("layer_scalar") else ""
         if "shared_mlp.input_linear" in name:
             layer = name.split(".")[2]
             found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)
             continue
         name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
-        name += ".weight" if name.endswith("layer_scalar") else ""
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
+    if model_type == "gemma4_text":
+        found["rope_freqs.weight"] = rope_freqs(config)
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             found[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], dtype=np.float32)
-    if model_type == "gemma4_text":
-        found["rope_freqs.weight"] = rope_freqs(config)
     return found
 
 

@@ -15,10 +15,18 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, pinned_context
 from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, ministral3
-from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
+from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale, rope_kind
+from kvboost_edge.models.config.windows import (
+    all_but_every,
+    every_second,
+    given_step,
+    given_window,
+    qwen_windows,
+    same_window,
+)  # fmt: skip
 
 __all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
 
@@ -124,26 +132,6 @@ class ModelSpec:
     query_scale: QueryScale | None
 
 
-def _layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
-    """Windows from layer_types, or from a rule where the config has none."""
-    window = _window(config, 0)
-    rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
-    types = config.get("layer_types") or rule
-    known = {"sliding_attention": window, "full_attention": 0}
-    if not isinstance(types, (list, tuple)) or len(types) != layers or any(kind not in list(known) for kind in types):
-        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
-    if "sliding_attention" in types and window < 1:
-        raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
-    return [known[kind] for kind in types]
-
-
-def _window(config: Config, default: int) -> int:
-    """sliding_window, 0 where it is null."""
-    if "sliding_window" not in config:
-        return default
-    return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
-
-
 def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
     """The number under a key, `default` where the config does not say."""
     return number_of(config, key, low, high) if key in config else default
@@ -154,77 +142,35 @@ def _cap(config: Config, key: str, default: float) -> float:
     return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
 
 
-def _step(config: Config, keys: tuple[str, ...], default: int) -> int:
-    """The first of the keys that the config gives, as an integer of at least 1."""
-    return next((integer_of(config, key, 1) for key in keys if config.get(key) is not None), default)
-
-
-def _same_window(default: int) -> Callable[[Config, int], list[int]]:
-    """Every layer has the window of the config, or `default` where the config does not say."""
-
-    def windows(config: Config, layers: int) -> list[int]:
-        if config.get("layer_types"):
-            return _layer_windows(config, layers, lambda i: False)
-        return [_window(config, default)] * layers
-
-    return windows
-
-
-def _qwen_windows(config: Config, layers: int) -> list[int]:
-    if not config.get("use_sliding_window", False):
-        return [0] * layers
-    first = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
-    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i >= first)
-
-
-def _every_second(config: Config, layers: int) -> list[int]:
-    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0)
-
-
-def _all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
-    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None without sliding_window."""
-
-    def windows(config: Config, layers: int) -> list[int]:
-        config = {"sliding_window": 4096, **config}
-        if config.get("layer_types"):
-            return _layer_windows(config, layers, lambda i: False)
-        if not _window(config, 0):
-            return [0] * layers
-        step = _step(config, keys, default)
-        return _layer_windows(config, layers, lambda i: (i + 1) % step != 0)
-
-    return windows
-
-
 _ONE_WAY = ("use_bidirectional_attention", (None, False))
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 _LLAMA = Family()
-_QWEN2 = Family(qkv_bias=True, windows=_qwen_windows)
+_QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
 _GEMMA = Family(
     norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": _LLAMA,
-        "mistral": Family(qkv_bias=False, windows=_same_window(4096)),
+        "mistral": Family(qkv_bias=False, windows=same_window(4096)),
         "qwen2": _QWEN2,
-        "qwen3": Family(head_norm="head", head_dim=128, windows=_qwen_windows),
+        "qwen3": Family(head_norm="head", head_dim=128, windows=qwen_windows),
         "qwen3_vl_text": Family(head_norm="head", head_dim=128, theta=5e5),
         "gemma": _GEMMA,
         "gemma2": dataclasses.replace(
-            _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=_every_second
+            _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=every_second
         ),
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
-            windows=_all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
+            windows=all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
             unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
-        "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=_same_window(0)),
+        "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
         "olmo3": Family(norms="post", head_norm="all", eps=1e-5, theta=5e5, local_rope=True, local_theta=5e5,
-                        windows=_all_but_every(4)),
+                        windows=all_but_every(4)),
         "exaone4": Family(norms="post", head_norm="head", qkv_bias=False, eps=1e-5, no_rope="full",
-                          windows=_all_but_every(4, "sliding_window_pattern")),
+                          windows=all_but_every(4, "sliding_window_pattern")),
         "ernie4_5": Family(qkv_bias=False, tied=True, head_dim=128, eps=1e-5, theta=5e5, paired_rope=True,
                            unless=(("use_bias", (None, False)),)),
         "glm4": Family(
@@ -241,8 +187,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
                                    eps=1e-5, complete=hunyuan),
         "ministral3": Family(qkv_bias=False, head_dim=128, eps=1e-5, query_scaled=True, complete=ministral3,
-                             windows=_same_window(0)),
-        "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=_same_window(0),
+                             windows=same_window(0)),
+        "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
 )  # fmt: skip
@@ -342,13 +288,13 @@ def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKin
     if not family.no_rope:
         return ropes, lambda i, w: 0
     if family.no_rope == "full":
-        mixed = _window({"sliding_window": 4096, **config}, 0) > 0
+        mixed = given_window({"sliding_window": 4096, **config}, 0) > 0
         return ropes, lambda i, w: 0 if w or not mixed else -1
     if family.no_rope == "typed":
         kind = 0 if has_rope(config) else -1
         return ropes, lambda i, w: kind
     layers = _size(config, "num_hidden_layers")
-    step = _step(config, ("no_rope_layer_interval",), 4)
+    step = given_step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
     if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
         raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")

@@ -38,12 +38,15 @@ _OTHER_KEYS = ("vision.", "audio.", "mm.")
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
-_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
+_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
-_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3
+_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+            "<turn|>", "<|tool_response>")  # fmt: skip
+# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
+_SEEN_ENDINGS = ("<|tool_response>",)
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
@@ -95,8 +98,9 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
             found[name] = value
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
-    for index, token in enumerate(vocabulary):
-        if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types) and types[index] == _CONTROL:
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
             endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)
@@ -241,7 +245,3 @@ def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
         raise ModelFormatError(f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers")
     return [float(value) for value in values]
-
-
-# Models whose layers have sizes of their own.
-_BY_LAYER = ("gemma4_text",)

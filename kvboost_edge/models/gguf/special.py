@@ -126,7 +126,6 @@ def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
-    "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3,
-    "gemma4_text": gemma4,
+    "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3, "gemma4_text": gemma4,
 }  # fmt: skip
 """What only one family has in its config: from the keys of a file and the config that all have."""

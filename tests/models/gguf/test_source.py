@@ -172,7 +172,8 @@ def test_quantized_file_keeps_its_formats(kind: str, tmp_path: Path, caplog: pyt
     # What is left is the rounding of activations, and of the formats that are quantized again.
     assert np.linalg.norm(logits[0] - logits[1]) <= 5e-2 * np.linalg.norm(logits[1])
     assert ("Q5_1: 16 tensors become int8" in caplog.text) == (kind == "Q5_1")
-    assert ("tensors become" in caplog.text) == (kind == "Q5_1")
+    assert ("tensors become" in caplog.text) == (kind in ("Q5_1", "Q5_0"))
+    assert ("Q5_0: 16 tensors become int8 exactly, in 1.06 bytes" in caplog.text) == (kind == "Q5_0")
 
 
 def test_torch_runner_is_refused(tmp_path: Path) -> None:
@@ -370,6 +371,14 @@ def test_endings_by_text(tmp_path: Path) -> None:
     types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 39 + [3]}
     path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=5, tokenizer__ggml__eot_token_id=7, **types)
     assert Checkpoint.open(path).generation().eos_token_ids == (5, 7, 39)
+
+
+def test_the_endings_of_gemma4(tmp_path: Path) -> None:
+    """Where a turn ends, and where the caller has to answer a call, which the file says is text that is seen."""
+    tokens = [f"t{i}" for i in range(37)] + ["<turn|>", "<|tool_response>", "<|im_end|>"]
+    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 4, 4]}
+    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=1, **types)
+    assert Checkpoint.open(path).generation().eos_token_ids == (1, 37, 38)
 
 
 def test_shapes_against_the_metadata(tmp_path: Path) -> None:
