@@ -75,9 +75,11 @@ class WholePass:
             self._fixed[la.R_CODES] = [pool.ctypes.data for pool in pools]
             self._fixed[la.R_STAGE] = self._stage.ctypes.data
             self._fixed |= {la.R_LAYOUT + index: number for index, number in enumerate(layout)}
+        self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
+        self._fixed[la.R_SINKS] = [0 if sinks is None else sinks.ctypes.data for sinks in self._sinks]
         self._kinds: dict[AttentionParams, list[int]] = {}
-        for layer, one in enumerate(params):
-            self._kinds.setdefault(one, []).append(layer)
+        for layer, one in enumerate(params):  # what arrays hold is no part of a kind
+            self._kinds.setdefault(one._replace(sinks=None), []).append(layer)
 
     @classmethod
     def of(cls, backend: Backend, params: Sequence[AttentionParams]) -> WholePass | None:
