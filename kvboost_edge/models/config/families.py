@@ -350,15 +350,16 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
 
 def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope of the full layers and of the sliding ones."""
-    newer, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
-    if isinstance(newer, Mapping) and {"full_attention", "sliding_attention"} <= set(newer):
-        parts = newer["full_attention"], newer["sliding_attention"]
-    else:
-        parts = scaling, {}
-    if not all(isinstance(part, Mapping) for part in parts):
-        raise ModelFormatError(f"rope settings {newer or scaling!r:.200} are not known to the native runner")
-    full, local = (dict(part) for part in parts)
-    if parts[0] is scaling:
+    newer, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    kinds = ("full_attention", "sliding_attention")
+    found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
+    if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
+        raise ModelFormatError(
+            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this family has those of "
+            f"{kinds[0]} and of {kinds[1]}"
+        )
+    full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
+    if not newer:
         full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
     full["rope_theta"] = full.get("rope_theta") or family.theta
     local["rope_theta"] = local.get("rope_theta") or family.local_theta
