@@ -217,7 +217,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1000.0,
-                "mrope_section": [8, 4, 4],
+                "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,
             },
         },
