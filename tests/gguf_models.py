@@ -98,20 +98,31 @@ def write_gguf(
     tokenizer: bool = True,
     keys: Mapping[str, Any] | None = None,
     split: int = 0,
+    dense: bool = True,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
     of K types are random.
     `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `split`: parts of so many tensors each,
-    beside `path`, which is not written then; the first one is returned."""
+    beside `path`, which is not written then; the first one is returned. dense: with the matrices behind the pooling of
+    a model that attends both ways."""
     config = json.loads((model_dir / "config.json").read_text())
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
+    both_ways = bool(config.get("use_bidirectional_attention"))
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHS[config["model_type"]]
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        kinds = ((bool, writer.add_bool), (float, writer.add_float32), (int, writer.add_uint32))
+        add = next(add for kind, add in kinds if isinstance(value, kind))
         add(f"{writer.arch}.{key}", value)
     if tokenizer:
-        _write_tokenizer(writer, model_dir, config["vocab_size"])
-    for name, values in gguf_tensors(model_dir).items():
+        _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
+    tensors = gguf_tensors(model_dir)
+    for folder in ("2_Dense", "3_Dense") if both_ways and dense else ():
+        values = load_file(model_dir / folder / "model.safetensors")["linear.weight"]
+        prefix = "dense_2" if folder == "2_Dense" else "dense_3"
+        tensors[f"{prefix}.weight"] = values
+        writer.add_dense_features_dims(prefix, values.shape[1], values.shape[0])
+    for name, values in tensors.items():
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
         number = GGMLQuantizationType[chosen]
@@ -166,7 +177,7 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_logit_scale(config["logits_scaling"])
 
 
-def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
+def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False) -> None:
     """As the converters' `_set_vocab_gpt2`: tokens by id, ids without a token as unused."""
     state = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -189,4 +200,6 @@ def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> No
     writer.add_eos_token_id(ids[settings["eos_token"]])
     writer.add_pad_token_id(ids[settings["pad_token"]])
     writer.add_add_bos_token(True)
+    if ends:
+        writer.add_add_eos_token(True)
     writer.add_chat_template(settings["chat_template"])

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.config.families import FAMILIES, describe_model
@@ -17,6 +20,7 @@ from kvboost_edge.models.config.file import (
     generation_defaults,
     read_config,
     read_generation_config,
+    size_of,
     stored_dtype,
 )
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
@@ -28,6 +32,7 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.dense import gguf_dense
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.onnx.check import check_onnx, onnx_types
@@ -38,12 +43,15 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.dense import read_dense
 from kvboost_edge.models.weights.halved import HalvedSource
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
 
 __all__ = ["Checkpoint"]
+
+Floats = npt.NDArray[np.float32]
 
 
 class Checkpoint(abc.ABC):
@@ -110,6 +118,10 @@ class Checkpoint(abc.ABC):
     def pooling(self) -> Pooling:
         """How it makes vectors of texts, where it is made for that."""
         return UNSAID
+
+    def dense(self) -> tuple[Floats, ...]:
+        """Matrices float32 [outputs, inputs] that make the vector of what was pooled, one after the other."""
+        return ()
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -194,6 +206,9 @@ class _Directory(Checkpoint):
     def pooling(self) -> Pooling:
         return read_pooling(self.path)
 
+    def dense(self) -> tuple[Floats, ...]:
+        return read_dense(self.pooling.dense, size_of(self.config, "hidden_size") or 0)
+
     @functools.cached_property
     def is_quantized(self) -> bool:
         if not self.config.get("quantization_config"):
@@ -251,6 +266,9 @@ class _GgufFile(Checkpoint):
     @property
     def pooling(self) -> Pooling:
         return gguf_pooling(self._header.values, self.path)
+
+    def dense(self) -> tuple[Floats, ...]:
+        return gguf_dense(self._header, self.config["hidden_size"])
 
     @functools.cached_property
     def _vocabulary(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
+from embedding_models import HIDDEN, make_embedding_model
 from gguf_models import write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
@@ -24,26 +24,9 @@ from kvboost_edge.server.__main__ import _prepare
 from tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
 from tiny_models import build_tiny_model, save_tiny_model
 
-HIDDEN = 64
 RNG = np.random.default_rng(3)
 STEM = RNG.integers(0, 250, 40).tolist()
 TEXTS = [STEM[:16] + RNG.integers(0, 250, length).tolist() for length in (1, 3, 17, 40, 90)] + [STEM, [7]]
-
-
-def make_embedding_model(directory: Path, kind: str = "lasttoken") -> Path:
-    """The files that sentence-transformers puts beside a model, and a tokenizer that ends each text by <eos>."""
-    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
-    modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in kinds]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
-    switches = {f"pooling_mode_{name}": name == kind for name in ("cls_token", "mean_tokens", "lasttoken")}
-    (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **switches}))
-    path = directory / "tokenizer.json"
-    ends = {"type": "TemplateProcessing", "pair": [],
-            "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<eos>", "type_id": 0}}],
-            "special_tokens": {"<eos>": {"id": "<eos>", "ids": [EOS_ID], "tokens": ["<eos>"]}}}  # fmt: skip
-    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": ends}))
-    return directory
 
 
 @pytest.fixture(scope="module")

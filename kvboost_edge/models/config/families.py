@@ -45,6 +45,8 @@ class Family:
                  that has windows
     local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
+    both_ways    what a config with use_bidirectional_attention means is known: windows then reach half their size to
+                 either side
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -73,20 +75,24 @@ class Family:
     local_rope: bool = False
     local_theta: float = 10000.0
     windows: Callable[[Config, int], list[int]] | None = None
+    both_ways: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none."""
+    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none; `ahead`: so many tokens behind a
+    query are seen too."""
 
     window: int
     rope: int
+    ahead: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything the native runner needs to know of a model besides its weights. Sizes are in elements."""
+    """Everything the native runner needs to know of a model besides its weights. Sizes are in elements. `both_ways`:
+    tokens see those behind them, so a text is one pass and predicts nothing."""
 
     model_type: str
     family: Family
@@ -111,6 +117,7 @@ class ModelSpec:
     max_context: int
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeKind, ...]
+    both_ways: bool
 
 
 def _layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
@@ -205,7 +212,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
             windows=_all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
-            unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
+            both_ways=True, unless=(("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
         "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=_same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
@@ -256,6 +263,8 @@ def describe_model(config: Config) -> ModelSpec:
     if family.query_scalar:
         scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
     longest, pinned = context_length(config), pinned_context(config)
+    longest = longest if pinned is None else min(longest, pinned.length)
+    both_ways = _attends_both_ways(config, family)
     return ModelSpec(
         model_type=model_type,
         family=family,
@@ -279,10 +288,27 @@ def describe_model(config: Config) -> ModelSpec:
         and family.output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        max_context=longest if pinned is None else min(longest, pinned.length),
-        layers=tuple(LayerSpec(w, rope_of(i, w)) for i, w in enumerate(windows)),
+        max_context=longest,
+        layers=tuple(_layer(w, rope_of(i, w), longest if both_ways else 0) for i, w in enumerate(windows)),
         ropes=ropes,
+        both_ways=both_ways,
     )
+
+
+def _layer(window: int, rope: int, ahead: int) -> LayerSpec:
+    """A layer that sees `ahead` tokens behind a query where it has no window; half the window to either side else."""
+    if window and ahead:
+        return LayerSpec(window // 2 + 1, rope, window // 2)
+    return LayerSpec(window, rope, ahead)
+
+
+def _attends_both_ways(config: Config, family: Family) -> bool:
+    """Where the family knows it; others have refused it."""
+    key = "use_bidirectional_attention"
+    value = config.get(key) if family.both_ways else None
+    if value not in (None, False, True):
+        raise ModelFormatError(f"{key}={value!r} is not known to the native runner (known: true, false)")
+    return bool(value)
 
 
 def _size(config: Config, name: str) -> int:

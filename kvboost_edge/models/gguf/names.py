@@ -50,6 +50,8 @@ class GgufArchitecture:
     permuted     rows of queries and keys stand in pairs (i, i + half) there, one after the other, in halves here
     norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight)
     keys         metadata keys "architecture.KEY" that only some architectures have
+    dense        tensors behind the pooling, which are no part of the decoder
+    both_ways    its attention is bidirectional
     """
 
     model_type: str
@@ -57,9 +59,12 @@ class GgufArchitecture:
     permuted: bool = False
     norm_offset: float = 0.0
     keys: frozenset[str] = frozenset()
+    dense: tuple[str, ...] = ()
+    both_ways: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+_DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
@@ -73,6 +78,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "gemma3": GgufArchitecture(
             "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0,
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
+        ),
+        "gemma-embedding": GgufArchitecture(
+            "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0, both_ways=True,
+            keys=frozenset({"rope.freq_base_swa", *_WINDOW, *_DENSE_KEYS}),
+            dense=("dense_2.weight", "dense_3.weight"),
         ),
         "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
         "olmo2": GgufArchitecture(

@@ -14,6 +14,7 @@ from kvboost_edge.runners.base import ModelTraits
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
+    "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
@@ -28,6 +29,7 @@ AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
+STORES_NOTHING = "the model attends both ways, so each text is one pass whose keys and values are not stored"
 _GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
 _ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
@@ -61,6 +63,8 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
     """Where a pass is one call of a kernel attention finds the queries before rotation, and turns them."""
     spec = describe_model(model_config)
+    if spec.both_ways:
+        return STORES_NOTHING
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
     width = spec.num_heads * spec.head_dim
@@ -103,7 +107,12 @@ def choose_weights(
 
 
 def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
-    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`."""
+    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`; of a model
+    that attends both ways nothing, and ConfigError for bits."""
+    if spec.both_ways:
+        if bits != _UNQUANTIZED:
+            raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
+        return KVSpec((), block_size, "float32")
     layers = tuple(LayerKVSpec(spec.num_kv_heads, spec.head_dim) for _ in spec.layers)
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
     return KVSpec(layers, block_size, dtype, bits)

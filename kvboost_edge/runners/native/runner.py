@@ -36,7 +36,8 @@ from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
-from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.native.pass_texts import PassTexts
+from kvboost_edge.runners.native.plan import STORES_NOTHING, native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
@@ -71,6 +72,7 @@ class NativeRunner:
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
+        self._texts: PassTexts | None = None
         self._params = [AttentionParams(spec.softmax_scale, layer.window, spec.softcap) for layer in spec.layers]
         self.info = RunnerInfo(
             name="native",
@@ -83,6 +85,7 @@ class NativeRunner:
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
             hidden_size=spec.hidden_size,
+            stores_kv=not spec.both_ways,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
@@ -123,6 +126,8 @@ class NativeRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
+        if self._spec.both_ways:
+            return STORES_NOTHING
         # Where a pass is one call of a kernel attention finds the queries before rotation.
         if self._whole is not None:
             return None
@@ -145,6 +150,10 @@ class NativeRunner:
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
         self._whole = None
+        if self._spec.both_ways:
+            self._texts = PassTexts(self._spec, access)
+            self._kernels = kernel_table(self.kinds, None if self._texts.whole is None else False)
+            return
         if self._spec.num_heads * self._spec.head_dim == self._buffers.sizes.attended:
             self._whole = WholePass.of(backend, self._params)
         self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
@@ -160,16 +169,17 @@ class NativeRunner:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
         if self._whole is None:
             refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
-        prepared = backend.prepare(batch.layout)
+        prepared: Any = (self._texts or backend).prepare(batch.layout)
+        whole = self._whole if self._texts is None else self._texts.whole
         addresses = self._addresses(batch, tokens, positions)
         query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
-        if self._whole is not None:
-            memory = self._prepare_whole(self._whole, batch, prepared, addresses, self._program.parts[-1][1])
+        if whole is not None:
+            memory = self._prepare_whole(whole, batch, prepared, addresses, self._program.parts[-1][1])
             return self._forward_whole(memory, addresses, batch)
         attended = query
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
-            attended = self._attend(backend, layer, query, prepared)
+            attended = self._attend(self._texts or backend, layer, query, prepared)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._outputs(batch, addresses, attended)
@@ -244,7 +254,7 @@ class NativeRunner:
         self._run((0, parts[-1][0] - int(num_rows + num_states == 0)), addresses, num_tokens, memory.counters)
         return self._outputs(batch, addresses, memory.attended)
 
-    def _attend(self, backend: Backend, layer: int, query: Floats, prepared: Any) -> Floats:
+    def _attend(self, backend: Backend | PassTexts, layer: int, query: Floats, prepared: Any) -> Floats:
         """Store keys and values; what attention returns, rows padded to whole groups."""
         key, value = (self._buffers.rows(b, len(query), self._spec.num_kv_heads) for b in (lt.B_KEY, lt.B_VALUE))
         backend.write_kv(layer, key, value, prepared)
@@ -303,7 +313,7 @@ class NativeRunner:
     def close(self) -> None:
         """End the helper threads, let go of the backend and unmap the weights."""
         self._own_team.close()
-        self._backend, self._team, self._whole = None, self._own_team, None
+        self._backend, self._team, self._whole, self._texts = None, self._own_team, None, None
         self._packed.close()
 
 

@@ -62,7 +62,9 @@ class _Storage(NamedTuple):
 class WholePass:
     """The attention operations of all layers on one backend."""
 
-    def __init__(self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams]) -> None:
+    def __init__(
+        self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams | AttentionOptions]
+    ) -> None:
         self._space, self._pools, self._coded = access
         self._shape, self._num_layers, self._block_size = spec.layers[0], len(spec.layers), spec.block_size
         self._fixed: dict[int, Any] = {}
@@ -75,9 +77,9 @@ class WholePass:
             self._fixed[la.R_CODES] = [pool.ctypes.data for pool in pools]
             self._fixed[la.R_STAGE] = self._stage.ctypes.data
             self._fixed |= {la.R_LAYOUT + index: number for index, number in enumerate(layout)}
-        self._kinds: dict[AttentionParams, list[int]] = {}
+        self._kinds: dict[AttentionOptions, list[int]] = {}
         for layer, one in enumerate(params):
-            self._kinds.setdefault(one, []).append(layer)
+            self._kinds.setdefault(AttentionOptions(*one), []).append(layer)
 
     @classmethod
     def of(cls, backend: Backend, params: Sequence[AttentionParams]) -> WholePass | None:
@@ -128,9 +130,8 @@ class WholePass:
         storage = self._plain(prepared) if self._coded is None else self._open(self._coded, prepared)
         more = None if self._coded is None else coded_scratch_floats
         calls: list[AttentionCall] = []
-        for params in self._kinds:
-            plan = prepared.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
-            options = AttentionOptions(*params)
+        for options in self._kinds:
+            plan = prepared.plan(queries.shape[1] // num_kv_heads, num_kv_heads, options.window, options.ahead)
             call = make_call(queries, storage.pool, storage.batch, options, self._space, plan, more)
             calls.append(call._replace(out=calls[0].out, lse=calls[0].lse) if calls else call)
         each = -(-max(call.counters.size for call in calls) // 8) * 8

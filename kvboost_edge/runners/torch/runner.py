@@ -22,13 +22,13 @@ from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
+from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, attends_both_ways, pinned_context
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, LookPass, PagedPass, ProbePass, Seen
 from kvboost_edge.runners.torch.eager_check import check_against_eager
-from kvboost_edge.runners.torch.plan import compute_dtype
+from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
 from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
 
 __all__ = ["TorchRunner", "load"]
@@ -59,6 +59,8 @@ class TorchRunner:
     ) -> None:
         """kv_bits: of keys and of values in the pool; (16, 16): the model's own dtype."""
         config = model.config.get_text_config()
+        if attends_both_ways(config.to_dict()):
+            raise ModelFormatError(BOTH_WAYS)
         self.model = model.eval()
         self._kind = type(model).__name__
         self._hook = AttentionHook(model)
