@@ -65,7 +65,7 @@ def write_source(folder: Path, shape_name: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from peers.random_model import SHAPES
+    from peers.shapes import SHAPES
 
     shape = SHAPES[shape_name]
     config = AutoConfig.for_model(

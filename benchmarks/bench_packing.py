@@ -25,7 +25,8 @@ import gguf
 import numpy as np
 
 import harness
-from peers.random_model import SHAPES, Shape, add_tokenizer, tensors_of
+from peers.random_model import add_tokenizer
+from peers.shapes import SHAPES, Shape
 
 _TARGET_MS = 5.7
 _SHAPE = Shape(1536, 8, 12, 2, 8960)
@@ -108,7 +109,7 @@ def _write_gguf(path: Path, shape: Shape, quant: str) -> None:
         add(value)
     add_tokenizer(writer, shape.vocab)
     rng = np.random.default_rng(0)
-    for index, (name, dims) in enumerate(tensors_of(shape)):
+    for index, (name, dims) in enumerate(shape.tensors()):
         if len(dims) == 1:
             writer.add_tensor(name, rng.standard_normal(dims, np.float32))
         else:
@@ -127,7 +128,7 @@ def _hf_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     }  # fmt: skip
-    for name, dims in tensors_of(shape):
+    for name, dims in shape.tensors():
         if name in given:
             yield given[name], dims
         else:

@@ -1,6 +1,6 @@
 """This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in alternating rounds.
 
-A random model of Qwen2's or Qwen3's shape is written once as GGUF. Each engine lives in a process of its own; in each
+A random model of a real one's shape is written once as GGUF. Each engine lives in a process of its own; in each
 round all of them answer the same request in turn, and the figures are medians over the rounds (least to most in
 brackets). One clock around the whole call for everyone. Beside decode at 0 stands what it reads of our weights a
 second, keys and values not counted, and a plain read of the same bytes by as many threads in the same process right
@@ -10,6 +10,7 @@ them into `.venv-peers`.
     python benchmarks/bench_peers.py                         # 0.5B shape, Q4_0
     python benchmarks/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
     python benchmarks/bench_peers.py --shape 4b --quant Q4_K_M --rounds 2 --depths 0 2048
+    python benchmarks/bench_peers.py --shape gemma-4-e2b --rounds 3 --depths 0 1024
     python benchmarks/bench_peers.py --only kvboost_edge     # without peers
     python benchmarks/bench_peers.py --bundled               # the bundled model on this machine, in a minute
 """
@@ -31,12 +32,13 @@ import numpy as np
 import harness
 from peers.charts import draw_charts
 from peers.float64_qwen import last_logits
-from peers.random_model import QUANTS, SHAPES, Shape, write_gguf
+from peers.random_model import QUANTS, write_gguf
+from peers.shapes import SHAPES, Shape
 
 _HERE = Path(__file__).parent
 _PREFIX, _SUFFIX, _OWN, _SHARING = 2048, 64, 16, 8
 _FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
-_OURS = "kvboost_edge"
+_OURS, _PEER = "kvboost_edge", "llama.cpp f16"
 _MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
 
 
@@ -187,13 +189,22 @@ class Bench:
             self.note("peak_rss_mb", worker.label, worker.ask("memory")["peak_mb"])
 
     def check(self, model: Path, shape: Shape) -> None:
-        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none)."""
+        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none); for shapes without a
+        float64 model, of ours to llama.cpp's."""
         prompt = self.tokens(48)
-        exact = last_logits(model, prompt, shape.heads, shape.kv_heads)
-        for worker in self.workers:
-            if not worker.label.startswith("openvino"):
-                got = np.array(worker.ask("logits", tokens=prompt)["logits"])
-                self.note("logits_error", worker.label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
+        found = {
+            worker.label: np.array(worker.ask("logits", tokens=prompt)["logits"])
+            for worker in self.workers
+            if not worker.label.startswith("openvino")
+        }
+        if shape.in_float64:
+            measure, exact = "logits_error", last_logits(model, prompt, shape.heads, shape.kv_heads)
+        elif _PEER in found:
+            measure, exact = "logits_from_llama.cpp", found[_PEER]
+        else:
+            return
+        for label, got in found.items():
+            self.note(measure, label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each measure: medians, the best of ours against the best of the others, least and most."""

@@ -33,7 +33,8 @@ import numpy as np
 import harness
 from bench_peers import Worker, parser_for_models
 from kvboost_edge import CPUPagedEngine, GenerationMode, GenerationResult
-from peers.random_model import SHAPES, write_gguf
+from peers.random_model import write_gguf
+from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
 _REUSE = GenerationMode.CHUNK_KV_REUSE

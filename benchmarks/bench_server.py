@@ -36,7 +36,8 @@ import psutil
 
 import harness
 from kvboost_edge import CPUPagedEngine
-from peers.random_model import SHAPES, write_gguf
+from peers.random_model import write_gguf
+from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
 _START_S = 180.0

@@ -28,7 +28,8 @@ from kvboost_edge.engine import sequence as running_state
 from kvboost_edge.engine.intake import Terms
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.runners.base import ForwardBatch
-from peers.random_model import SHAPES, write_gguf
+from peers.random_model import write_gguf
+from peers.shapes import SHAPES
 from speculation_tasks import TASKS, Task
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -21,7 +21,8 @@ from typing import Any
 
 import harness
 from bench_peers import Worker, parser_for_models
-from peers.random_model import SHAPES, write_gguf
+from peers.random_model import write_gguf
+from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
 _TARGET_S, _TARGET_MB = 2.5, 250.0

@@ -28,7 +28,8 @@ from kvboost_edge.engine.build import build_from_path
 from kvboost_edge.engine.grammars import read_grammar
 from kvboost_edge.engine.structure import Structure
 from large_vocabulary import made_tokenizer, made_words
-from peers.random_model import SHAPES, write_gguf
+from peers.random_model import write_gguf
+from peers.shapes import SHAPES
 
 _PROMPT = 256
 _SPECIAL = 290  # of a model's 151,936 rows so many have no token

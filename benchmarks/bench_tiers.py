@@ -39,7 +39,8 @@ from bench_peers import Worker, parser_for_models
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
-from peers.random_model import SHAPES, write_gguf
+from peers.random_model import write_gguf
+from peers.shapes import SHAPES
 
 _HERE = Path(__file__).parent
 _DECODED = 64

@@ -15,21 +15,29 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
-__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "q4_k_m", "write_gguf"]
+from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+
+__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "glm4": MODEL_ARCH.GLM4,
+    "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL,
 }  # fmt: skip
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = ("llama", "mistral", "granite", "smollm3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
+OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
-K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
+K_SCALES = {
+    "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32), "Q3_K": ((108,), 32 * 4),
+    "IQ4_NL": ((0,), 127), "IQ4_XS": ((0,), 32 * 127),
+}  # fmt: skip
 
 
 def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -37,30 +45,42 @@ def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
 
 
+def _config(model_dir: Path) -> dict[str, Any]:
+    """As the converters' `load_hparams`: what text_config says goes before what stands around it."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return {**config, **config.get("text_config", {}), "model_type": config["model_type"]}
+
+
 def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
-    config = json.loads((model_dir / "config.json").read_text())
+    config = _config(model_dir)
     model_type = config["model_type"]
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     found = {}
     for name, tensor in sorted(load_file(model_dir / "model.safetensors").items()):
         values = tensor.astype(np.float32)
+        name = name.replace("language_model.", "")
+        if name.startswith(OTHER_PARTS):
+            continue
         if model_type in PERMUTED:
             if ".q_proj." in name:
                 values = _permute(values, heads)
             elif ".k_proj." in name:
                 values = _permute(values, kv_heads)
-        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+        if model_type in PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        name += ".weight" if name.endswith("layer_scalar") else ""
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
+    if model_type == "gemma4_text":
+        found["rope_freqs.weight"] = rope_freqs(config)
     return found
 
 
@@ -90,6 +110,14 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
 
 
+def iq4_xs(name: str) -> str:
+    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the first layers' way
+    down."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q6_K"
+    return "Q5_K" if "attn_v" in name or name.startswith("blk.0.ffn_down") else "IQ4_XS"
+
+
 def write_gguf(
     model_dir: Path,
     path: Path,
@@ -97,32 +125,34 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool = True,
     keys: Mapping[str, Any] | None = None,
+    more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
     dense: bool = True,
 ) -> Path:
     """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
-    of K types are random.
-    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `split`: parts of so many tensors each,
-    beside `path`, which is not written then; the first one is returned. dense: with the matrices behind the pooling of
-    a model that attends both ways."""
-    config = json.loads((model_dir / "config.json").read_text())
+    of the types in K_SCALES are random.
+    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `more`: further
+    tensors, F32; None for one that is left out. `split`: parts of so many tensors each, beside `path`, which is not
+    written then; the first one is returned. `dense`: with the matrices behind the pooling of a model that attends both
+    ways."""
+    config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
     arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHS[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
-        kinds = ((bool, writer.add_bool), (float, writer.add_float32), (int, writer.add_uint32))
-        add = next(add for kind, add in kinds if isinstance(value, kind))
-        add(f"{writer.arch}.{key}", value)
+        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
+        kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
-    tensors = gguf_tensors(model_dir)
-    for folder in ("2_Dense", "3_Dense") if both_ways and dense else ():
-        values = load_file(model_dir / folder / "model.safetensors")["linear.weight"]
-        prefix = "dense_2" if folder == "2_Dense" else "dense_3"
-        tensors[f"{prefix}.weight"] = values
-        writer.add_dense_features_dims(prefix, values.shape[1], values.shape[0])
+    tensors = {**gguf_tensors(model_dir), **(more or {})}
+    for number in (2, 3) if both_ways and dense else ():
+        values = load_file(model_dir / f"{number}_Dense/model.safetensors")["linear.weight"]
+        tensors[f"dense_{number}.weight"] = values
+        writer.add_dense_features_dims(f"dense_{number}", values.shape[1], values.shape[0])
     for name, values in tensors.items():
+        if values is None:
+            continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
         number = GGMLQuantizationType[chosen]
@@ -167,9 +197,15 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     if model_type in PATTERNED and config["sliding_window"] is not None:
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if model_type == "qwen3_vl":
+        writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if model_type == "gemma4_text":
+        write_gemma4_sizes(writer, config)
     if model_type == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])

@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
-__all__ = ["EOS_ID", "FAMILIES", "PAD_ID", "VOCAB_SIZE", "build_tiny_model", "save_tiny_model"]
+__all__ = [
+    "EOS_ID", "FAMILIES", "NESTED", "PAD_ID", "VOCAB_SIZE", "build_nested_model", "build_tiny_model",
+    "save_nested_model", "save_tiny_model",
+]  # fmt: skip
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
@@ -139,6 +148,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Models with a part for images: the language model's type, its fields, and those of the other part. The native runner
+# alone runs them.
+NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "mrope_section": [8, 4, 4],
+                "mrope_interleaved": True,
+            },
+        },
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+         "deepstack_visual_indexes": [0]},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {name: value for name, value in FAMILIES["gemma3"].items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "mistral3": (
+        "mistral",
+        {"sliding_window": 24, "head_dim": 16},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+}  # fmt: skip
+
+
+def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the language model."""
+    text_type, fields, vision = NESTED[model_type]
+    model_type = model_type.partition("-")[0]
+    fields = {"model_type": text_type, **COMMON_FIELDS, **fields, **overrides}
+    tied = fields["tie_word_embeddings"]
+    config = AutoConfig.for_model(model_type, text_config=fields, vision_config=vision, tie_word_embeddings=tied)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    _sharpen(model, torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers model type;
     `overrides` are config fields."""
@@ -172,8 +226,15 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a complete model directory (safetensors) and return its path."""
-    directory = Path(directory)
-    model = build_tiny_model(model_type, seed=seed, **overrides)
+    return _save(build_tiny_model(model_type, seed=seed, **overrides), Path(directory))
+
+
+def save_nested_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+    """As `save_tiny_model`, of a model that `build_nested_model` makes."""
+    return _save(build_nested_model(model_type, seed=seed, **overrides), Path(directory))
+
+
+def _save(model: PreTrainedModel, directory: Path) -> Path:
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
     save_tokenizer(directory)

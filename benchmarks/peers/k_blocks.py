@@ -1,4 +1,5 @@
-"""Random matrices in GGUF's K formats, as bytes: the Python package reads those formats and writes none.
+"""Random matrices in GGUF's formats, as bytes: of the K formats the Python package reads, and of Q4_0 and Q8_0 where
+quantizing numbers would take minutes.
 
 Codes are uniform and scales lie in the upper half of their range, so that a row's weights have the wanted spread.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "more_bits", "random_q4_k", "random_q6_k"]
+__all__ = ["BLOCK", "more_bits", "random_q4_0", "random_q4_k", "random_q6_k", "random_q8_0"]
 
 BLOCK = 256
 _Bytes = npt.NDArray[np.uint8]
@@ -49,3 +50,23 @@ def random_q6_k(rng: np.random.Generator, rows: int, width: int, spread: float) 
     d = np.full(count, spread / (95.5 * np.sqrt((64**2 - 1) / 12)), np.float16)
     blocks[:, 208:210] = d.view(np.uint8).reshape(count, 2)
     return blocks.reshape(rows, -1)
+
+
+def random_q4_0(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:
+    """uint8 [rows, width // 32 * 18]: half d, 16 bytes of nibbles. A weight is d * (code - 8), codes 1..15."""
+    low, high = (rng.integers(1, 16, (rows * width // 32, 16), dtype=np.uint8) for _ in range(2))
+    return _with_scale(low | high << 4, spread / np.sqrt((15**2 - 1) / 12)).reshape(rows, -1)
+
+
+def random_q8_0(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:
+    """uint8 [rows, width // 32 * 34]: half d, 32 int8 codes. A weight is d * code, codes -127..127."""
+    codes = rng.integers(-127, 128, (rows * width // 32, 32), dtype=np.int8).view(np.uint8)
+    return _with_scale(codes, spread / np.sqrt((255**2 - 1) / 12)).reshape(rows, -1)
+
+
+def _with_scale(codes: _Bytes, scale: float) -> _Bytes:
+    """Codes [count, bytes] behind the same half each."""
+    blocks = np.empty((len(codes), 2 + codes.shape[1]), dtype=np.uint8)
+    blocks[:, :2] = np.array([scale], np.float16).view(np.uint8)
+    blocks[:, 2:] = codes
+    return blocks

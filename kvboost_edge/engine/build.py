@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
@@ -32,6 +29,7 @@ from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
+from kvboost_edge.models.weights.dense import Matrices
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.reuse.cutting import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner
@@ -54,8 +52,7 @@ _DEFAULTS = EngineConfig()
 class EngineParts:
     """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
     others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
-    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that, float32
-    [outputs, inputs].
+    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that.
     """
 
     runner: Runner
@@ -70,7 +67,7 @@ class EngineParts:
     max_num_seqs: int
     tiers: tuple[Tier, ...] = ()
     pooling: Pooling = UNSAID
-    dense: tuple[npt.NDArray[np.float32], ...] = ()
+    dense: Matrices = ()
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.config.families import FAMILIES, describe_model
@@ -20,9 +17,10 @@ from kvboost_edge.models.config.file import (
     generation_defaults,
     read_config,
     read_generation_config,
-    size_of,
     stored_dtype,
+    text_config,
 )
+from kvboost_edge.models.config.nested import is_nested
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
@@ -33,6 +31,7 @@ from kvboost_edge.models.fingerprint import (
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
 from kvboost_edge.models.gguf.dense import gguf_dense
+from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.onnx.check import check_onnx, onnx_types
@@ -43,15 +42,13 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
-from kvboost_edge.models.weights.dense import read_dense
+from kvboost_edge.models.weights.dense import Matrices, read_dense
 from kvboost_edge.models.weights.halved import HalvedSource
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
 
 __all__ = ["Checkpoint"]
-
-Floats = npt.NDArray[np.float32]
 
 
 class Checkpoint(abc.ABC):
@@ -106,12 +103,17 @@ class Checkpoint(abc.ABC):
         """Size of all files that the fingerprint covers."""
         return sum(stamp.size for stamp in self._current_stamps())
 
-    @abc.abstractmethod
     def gguf_metadata(self) -> Mapping[str, Any] | None:
         """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files of a tokenizer."""
+        return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
         """As `gguf_metadata` without the arrays of strings, which are large; empty where there are files."""
+        return {}
+
+    @property
+    def other_parts(self) -> Mapping[str, int]:
+        """Number of tensors of each part beside the language model, such as {"visual": 316}: they are not used."""
         return {}
 
     @property
@@ -119,9 +121,9 @@ class Checkpoint(abc.ABC):
         """How it makes vectors of texts, where it is made for that."""
         return UNSAID
 
-    def dense(self) -> tuple[Floats, ...]:
-        """Matrices float32 [outputs, inputs] that make the vector of what was pooled, one after the other."""
-        return ()
+    def dense(self) -> Matrices:
+        """What makes a vector of what was pooled, one after the other."""
+        return read_dense(self.pooling.dense, self.config)
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -133,7 +135,7 @@ class Checkpoint(abc.ABC):
 
     def open_source(self) -> WeightSource:
         """The tensors, as a context manager; rows of queries and keys in the order of the native runner's rope."""
-        family = FAMILIES.get(str(self.config.get("model_type")))
+        family = FAMILIES.get(str(text_config(self.config).get("model_type")))
         if family is None or not family.paired_rope:
             return self._open_files()
         spec = describe_model(self.config)
@@ -200,14 +202,22 @@ class _Directory(Checkpoint):
         if self.pooling.source and not config.get("tie_word_embeddings") and not config.get("quantization_config"):
             with SafetensorsSource(self.path) as source:  # its files may lack the head, which nothing uses
                 return {**config, "tie_word_embeddings": "lm_head.weight" not in source.names()}
+        if is_nested(config):
+            said = [part.get("tie_word_embeddings") for part in (config, config["text_config"])]
+            if None in said or said[0] != said[1]:  # versions of transformers differ in what counts; the file has it
+                with SafetensorsSource(self.path) as source:
+                    has_head = any(name.startswith("lm_head.") for name in source.names())
+                return {**config, "tie_word_embeddings": not has_head}
         return config
+
+    @property
+    def other_parts(self) -> Mapping[str, int]:
+        with SafetensorsSource(self.path) as source:
+            return source.parts
 
     @functools.cached_property
     def pooling(self) -> Pooling:
         return read_pooling(self.path)
-
-    def dense(self) -> tuple[Floats, ...]:
-        return read_dense(self.pooling.dense, size_of(self.config, "hidden_size") or 0)
 
     @functools.cached_property
     def is_quantized(self) -> bool:
@@ -221,9 +231,6 @@ class _Directory(Checkpoint):
         quantized = self.config.get("quantization_config")
         kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else stored_dtype(self.config)
         return f"safetensors {kind or 'float32'}"
-
-    def gguf_metadata(self) -> None:
-        return None
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)
@@ -267,18 +274,22 @@ class _GgufFile(Checkpoint):
     def pooling(self) -> Pooling:
         return gguf_pooling(self._header.values, self.path)
 
-    def dense(self) -> tuple[Floats, ...]:
-        return gguf_dense(self._header, self.config["hidden_size"])
+    def dense(self) -> Matrices:
+        return gguf_dense(self._header, self.config)
 
     @functools.cached_property
     def _vocabulary(self) -> list[str]:
         return self._header.strings(TOKENS) if self._header.has_strings(TOKENS) else []
 
     @property
+    def other_parts(self) -> Mapping[str, int]:
+        return counted_parts(self._header.tensors)
+
+    @property
     def format(self) -> str:
         counts: dict[str, int] = {}
-        for tensor in self._header.tensors.values():
-            if len(tensor.shape) > 1:
+        for name, tensor in self._header.tensors.items():
+            if len(tensor.shape) > 1 and not is_other_part(name):
                 counts[tensor.type] = counts.get(tensor.type, 0) + math.prod(tensor.shape)
         return f"GGUF {', '.join(sorted(counts, key=lambda kind: -counts[kind]))}"
 
@@ -369,9 +380,6 @@ class _OnnxFile(Checkpoint):
     @property
     def format(self) -> str:
         return f"ONNX {', '.join(sorted(onnx_types(self._model)))}"
-
-    def gguf_metadata(self) -> None:
-        return None
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)

@@ -8,8 +8,9 @@ import pytest
 
 from kvboost_edge import CPUPagedEngine
 from peers.float64_qwen import last_logits
-from peers.k_blocks import more_bits, random_q4_k, random_q6_k
-from peers.random_model import Shape, write_gguf
+from peers.k_blocks import more_bits, random_q4_0, random_q4_k, random_q6_k, random_q8_0
+from peers.random_model import write_gguf
+from peers.shapes import Shape
 
 QWEN2 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096)
 QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
@@ -17,7 +18,12 @@ QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
 
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(random_q4_k, gguf.GGMLQuantizationType.Q4_K), (random_q6_k, gguf.GGMLQuantizationType.Q6_K)],
+    [
+        (random_q4_k, gguf.GGMLQuantizationType.Q4_K),
+        (random_q6_k, gguf.GGMLQuantizationType.Q6_K),
+        (random_q4_0, gguf.GGMLQuantizationType.Q4_0),
+        (random_q8_0, gguf.GGMLQuantizationType.Q8_0),
+    ],
 )
 def test_random_blocks_have_the_wanted_spread(make, kind):
     values = gguf.quants.dequantize(make(np.random.default_rng(0), 64, 512, 0.05), kind)

@@ -203,6 +203,7 @@ def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
 
 
 def _is_block_kind(b: Builder, kind: Value) -> Value:
+    """Whether a kind reads the panels of the block kinds: they themselves, and int4t."""
     return b.icmp_signed(">=", kind, int_constant(KIND_Q4K))
 
 

@@ -28,8 +28,8 @@ F_COUNT, F_INPUTS, F_KIND, F_ACT = range(5, 9)
 # Quantized rows: kind of the weights that will read what this writes, or 0 for no quantization; its panel; whether its
 # codes have two planes. A matrix reads F_PANEL_IN, coarse or F_FINE_IN.
 F_QUANT, F_PANEL, F_FINE, F_PANEL_IN, F_FINE_IN = range(9, 14)
-# Addresses: weights, scales, minima (of block kinds: the blocks' numbers, see linear/layout.py), bias. F_UNIT: tiles
-# (OP_GATED: groups) in a unit; F_ADD: add to the destination.
+# Addresses: weights, scales, minima (of block kinds: the blocks' numbers, of int4t its tables, see linear/layout.py),
+# bias. F_UNIT: tiles (OP_GATED: groups) in a unit; F_ADD: add to the destination.
 F_WEIGHT, F_SCALE, F_MINIMA, F_BIAS, F_UNIT, F_ADD = range(14, 20)
 # Rope: heads and dims, the norms' addresses, the table. F_LAYER: whose row of B_ROWS is used.
 F_HEADS, F_KV_HEADS, F_DIM, F_HALF, F_Q_NORM, F_K_NORM, F_NORM_ALL, F_TABLE, F_LAYER = range(20, 29)

@@ -24,6 +24,7 @@ from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,
     KIND_INT4,
     KIND_INT4_ASYM,
+    KIND_INT4T,
     KIND_INT8,
     KIND_Q4K,
     KIND_Q5K,
@@ -87,7 +88,8 @@ def token_units(job: ProgramJob, op: Any) -> Any:
 
 @kernel
 def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
-    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on."""
+    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on. Of
+    KIND_INT4T its place in the table."""
     quad = index // 4
     at = op[lt.F_WEIGHT] + group * group_bytes_kernel(kind) + lane * 4 + index % 4
     if kind == KIND_INT8:
@@ -97,7 +99,7 @@ def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
         quad %= 4
     both = _load_byte(at + quad // 2 * _LINE)
     code = both >> 4 if quad % 2 == 1 else both & 15
-    if kind < KIND_Q5K:
+    if kind < KIND_Q5K or kind == KIND_INT4T:
         return code
     above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (4 + high_shift_kernel(kind, quad))
     return code | (above & (3 if kind == KIND_Q6K else 1)) << 4
@@ -110,7 +112,7 @@ def _factors(op: Any, kind: int, tile: int, group: int, half: int, lane: int) ->
     scale_at = op[lt.F_SCALE] + (tile * groups + group) * SCALE_BYTES
     minima_at = op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + 2 * lane
     zero = np.float32(0.0)
-    if kind < KIND_Q4K:
+    if kind < KIND_Q4K or kind == KIND_INT4T:
         minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes_kernel(kind, 1)
@@ -144,8 +146,11 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
             group, place = index // GROUP, index % GROUP
             if place % LANES == 0:
                 scale, minimum = _factors(op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane)
-            code = np.float32(_code(op, kind, tile * groups + group, lane, place) - offset)
-            store_f32(out + 4 * index, fma_f32(code, scale, -minimum) * factor)
+            code = _code(op, kind, tile * groups + group, lane, place)
+            if kind == KIND_INT4T:
+                code = _load_byte(op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + code)
+                code -= 256 if code > 127 else 0
+            store_f32(out + 4 * index, fma_f32(np.float32(code - offset), scale, -minimum) * factor)
     else:
         size = 4 if kind == KIND_F32 else 2
         for index in range(count):

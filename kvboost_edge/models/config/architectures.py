@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.json_file import read_config_object, text_config
+from kvboost_edge.models.config.json_file import read_config_object
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
@@ -66,6 +67,10 @@ _TESTED = {
     "granite": "scaled attention, residual and logits",
     "smollm3": "layers without rope",
     "ministral3": "queries scaled by position",
+    "gemma3": "the language part of a vision model; text only",
+    "qwen3_vl": "the language part of a vision model; text only, native runner",
+    "qwen3_vl_text": "the same without its vision part",
+    "mistral3": "the language part of a vision model; text only, native runner",
     "granite_swa": "local and global layers, attention sinks",
     "olmoe": "mixture of experts",
     "ernie4_5_moe": "mixture of experts",
@@ -78,7 +83,6 @@ _UNTESTED = {
     "arcee": "Llama's attention",
     "cohere": "scaled logits",
     "cohere2": "local and global layers",
-    "gemma3": "the language part of a vision model; text only",
     "glm": "partial rotary",
     "gpt2": "learned positions",
     "gpt_bigcode": "learned positions, one key-value head",
@@ -216,7 +220,11 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Reasons why the model cannot run, the most telling first."""
-    inner = text_config(config)
+    try:
+        inner = text_config(config)
+    except ModelFormatError as error:
+        yield str(error)
+        return
     if config.get("is_encoder_decoder") or inner.get("is_encoder_decoder"):
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:

@@ -15,6 +15,7 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
 from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
 
@@ -205,6 +206,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": Family(qkv_bias=False, windows=_same_window(4096)),
         "qwen2": _QWEN2,
         "qwen3": Family(head_norm="head", head_dim=128, windows=_qwen_windows),
+        "qwen3_vl_text": Family(head_norm="head", head_dim=128, theta=5e5),
         "gemma": _GEMMA,
         "gemma2": dataclasses.replace(
             _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=_every_second
@@ -239,7 +241,9 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def describe_model(config: Config) -> ModelSpec:
-    """The spec of a config.json. ModelFormatError with the reason where the native runner does not know the model."""
+    """The spec of a config.json, of a model of several parts that of its language model. ModelFormatError with the
+    reason where the native runner does not know the model."""
+    config = text_config(config)
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     if family is None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import MAX_LAYERS
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
+from kvboost_edge.models.gguf.gemma4 import gemma4
+from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import GgufArchitecture
 from kvboost_edge.models.gguf.source import ROPE_FACTORS, architecture_of
 
@@ -20,7 +21,6 @@ __all__ = ["TOKENS", "gguf_config"]
 TOKENS = "tokenizer.ggml.tokens"
 """The key of the vocabulary."""
 
-_MAX_SIZE = 1 << 31
 _ROPE_KEYS = {
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
@@ -32,6 +32,8 @@ _COMMON_KEYS = _ROPE_KEYS | {
     "attention.layer_norm_rms_epsilon", "attention.causal", "expert_count", "expert_used_count",
     "pooling_type",
 }  # fmt: skip
+# Keys of the parts for images and sound, in files that hold these too.
+_OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
@@ -40,66 +42,23 @@ _NEUTRAL = {
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 # EXAONE 4 of this depth has windows whether the file says it or not; llama.cpp knows it so, too.
 _EXAONE4_WINDOWED = 64
+# Models whose layers have sizes of their own.
+_BY_LAYER = ("gemma4_text",)
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 _CONTROL = 3
 
 
-class _Keys:
-    """The keys "architecture.KEY" of a file, with checks that name them."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-        self.prefix = str(header.value("general.architecture", str))
-
-    def name(self, key: str) -> str:
-        return f"{self.prefix}.{key}"
-
-    def error(self, key: str, value: Any, wanted: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.header.path}: {self.name(key)}={value!r} {wanted}")
-
-    def size(self, key: str) -> int:
-        """A size that must be there."""
-        found = self.optional_size(key)
-        if found is None:
-            raise ModelFormatError(f"{self.header.path} lacks the key {self.name(key)!r}")
-        return found
-
-    def layers(self) -> int:
-        """The number of layers, bounded: there are lists with an entry for each."""
-        found = self.size("block_count")
-        if found > MAX_LAYERS:
-            raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
-        return found
-
-    def optional_size(self, key: str, least: int = 1) -> int | None:
-        value = self.header.values.get(self.name(key))
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # one number for each layer, and all the same
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_SIZE:
-            raise self.error(key, value, f"must be an integer from {least} to {_MAX_SIZE}")
-        return value
-
-    def number(self, key: str, least: float = 0.0) -> float | None:
-        """A finite number above `least`."""
-        value = self.header.value(self.name(key), float, int)
-        if value is not None and not (math.isfinite(value) and value > least):
-            raise self.error(key, value, f"must be a number above {least:g}")
-        return None if value is None else float(value)
-
-
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none. ModelFormatError
     names a key that is missing, contradicts another or the tensors, or whose meaning is not known."""
-    architecture, keys = architecture_of(header), _Keys(header)
+    architecture, keys = architecture_of(header), Keys(header)
     _refuse_unknown(keys, architecture)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     head_dim = keys.optional_size("attention.key_length") or _head_dim(keys, hidden, heads)
-    value_length = keys.optional_size("attention.value_length")
-    if value_length not in (None, head_dim):
-        raise keys.error("attention.value_length", value_length, f"must equal the length of keys, {head_dim}")
+    keys.check_values("", head_dim)
+    by_layer = architecture.model_type in _BY_LAYER
+    kv_heads = keys.sizes("attention.head_count_kv")[0] if by_layer else keys.optional_size("attention.head_count_kv")
     eps = keys.number("attention.layer_norm_rms_epsilon")
     if eps is None:
         raise ModelFormatError(f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}")
@@ -108,10 +67,10 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(keys, hidden),
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": keys.sizes("feed_forward_length")[0] if by_layer else keys.size("feed_forward_length"),
         "num_hidden_layers": keys.layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional_size("attention.head_count_kv") or heads,
+        "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": eps,
@@ -163,11 +122,13 @@ def _token_id(header: GgufHeader, key: str) -> int | None:
     return int(value)
 
 
-def _refuse_unknown(keys: _Keys, architecture: GgufArchitecture) -> None:
+def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
     known = _COMMON_KEYS | architecture.keys
     for key in sorted(keys.header.values):
         inner = key.removeprefix(f"{keys.prefix}.")
-        if inner != key and inner not in known and not _is_neutral(inner, keys.header.values[key]):
+        if inner == key or inner in known or inner.startswith(_OTHER_KEYS):
+            continue
+        if not _is_neutral(inner, keys.header.values[key]):
             raise ModelFormatError(
                 f"{keys.header.path}: key {key!r} is not understood for this architecture; without it the model "
                 "would compute something else"
@@ -184,13 +145,13 @@ def _is_neutral(key: str, value: Any) -> bool:
     return key in _NEUTRAL and not isinstance(value, (bool, np.ndarray)) and value == _NEUTRAL[key]
 
 
-def _head_dim(keys: _Keys, hidden: int, heads: int) -> int:
+def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     if hidden % heads:
         raise keys.error("embedding_length", hidden, f"is no multiple of attention.head_count={heads}")
     return hidden // heads
 
 
-def _vocab_size(keys: _Keys, hidden: int) -> int:
+def _vocab_size(keys: Keys, hidden: int) -> int:
     header = keys.header
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -210,7 +171,7 @@ def _vocab_size(keys: _Keys, hidden: int) -> int:
     return rows
 
 
-def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
+def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     """`rope_parameters`, with the part of each head that is rotated."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
@@ -238,7 +199,7 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
     return {"rope_parameters": settings}
 
 
-def _yarn(keys: _Keys) -> dict[str, Any]:
+def _yarn(keys: Keys) -> dict[str, Any]:
     factor, old = keys.number("rope.scaling.factor"), keys.optional_size("rope.scaling.original_context_length")
     # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo 3's does).
     usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
@@ -257,7 +218,7 @@ def _yarn(keys: _Keys) -> dict[str, Any]:
     return settings
 
 
-def _rope_factors(keys: _Keys, count: int) -> list[float] | None:
+def _rope_factors(keys: Keys, count: int) -> list[float] | None:
     """Divisors of the frequencies (Llama 3's rope is stored so)."""
     tensor = keys.header.tensors.get(ROPE_FACTORS)
     if tensor is None:
@@ -280,7 +241,7 @@ def _rope_factors(keys: _Keys, count: int) -> list[float] | None:
     return [float(value) for value in values]
 
 
-def _gemma2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {
         **_attention_scale(config),
         **_layer_types(keys, config, default_period=2),
@@ -290,7 +251,7 @@ def _gemma2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     full = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or 10000.0}
     window = keys.optional_size("attention.sliding_window", 0)
@@ -305,7 +266,7 @@ def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _olmo2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """OLMo 3 where there is a window; its scaled rope is that of the full layers alone."""
     window = keys.optional_size("attention.sliding_window", 0)
     if not window:
@@ -320,7 +281,7 @@ def _olmo2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _exaone4(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     window = keys.optional_size("attention.sliding_window", 0)
     if window is None and layers == _EXAONE4_WINDOWED:
@@ -336,25 +297,21 @@ def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar}
 
 
-def _layer_types(keys: _Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
+def _layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
     """Every `period`-th layer sees everything, the others a window; or as a list of truth values says."""
     key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
-    given = keys.header.values.get(keys.name(key))
-    if isinstance(given, np.ndarray) and given.dtype == np.bool_:
-        if len(given) != layers:
-            raise keys.error(key, given.tolist(), f"must have an entry for each of the {layers} layers")
-        sliding = given.tolist()
-    else:
+    sliding = keys.sliding(key)
+    if sliding is None:
         period = keys.optional_size(key) or default_period
         sliding = [(index + 1) % period != 0 for index in range(layers)]
     return {"layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]}
 
 
-def _phi3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": keys.optional_size("attention.sliding_window", 0) or None}
 
 
-def _granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     switch = "rope.scaling.finetuned"  # for this architecture it says whether there is rope at all
     if keys.header.value(keys.name(switch), bool) is False:
         raise keys.error(switch, False, "means layers without rope, which is not built for this architecture")
@@ -367,12 +324,12 @@ def _granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, key in names.items() if (value := keys.number(key)) is not None}
 
 
-def _smollm3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Every fourth layer has no rope: the file does not say it, llama.cpp computes it so."""
     return {"no_rope_layer_interval": 4}
 
 
-_SPECIAL: dict[str, Callable[[_Keys, dict[str, Any]], dict[str, Any]]] = {
+_SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
-    "olmo2": _olmo2, "exaone4": _exaone4,
+    "olmo2": _olmo2, "exaone4": _exaone4, "gemma4_text": gemma4,
 }  # fmt: skip

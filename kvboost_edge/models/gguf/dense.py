@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,15 +13,15 @@ from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.source import architecture_of
-from kvboost_edge.models.weights.dense import check_dense
+from kvboost_edge.models.weights.dense import Matrices, check_dense
 
 __all__ = ["gguf_dense"]
 
 Floats = npt.NDArray[np.float32]
 
 
-def gguf_dense(header: GgufHeader, hidden_size: int) -> tuple[Floats, ...]:
-    """float32 [outputs, inputs] each, none for architectures without. ModelFormatError where they are missing: many
+def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
+    """None of them for architectures without. ModelFormatError where they are missing: many
     files were written without, and give other vectors."""
     names = architecture_of(header).dense
     missing = [name for name in names if name not in header.tensors]
@@ -29,7 +32,7 @@ def gguf_dense(header: GgufHeader, hidden_size: int) -> tuple[Floats, ...]:
             "--sentence-transformers-dense-modules, or use the safetensors"
         )
     found = tuple(_read(header, name) for name in names)
-    check_dense(found, hidden_size, [f"{header.path}: tensor {name!r}" for name in names])
+    check_dense(found, config, [f"{header.path}: tensor {name!r}" for name in names])
     return found
 
 

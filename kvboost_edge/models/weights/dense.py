@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import size_of, text_config
 from kvboost_edge.models.config.json_file import read_json_object
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
-__all__ = ["check_dense", "read_dense"]
+__all__ = ["Matrices", "check_dense", "read_dense"]
 
 Floats = npt.NDArray[np.float32]
+Matrices = tuple[Floats, ...]
+"""float32 [outputs, inputs] each."""
 
 _NAME = "linear.weight"
 _IDENTITY = "Identity"
 
 
-def read_dense(folders: Sequence[Path], hidden_size: int) -> tuple[Floats, ...]:
-    """float32 [outputs, inputs] each, the first for states of `hidden_size`. ModelFormatError names the folder of one
-    with a bias, an activation, or a shape that does not follow the one before."""
+def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
+    """The first is for states of the config's hidden size. ModelFormatError names the folder of one with a bias, an
+    activation, or a shape that does not follow the one before."""
     found = tuple(_read(folder) for folder in folders)
-    check_dense(found, hidden_size, [str(folder) for folder in folders])
+    check_dense(found, config, [str(folder) for folder in folders])
     return found
 
 
-def check_dense(matrices: Sequence[Floats], hidden_size: int, names: Sequence[str]) -> None:
+def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[str]) -> None:
     """ModelFormatError, with the matrix's name, where its inputs are not what comes before, or a number is not
     finite."""
-    inputs = hidden_size
+    inputs = size_of(text_config(config), "hidden_size")
     for matrix, name in zip(matrices, names, strict=True):
         if matrix.ndim != 2 or matrix.shape[1] != inputs:
             raise ModelFormatError(f"{name}: a matrix of {matrix.shape} cannot follow {inputs} numbers")

@@ -109,6 +109,13 @@ class NativeRunner:
         spec, notice = describe_model(checkpoint.config), pin_notice(checkpoint.config)
         if notice:
             _LOG.warning("%s: %s", checkpoint.path, notice)
+        parts = checkpoint.other_parts
+        if parts:
+            _LOG.info(
+                "%s: text only; not used are the tensors of %s",
+                checkpoint.path,
+                ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())),
+            )
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source)

@@ -25,7 +25,7 @@ from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
-from tiny_models import save_tiny_model
+from tiny_models import NESTED, save_nested_model, save_tiny_model
 
 # What GGUF cannot say has to have the value that llama.cpp knows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_vl": {},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
@@ -63,7 +64,8 @@ def _logits(path: Path, weights: str = "f32") -> np.ndarray:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
-    model = save_tiny_model(name, tmp_path / "model", **FAMILIES[name])
+    save = save_nested_model if name in NESTED and name != "gemma3" else save_tiny_model
+    model = save(name, tmp_path / "model", **FAMILIES[name])
     path = write_gguf(model, tmp_path / "m.gguf")
     exact = not name.startswith("gemma")
     with GgufSource(read_gguf(path)) as ours, SafetensorsSource(model) as theirs:
@@ -273,6 +275,19 @@ def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
         Checkpoint.open(_file(tmp_path / "m.gguf", **neutral)).config
         == Checkpoint.open(_file(tmp_path / "p.gguf")).config
     )
+
+
+def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ollama's blobs hold them, with keys of their own."""
+    model = save_nested_model("qwen3_vl", tmp_path / "model")
+    expected = _logits(write_gguf(model, tmp_path / "m.gguf"))
+    other = {f"{name}.weight": ONES for name in ("v.blk.0.attn_q", "v.patch_embd", "mm.0", "a.conv1")}
+    path = write_gguf(model, tmp_path / "o.gguf", keys={"vision.block_count": 1, "mm.tokens": 4}, more=other)
+    assert Checkpoint.open(path).format == "GGUF F32"
+    Checkpoint.open(path).summary()
+    with caplog.at_level(logging.INFO, "kvboost_edge"):
+        np.testing.assert_array_equal(_logits(path), expected)
+    assert "text only; not used are the tensors of a (1), mm (1), v (2)" in caplog.text
 
 
 @pytest.mark.parametrize("has_output_bias", [True, False])

@@ -28,10 +28,10 @@ def write(folder: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray]
 def test_matrices_are_read_in_the_order_of_their_folders(tmp_path: Path) -> None:
     first = write(tmp_path / "2_Dense", SETTINGS, {"linear.weight": WEIGHT})
     second = write(tmp_path / "3_Dense", SETTINGS, {"linear.weight": np.ascontiguousarray(WEIGHT.T, np.float16)})
-    found = read_dense([first, second], 6)
+    found = read_dense([first, second], {"hidden_size": 6})
     np.testing.assert_array_equal(found[0], WEIGHT)
     np.testing.assert_array_equal(found[1], WEIGHT.T.astype(np.float16).astype(np.float32))
-    assert read_dense([], 6) == ()
+    assert read_dense([], {"hidden_size": 6}) == ()
 
 
 BAD = WEIGHT.copy()
@@ -54,7 +54,7 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     folder = write(tmp_path / "2_Dense", {**SETTINGS, **settings}, tensors)
     with pytest.raises(ModelFormatError, match=message):
-        read_dense([folder], 6)
+        read_dense([folder], {"hidden_size": 6})
 
 
 def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path: Path) ->
     for name in ("bias", "activation_function"):
         settings = {key: value for key, value in SETTINGS.items() if key != name}
         with pytest.raises(ModelFormatError, match="is not supported"):
-            read_dense([write(tmp_path / name, settings, {"linear.weight": WEIGHT})], 6)
+            read_dense([write(tmp_path / name, settings, {"linear.weight": WEIGHT})], {"hidden_size": 6})

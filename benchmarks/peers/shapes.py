@@ -1,0 +1,245 @@
+"""Sizes, metadata and tensors of the models that the random files have the shape of.
+
+Names and metadata are what llama.cpp's converter writes. Needs gguf only, so that it runs in any engine's environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import gguf
+
+__all__ = ["SHAPES", "Gemma4Shape", "Ministral3Shape", "Olmo3Shape", "Shape"]
+
+Tensor = tuple[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a model with tied embeddings: Qwen2, or Qwen3 (heads of a size of their own, norms of queries and keys,
+    no biases)."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    wide: int
+    vocab: int = 151936
+    context: int = 32768
+    own_head_dim: int = 0
+    theta: float = 1e6
+
+    @property
+    def head_dim(self) -> int:
+        return self.own_head_dim or self.hidden // self.heads
+
+    @property
+    def architecture(self) -> str:
+        return "qwen3" if self.own_head_dim else "qwen2"
+
+    @property
+    def in_float64(self) -> bool:
+        """Whether float64_qwen.py computes it."""
+        return True
+
+    def storage(self, name: str) -> str:
+        """The type of a matrix that has its own in every file, "" for those of the file."""
+        return ""
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        """Metadata besides name, file type and tokenizer."""
+        writer.add_context_length(self.context)
+        writer.add_embedding_length(self.hidden)
+        writer.add_block_count(self.layers)
+        writer.add_feed_forward_length(self.wide)
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv(self.kv_heads)
+        if self.own_head_dim:
+            writer.add_key_length(self.head_dim)
+            writer.add_value_length(self.head_dim)
+        writer.add_rope_freq_base(self.theta)
+        writer.add_layer_norm_rms_eps(1e-6)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Names and dimensions [rows, columns], in the order of the file."""
+        yield "token_embd.weight", (self.vocab, self.hidden)
+        yield "output_norm.weight", (self.hidden,)
+        for index in range(self.layers):
+            yield from ((f"blk.{index}.{name}", dims) for name, dims in self.layer(index))
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "attn_norm.weight", (self.hidden,)
+        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            yield f"attn_{name}.weight", (rows, self.hidden)
+            if self.architecture == "qwen2":
+                yield f"attn_{name}.bias", (rows,)
+            elif self.architecture == "qwen3" and name != "v":
+                yield f"attn_{name}_norm.weight", (self.head_dim,)
+        yield "attn_output.weight", (self.hidden, q_rows)
+        yield "ffn_norm.weight", (self.hidden,)
+        yield from self.mlp(self.wide)
+
+    def mlp(self, wide: int) -> Iterator[Tensor]:
+        yield "ffn_gate.weight", (wide, self.hidden)
+        yield "ffn_up.weight", (wide, self.hidden)
+        yield "ffn_down.weight", (self.hidden, wide)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ministral3Shape(Shape):
+    """Ministral 3: yarn, queries scaled by position."""
+
+    original_context: int = 16384
+
+    @property
+    def architecture(self) -> str:
+        return "mistral3"
+
+    @property
+    def in_float64(self) -> bool:
+        return False
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        super().describe(writer)
+        writer.add_vocab_size(self.vocab)
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(self.context / self.original_context)
+        writer.add_rope_scaling_orig_ctx_len(self.original_context)
+        writer.add_rope_scaling_yarn_beta_fast(32.0)
+        writer.add_rope_scaling_yarn_beta_slow(1.0)
+        writer.add_rope_scaling_yarn_log_mul(1.0)
+        writer.add_attn_temperature_scale(0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Olmo3Shape(Shape):
+    """OLMo 3: norms behind the blocks, three of four layers with a window, a head of its own."""
+
+    window: int = 4096
+
+    @property
+    def architecture(self) -> str:
+        return "olmo2"
+
+    @property
+    def in_float64(self) -> bool:
+        return False
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        super().describe(writer)
+        writer.add_sliding_window(self.window)
+        writer.add_sliding_window_pattern([(index + 1) % 4 != 0 for index in range(self.layers)])
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield "output.weight", (self.vocab, self.hidden)
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            yield f"attn_{name}.weight", (rows, self.hidden)
+            if name != "v":
+                yield f"attn_{name}_norm.weight", (rows,)
+        yield "attn_output.weight", (self.hidden, q_rows)
+        yield "post_attention_norm.weight", (self.hidden,)
+        yield from self.mlp(self.wide)
+        yield "post_ffw_norm.weight", (self.hidden,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4Shape(Shape):
+    """Gemma 4 with per-layer embeddings: two kinds of layers, the last ones without keys and values of their own, and
+    these with MLPs twice as wide. `head_dim` is that of the full layers."""
+
+    local_head_dim: int = 256
+    window: int = 512
+    every: int = 5
+    shared: int = 20
+    per_layer: int = 256
+
+    @property
+    def architecture(self) -> str:
+        return "gemma4"
+
+    @property
+    def in_float64(self) -> bool:
+        return False
+
+    def storage(self, name: str) -> str:
+        # Sizes that public files have: 8 bits where every token's logits are made, the projection left as it was.
+        return {"token_embd.weight": "Q8_0", "per_layer_model_proj.weight": "BF16"}.get(name, "")
+
+    def is_full(self, index: int) -> bool:
+        return (index + 1) % self.every == 0
+
+    def is_shared(self, index: int) -> bool:
+        return index >= self.layers - self.shared
+
+    def wide_of(self, index: int) -> int:
+        return self.wide * (1 + self.is_shared(index))
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_context_length(self.context)
+        writer.add_embedding_length(self.hidden)
+        writer.add_block_count(self.layers)
+        writer.add_feed_forward_length([self.wide_of(index) for index in range(self.layers)])
+        writer.add_head_count(self.heads)
+        writer.add_head_count_kv([self.kv_heads] * self.layers)
+        writer.add_rope_freq_base(self.theta)
+        writer.add_rope_freq_base_swa(1e4)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_key_length_swa(self.local_head_dim)
+        writer.add_value_length_swa(self.local_head_dim)
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_dimension_count_swa(self.local_head_dim)
+        writer.add_sliding_window(self.window)
+        writer.add_sliding_window_pattern([not self.is_full(index) for index in range(self.layers)])
+        writer.add_shared_kv_layers(self.shared)
+        writer.add_embedding_length_per_layer_input(self.per_layer)
+        writer.add_final_logit_softcapping(30.0)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield "rope_freqs.weight", (self.head_dim // 2,)
+        yield "per_layer_token_embd.weight", (self.vocab, self.layers * self.per_layer)
+        yield "per_layer_model_proj.weight", (self.layers * self.per_layer, self.hidden)
+        yield "per_layer_proj_norm.weight", (self.per_layer,)
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        dim = self.head_dim if self.is_full(index) else self.local_head_dim
+        yield "attn_norm.weight", (self.hidden,)
+        yield "attn_q.weight", (self.heads * dim, self.hidden)
+        yield "attn_q_norm.weight", (dim,)
+        if not self.is_shared(index):
+            yield "attn_k.weight", (self.kv_heads * dim, self.hidden)
+            yield "attn_k_norm.weight", (dim,)
+            yield "attn_v.weight", (self.kv_heads * dim, self.hidden)
+        yield "attn_output.weight", (self.hidden, self.heads * dim)
+        yield "post_attention_norm.weight", (self.hidden,)
+        yield "ffn_norm.weight", (self.hidden,)
+        yield from self.mlp(self.wide_of(index))
+        yield "post_ffw_norm.weight", (self.hidden,)
+        yield "inp_gate.weight", (self.per_layer, self.hidden)
+        yield "proj.weight", (self.hidden, self.per_layer)
+        yield "post_norm.weight", (self.hidden,)
+        yield "layer_output_scale.weight", (1,)
+
+
+SHAPES = {
+    "0.5b": Shape(896, 24, 14, 2, 4864),
+    "1.5b": Shape(1536, 28, 12, 2, 8960),
+    "4b": Shape(2560, 36, 32, 8, 9728, own_head_dim=128),
+    "tiny": Shape(256, 4, 4, 2, 512, vocab=1024, context=4096),
+    "ministral-3-3b": Ministral3Shape(3072, 26, 32, 8, 9216, vocab=131072, context=262144, own_head_dim=128),
+    "olmo-3-7b": Olmo3Shape(4096, 32, 32, 32, 11008, vocab=100278, context=65536, own_head_dim=128, theta=5e5),
+    "gemma-4-e2b": Gemma4Shape(1536, 35, 8, 1, 6144, vocab=262144, context=131072, own_head_dim=512),
+    "gemma-4-tiny": Gemma4Shape(
+        256, 10, 4, 1, 512, vocab=1024, context=4096, own_head_dim=128, local_head_dim=64, window=64, shared=5,
+        per_layer=32,
+    ),
+}  # fmt: skip
