@@ -28,6 +28,27 @@ __all__ = [
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
+# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4: each to the last one of its kind.
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_hidden_layers": 8,
+    "sliding_window": 24,
+    "layer_types": ["full_attention" if i in (2, 4, 7) else "sliding_attention" for i in range(8)],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "tie_word_embeddings": True,
+}
+
+_OF_TABLE = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3rope": {
@@ -70,6 +91,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _LOCAL_GLOBAL,
         "tie_word_embeddings": True,
     },
+    "gemma4": _GEMMA4,
+    "gemma4-wide": {
+        **_GEMMA4,
+        "layer_types": _LOCAL_GLOBAL[::-1] + _LOCAL_GLOBAL[:3],
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 8.0,
+    },
     "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
     "olmo2": {},
     "olmo3": {
@@ -102,6 +135,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "granitemoehybrid-nope": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
@@ -139,6 +193,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 128.0, "factor": 1.0},
+    },
     "stablelm": {
         "use_qkv_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
@@ -158,7 +217,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1000.0,
-                "mrope_section": [8, 4, 4],
+                "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,
             },
         },
@@ -171,9 +230,26 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "image_size": 32, "patch_size": 16},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {name: value for name, value in _GEMMA4.items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {name: value for name, value in FAMILIES["gemma4-wide"].items() if name not in _OF_TABLE},
+        {"mm_embed_dim": 32, "patch_size": 4, "mm_posemb_size": 16},
+    ),
     "mistral3": (
         "mistral",
         {"sliding_window": 24, "head_dim": 16},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "mistral3-ministral3": (
+        "ministral3",
+        FAMILIES["ministral3"],
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "image_size": 32, "patch_size": 16},
     ),
@@ -213,8 +289,10 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             weight.add_(0.2 * noise)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
                 weight.add_(1.0)
+            if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
+                weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
         elif weight.dim() == 1:
             weight.copy_(0.3 * noise)
         elif "embed" in name:
@@ -222,6 +300,9 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         else:
             gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value")) else 1.0
             weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+    for name, number in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            number.copy_(0.7 + 0.6 * torch.rand(1, generator=generator))
 
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:

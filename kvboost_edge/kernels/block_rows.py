@@ -19,15 +19,19 @@ __all__ = ["FORMATS", "decode_rows", "decode_rows_entry"]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16 = range(9)
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS, _MXFP4 = range(13)
 FORMATS: dict[str, int] = {
     "Q4_0": _Q4_0, "Q4_1": _Q4_1, "Q5_0": _Q5_0, "Q5_1": _Q5_1, "Q8_0": _Q8_0, "Q4_K": _Q4_K, "Q5_K": _Q5_K,
-    "Q6_K": _Q6_K, "F16": _F16,
+    "Q6_K": _Q6_K, "F16": _F16, "Q3_K": _Q3_K, "IQ4_NL": _IQ4_NL, "IQ4_XS": _IQ4_XS, "MXFP4": _MXFP4,
 }  # fmt: skip
 """The formats it reads, and what the kernel calls them. NumPy is as fast for F32 and BF16."""
 
 # All float16 numbers: a table in the second-level cache, since scalars of that type are none of the compiler's.
 _HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+# What codes of four bits stand for, and 2 ** (e - 128), the scales of MXFP4.
+_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+_POWERS = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
 
 
 def decode_rows(name: str, data: Bytes, out: Floats) -> None:
@@ -57,8 +61,54 @@ def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
         size = 144 if kind == _Q4_K else 176
         for block in range(len(out) // 256):
             _scaled_twice(data[size * block : size * block + size], halves, out[256 * block : 256 * block + 256])
+    elif kind == _Q3_K:
+        for block in range(len(out) // 256):
+            _three(data[110 * block : 110 * block + 110], halves, out[256 * block : 256 * block + 256])
+    elif kind == _IQ4_XS:
+        for block in range(len(out) // 256):
+            _four_of_table(data[136 * block : 136 * block + 136], halves, out[256 * block : 256 * block + 256])
+    elif kind in (_IQ4_NL, _MXFP4):
+        size = 18 if kind == _IQ4_NL else 17
+        for block in range(len(out) // 32):
+            at = size * block
+            scale = _half(data, at, halves) if kind == _IQ4_NL else _POWERS[data[at]]
+            table = _NL if kind == _IQ4_NL else _FP4
+            _looked_up(data[at + size - 16 : at + size], scale, table, out[32 * block : 32 * block + 32])
     else:
         _groups(kind, data, halves, out)
+
+
+@kernel
+def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
+    """A group of 32: 16 bytes of codes, the low ones first."""
+    for i in range(16):
+        out[i] = scale * table[codes[i] & 15]
+        out[16 + i] = scale * table[codes[i] >> 4]
+
+
+@kernel
+def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
+    """IQ4_XS: 8 groups with 6-bit factors of a scale, two bits of each in a number before the four others."""
+    scale, above = _half(block, 0, halves), np.int64(block[2]) | np.int64(block[3]) << 8
+    for group in range(8):
+        factor = block[4 + group // 2] >> np.uint8(4 * (group % 2)) & 15 | (above >> 2 * group & 3) << 4
+        own, at = scale * (np.float32(factor) - np.float32(32.0)), 8 + 16 * group
+        _looked_up(block[at : at + 16], own, _NL, out[32 * group : 32 * group + 32])
+
+
+@kernel
+def _three(block: Bytes, halves: Floats, out: Floats) -> None:
+    """Q3_K: 32 bytes of third bits, 64 of two low ones, 12 of 16 factors of the scale, 6 bits each."""
+    scale = _half(block, 108, halves)
+    for part in range(16):
+        low = block[96 + part % 8] >> np.uint8(4 * (part // 8)) & 15
+        high = block[104 + part % 4] >> np.uint8(2 * (part // 4)) & 3
+        own = scale * (np.float32(low | high << 4) - np.float32(32.0))
+        for i in range(16):
+            place, group = 16 * (part % 2) + i, part // 2
+            code = block[32 + 32 * (group // 4) + place] >> np.uint8(2 * (group % 4)) & 3
+            third = block[place] >> np.uint8(group) & 1
+            out[16 * part + i] = own * (np.float32(code | third << 2) - np.float32(4.0))
 
 
 @kernel

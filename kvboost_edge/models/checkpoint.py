@@ -20,8 +20,8 @@ from kvboost_edge.models.config.file import (
     stored_dtype,
     text_config,
 )
-from kvboost_edge.models.config.nested import is_nested
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
+from kvboost_edge.models.config.rope_range import with_long_rope
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
     fingerprint_of_files,
@@ -44,6 +44,7 @@ from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized,
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.dense import Matrices, read_dense
 from kvboost_edge.models.weights.halved import HalvedSource
+from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
@@ -58,6 +59,7 @@ class Checkpoint(abc.ABC):
     """
 
     is_gguf: bool
+    rope_range = "short"
     native_refusal = ""
     """Why the native runner cannot read the files, whatever the config says; "" where it can."""
     onnx_refusal: str | None = None
@@ -70,23 +72,31 @@ class Checkpoint(abc.ABC):
         self._fingerprint = ""
 
     @staticmethod
-    def open(model: Checkpoint | Path | str, *, cache_dir: Path | None = None) -> Checkpoint:
+    def open(model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short") -> Checkpoint:
         """The checkpoint at a path that `locate_model` returned; one that is open already is returned as it is.
 
         cache_dir: where what is found out is remembered, and packed weights are kept; `NO_CACHE`: nowhere.
+        rope_range: see `EngineConfig`; `config` raises ConfigError for a model that has one range only.
         """
         if isinstance(model, Checkpoint):
             return model
         path = Path(model)
         onnx = find_onnx(path)
+        found: Checkpoint
         if onnx is not None:
-            return _OnnxFile(onnx, cache_dir)
-        return _GgufFile(path, cache_dir) if path.is_file() else _Directory(path, cache_dir)
+            found = _OnnxFile(onnx, cache_dir)
+        else:
+            found = _GgufFile(path, cache_dir) if path.is_file() else _Directory(path, cache_dir)
+        found.rope_range = rope_range
+        return found
 
-    @property
-    @abc.abstractmethod
+    @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config as transformers writes it, from config.json or from the metadata of a GGUF file."""
+        """As transformers writes it, from config.json or from the metadata of a GGUF file."""
+        return with_long_rope(self._read_config()) if self.rope_range == "long" else self._read_config()
+
+    @abc.abstractmethod
+    def _read_config(self) -> Mapping[str, Any]: ...
 
     @property
     @abc.abstractmethod
@@ -196,19 +206,8 @@ class _Directory(Checkpoint):
 
     is_gguf = False
 
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
-        config = read_config(self.path)
-        if self.pooling.source and not config.get("tie_word_embeddings") and not config.get("quantization_config"):
-            with SafetensorsSource(self.path) as source:  # its files may lack the head, which nothing uses
-                return {**config, "tie_word_embeddings": "lm_head.weight" not in source.names()}
-        if is_nested(config):
-            said = [part.get("tie_word_embeddings") for part in (config, config["text_config"])]
-            if None in said or said[0] != said[1]:  # versions of transformers differ in what counts; the file has it
-                with SafetensorsSource(self.path) as source:
-                    has_head = any(name.startswith("lm_head.") for name in source.names())
-                return {**config, "tie_word_embeddings": not has_head}
-        return config
+    def _read_config(self) -> Mapping[str, Any]:
+        return with_found_head(read_config(self.path), self.path, is_embedding=bool(self.pooling.source))
 
     @property
     def other_parts(self) -> Mapping[str, int]:
@@ -261,8 +260,7 @@ class _GgufFile(Checkpoint):
         self._header = read_gguf_model(path)
         self._stamps = tuple(part.stamp for part in self._header.parts)
 
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
+    def _read_config(self) -> Mapping[str, Any]:
         return gguf_config(self._header, self._vocabulary)
 
     @functools.cached_property
@@ -364,8 +362,7 @@ class _OnnxFile(Checkpoint):
     def past_layout(self) -> PastLayout:
         return past_layout(self._model, self.config)
 
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
+    def _read_config(self) -> Mapping[str, Any]:
         if isinstance(self._decoder, ModelFormatError):
             return outer_config(self._folder)
         return self._decoder.config

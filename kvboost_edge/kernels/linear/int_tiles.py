@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from kvboost_edge.kernels.integers import V16I, emit_loop, emit_splat_int, int_constant
-from kvboost_edge.kernels.linear.dot import BLOCK_KINDS, GROUP, KIND_INT4T, KIND_Q6K, OFFSET, GroupDot
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
 from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales, emit_table, emit_table_pair
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
@@ -44,6 +44,7 @@ __all__ = [
 
 _QUADS = GROUP // 4
 _LINE = 64
+_WHOLE = 2  # the seed of a whole group, behind those of its halves
 AHEAD = 8192
 """Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse."""
 
@@ -216,18 +217,9 @@ class IntTiles:
     def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
         """Address of minus OFFSET times the sum of the codes."""
         term = self._term(b, here, token)
-        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind in BLOCK_KINDS else term
-
-    def _seed_sum(self, b: Builder, here: Value, token: int, part: int) -> Value:
-        """Minus OFFSET times the sum of the codes, <16 x i32>."""
-        if self.kind != KIND_INT4T:
-            return splat_i32_at(b, self._seed(b, here, token, part))
-        # Seeds of both halves for KIND_Q6K: its offset is a quarter.
-        term = self._term(b, here, token)
-        places = [b.add(term, int_constant(4 * self.tokens * (2 + half))) for half in range(2)]
-        first, second = (b.load(b.inttoptr(place, ir.PointerType()), align=4, typ=_I32) for place in places)
-        factor = _I32(OFFSET[KIND_INT4T] // OFFSET[KIND_Q6K])
-        return emit_splat_int(b, b.mul(b.add(first, second), factor))
+        if self.kind == KIND_INT4T:
+            part = _WHOLE
+        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind >= KIND_Q4K else term
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
         """Of KIND_INT4T what its codes are looked up in, as `GroupDot` takes it."""
@@ -249,7 +241,7 @@ class IntTiles:
         places = [b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups]
         seeds = [zero] * self.tokens
         if OFFSET[self.kind]:
-            seeds = [self._seed_sum(b, here, token, part) for token in range(self.tokens)]
+            seeds = [splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)]
         # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
         states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]

@@ -79,7 +79,7 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
             parts += [terms[rows, group].astype(np.int32), scales[rows, group]]
             if in_blocks:
                 halves = codes[rows, inputs].reshape(-1, 2, _GROUP // 2).sum(axis=2, dtype=np.int32)
-                parts.append(np.int32(-32) * halves.T)
+                parts += [np.int32(-32) * halves.T, np.int32(-128) * sums[rows, group]]
             cells += [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         start += size
     return np.concatenate(cells)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ import numpy as np
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
-from kvboost_edge.models.gguf.gemma4 import gemma4
 from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import GgufArchitecture
-from kvboost_edge.models.gguf.source import ROPE_FACTORS, architecture_of
+from kvboost_edge.models.gguf.source import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
+from kvboost_edge.models.gguf.special import SPECIAL
 
 __all__ = ["TOKENS", "gguf_config"]
 
@@ -38,15 +38,15 @@ _OTHER_KEYS = ("vision.", "audio.", "mm.")
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
-# Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows them so, too.
-_WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-# EXAONE 4 of this depth has windows whether the file says it or not; llama.cpp knows it so, too.
-_EXAONE4_WINDOWED = 64
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
+_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
-_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3
+_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+            "<turn|>", "<|tool_response>")  # fmt: skip
+# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
+_SEEN_ENDINGS = ("<|tool_response>",)
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         raise keys.error("attention.head_count", heads, f"is no multiple of {config['num_key_value_heads']} key heads")
     config.update(_rope(keys, head_dim))
-    special = _SPECIAL.get(architecture.model_type)
+    special = SPECIAL.get(architecture.model_type)
     if special is not None:
         config.update(special(keys, config))
     if architecture.both_ways:
@@ -100,8 +100,9 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
             found[name] = value
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
-    for index, token in enumerate(vocabulary):
-        if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types) and types[index] == _CONTROL:
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
             endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)
@@ -178,25 +179,36 @@ def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     if rotated > head_dim or rotated % 2:
         raise keys.error("rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}")
     settings["partial_rotary_factor"] = rotated / head_dim
-    for name in keys.header.tensors:
-        if name.startswith("rope_factors_"):
-            raise ModelFormatError(f"{keys.header.path}: tensor {name!r}: rope of type longrope is not read from GGUF")
     kind = keys.header.value(keys.name("rope.scaling.type"), str) or "none"
     linear = keys.number("rope.scale_linear")
-    factors = _rope_factors(keys, rotated // 2)
+    factors, short, long = (_rope_factors(keys, name, rotated // 2) for name in _FACTORS)
     if kind == "none" and linear not in (None, 1.0):
         kind = "linear"
     if factors is not None:
         if kind != "none":
             raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {ROPE_FACTORS!r}")
         settings |= {"rope_type": "factors", "factors": factors}
+    elif short is not None and long is not None:
+        if kind not in ("none", "longrope"):
+            raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {SHORT_FACTORS!r}")
+        settings |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, **_longrope(keys)}
+    elif short is not None or long is not None:
+        missing = LONG_FACTORS if long is None else SHORT_FACTORS
+        raise ModelFormatError(f"{keys.header.path} lacks tensor {missing!r}, which rope of type longrope needs")
     elif kind == "linear":
         settings |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor") or linear or 1.0}
     elif kind == "yarn":
         settings |= _yarn(keys)
     elif kind != "none":
-        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn)")
+        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn, longrope with tensors)")
     return {"rope_parameters": settings}
+
+
+def _longrope(keys: Keys) -> dict[str, Any]:
+    """llama.cpp's converters write what the factors multiply cosines and sines by."""
+    old = keys.size("rope.scaling.original_context_length")
+    return {"original_max_position_embeddings": old,
+            "attention_factor": keys.number("rope.scaling.attn_factor") or 1.0}  # fmt: skip
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:
@@ -218,14 +230,14 @@ def _yarn(keys: Keys) -> dict[str, Any]:
     return settings
 
 
-def _rope_factors(keys: Keys, count: int) -> list[float] | None:
+def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
     """Divisors of the frequencies (Llama 3's rope is stored so)."""
-    tensor = keys.header.tensors.get(ROPE_FACTORS)
+    tensor = keys.header.tensors.get(name)
     if tensor is None:
         return None
     if tensor.shape != (count,) or tensor.type != "F32":
         raise ModelFormatError(
-            f"{keys.header.path}: tensor {ROPE_FACTORS!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
+            f"{keys.header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
         )
     try:
         with open(keys.header.path_of(tensor), "rb") as file:
@@ -235,101 +247,5 @@ def _rope_factors(keys: Keys, count: int) -> list[float] | None:
         raise ModelFormatError(f"{keys.header.path} cannot be read: {error}") from error
     values = dequantize("F32", data.reshape(1, -1))[0]
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
-        raise ModelFormatError(
-            f"{keys.header.path}: tensor {ROPE_FACTORS!r} holds values that are not positive numbers"
-        )
+        raise ModelFormatError(f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers")
     return [float(value) for value in values]
-
-
-def _gemma2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_attention_scale(config),
-        **_layer_types(keys, config, default_period=2),
-        "sliding_window": keys.optional_size("attention.sliding_window") or 4096,
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
-        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
-    }
-
-
-def _gemma3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    full = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or 10000.0}
-    window = keys.optional_size("attention.sliding_window", 0)
-    types = ["full_attention"] * config["num_hidden_layers"]
-    return {
-        **_attention_scale(config),
-        **(_layer_types(keys, config, default_period=6) if window else {"layer_types": types}),
-        "sliding_window": window or None,
-        "rope_parameters": {"full_attention": full, "sliding_attention": local},
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": keys.number("final_logit_softcapping"),
-    }
-
-
-def _olmo2(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3 where there is a window; its scaled rope is that of the full layers alone."""
-    window = keys.optional_size("attention.sliding_window", 0)
-    if not window:
-        return {}
-    full = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or full["rope_theta"]}
-    return {
-        **_layer_types(keys, config, default_period=4),
-        "model_type": "olmo3",
-        "sliding_window": window,
-        "rope_parameters": {"full_attention": {"rope_type": "default", **full}, "sliding_attention": local},
-    }
-
-
-def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    window = keys.optional_size("attention.sliding_window", 0)
-    if window is None and layers == _EXAONE4_WINDOWED:
-        window = 4096
-    if not window:
-        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    return {"sliding_window": window, **_layer_types(keys, config, default_period=4)}
-
-
-def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
-    wide = config["num_hidden_layers"] == _WIDE_SCALE_LAYERS[config["model_type"]]
-    scalar = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
-    return {"query_pre_attn_scalar": scalar}
-
-
-def _layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
-    """Every `period`-th layer sees everything, the others a window; or as a list of truth values says."""
-    key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
-    sliding = keys.sliding(key)
-    if sliding is None:
-        period = keys.optional_size(key) or default_period
-        sliding = [(index + 1) % period != 0 for index in range(layers)]
-    return {"layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]}
-
-
-def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": keys.optional_size("attention.sliding_window", 0) or None}
-
-
-def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    switch = "rope.scaling.finetuned"  # for this architecture it says whether there is rope at all
-    if keys.header.value(keys.name(switch), bool) is False:
-        raise keys.error(switch, False, "means layers without rope, which is not built for this architecture")
-    names = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    }
-    return {name: value for name, key in names.items() if (value := keys.number(key)) is not None}
-
-
-def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth layer has no rope: the file does not say it, llama.cpp computes it so."""
-    return {"no_rope_layer_interval": 4}
-
-
-_SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
-    "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
-    "olmo2": _olmo2, "exaone4": _exaone4, "gemma4_text": gemma4,
-}  # fmt: skip

@@ -79,6 +79,7 @@ class GgufArchitecture:
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 _DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
+_SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
@@ -88,6 +89,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "qwen3vl": GgufArchitecture(
             "qwen3_vl_text", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS},
             keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
+        ),
+        "mistral3": GgufArchitecture(
+            "ministral3", {**_MATRICES, **_PRE_NORMS}, permuted=True,
+            # The last two are Ollama's, of the part for images.
+            keys=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale",
+                            "image_token_index", "spatial_merge_size"}),
+        ),
+        "hunyuan-dense": GgufArchitecture(
+            "hunyuan_v1_dense",
+            {**_MATRICES, **_PRE_NORMS, "attn_q_norm": "self_attn.query_layernorm",
+             "attn_k_norm": "self_attn.key_layernorm"},
         ),
         "gemma": GgufArchitecture("gemma", {**_MATRICES, **_PRE_NORMS}, norm_offset=1.0),
         "gemma2": GgufArchitecture(
@@ -110,7 +122,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
                 "expert_feed_forward_length",
             } | _WINDOW),
         ),
-        "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
+        "phi3": GgufArchitecture(
+            "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
+        ),
         "olmo2": GgufArchitecture(
             "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
         ),
@@ -122,7 +136,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         ),
         "granite": GgufArchitecture(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
-            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+            # Granite 4 without mamba layers has their sizes all the same, and no tensor of theirs.
+            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale", *_SSM_SIZES}),
         ),
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }

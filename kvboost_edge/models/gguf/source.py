@@ -13,15 +13,19 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
+from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
-__all__ = ["ROPE_FACTORS", "GgufSource", "architecture_of"]
+__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
+
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+"""The same of longrope, for its two ranges."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +54,8 @@ class GgufSource:
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in header.tensors.items():
-            if name == ROPE_FACTORS or name in self.architecture.dense or is_other_part(name):
+            is_outside = name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or name in self.architecture.dense
+            if is_outside or is_other_part(name):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:
@@ -162,14 +167,9 @@ class GgufSource:
 
 def _head_counts(header: GgufHeader) -> dict[str, int]:
     """Heads by the ending of a tensor's name, for the tensors whose rows are reordered."""
-    prefix = header.value("general.architecture", str)
-    heads = header.value(f"{prefix}.attention.head_count", int)
-    if heads is None or heads < 1:
-        raise ModelFormatError(f"{header.path}: key '{prefix}.attention.head_count' must be a positive integer")
-    kv_heads = header.value(f"{prefix}.attention.head_count_kv", int)
-    kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1:
-        raise ModelFormatError(f"{header.path}: key '{prefix}.attention.head_count_kv' must be a positive integer")
+    keys = Keys(header)
+    heads = keys.size("attention.head_count")
+    kv_heads = keys.optional_size("attention.head_count_kv") or heads
     return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}
 
 

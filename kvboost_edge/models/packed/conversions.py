@@ -58,7 +58,8 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
 def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
     """One line for each (type in the file, packed format) of a quantized checkpoint that is not exact: how many
     tensors, and the error of the first one. A tensor beside a wider one in one matrix takes the wider one's format.
-    Of those that are exact a line where they take more than `_MUCH` times their bytes in the file."""
+    Of those that are exact a line where they take more than `_MUCH` times their bytes in the file; floats were asked
+    for."""
     if not is_quantized(source):
         return
     found: dict[tuple[str, str], list[str]] = {}
@@ -74,6 +75,6 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
         block = BLOCKS.get(kind)
         stored = 0.0 if block is None or block.kind is None else block.nbytes / block.weights
         each = sum(packed_sizes(_ROWS, _INPUTS, NUMBERS[packed])) / (_ROWS * _INPUTS)
-        if stored and each > _MUCH * stored:
+        if stored and packed not in ("f32", "bf16") and each > _MUCH * stored:
             _LOG.info("%s: %d tensors become %s exactly, in %.2f bytes a weight; the file has %.2f (%s)",
                       *(kind, len(names), packed, each, stored, names[0]))  # fmt: skip

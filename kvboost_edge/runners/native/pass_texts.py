@@ -83,4 +83,4 @@ class PassTexts:
             options = [
                 AttentionOptions(spec.softmax_scale, one.window, spec.softcap, None, one.ahead) for one in spec.layers
             ]
-            self.whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options)
+            self.whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers))

@@ -14,6 +14,7 @@ from kvboost_edge.runners.base import ModelTraits
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
+    "LATE_NORM",
     "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
@@ -27,6 +28,8 @@ __all__ = [
 WORKS_WITH = "backend='cpu'"
 AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
+LATE_NORM = "queries and keys of this family are normed behind rope, so stored keys cannot be turned to other positions"
+"""Why its keys are attended only where they were computed."""
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 STORES_NOTHING = "the model attends both ways, so each text is one pass whose keys and values are not stored"
@@ -39,6 +42,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
+        f"rope_range={config.rope_range!r}": config.rope_range != "short",
         "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")
@@ -67,8 +71,10 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
         return STORES_NOTHING
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
-    width = spec.num_heads * spec.head_dim
-    if width % _GROUP:
+    if spec.family.late_norm:
+        return LATE_NORM
+    width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
+    if width:
         return f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries before rotation"
     return None
 
@@ -113,7 +119,11 @@ def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[i
         if bits != _UNQUANTIZED:
             raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
         return KVSpec((), block_size, "float32")
-    layers = tuple(LayerKVSpec(spec.num_kv_heads, spec.head_dim) for _ in spec.layers)
+    given = {layer.kv for layer in spec.layers if not layer.owns_kv}
+    layers = tuple(
+        LayerKVSpec(layer.num_kv_heads, layer.head_dim, layer.kv + 1 if layer.kv in given else 0)
+        for layer in spec.kv_layers
+    )
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
     return KVSpec(layers, block_size, dtype, bits)
 

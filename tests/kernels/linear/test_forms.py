@@ -128,6 +128,14 @@ def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
 
 
+@pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
+def test_arm_looks_up_16_codes_at_once(form: str, cpu: str) -> None:
+    """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up one by one."""
+    instructions = [line.split()[0] for line in _assembly(KIND_INT4T, form, cpu).splitlines() if line.startswith("\t")]
+    assert instructions.count("tbl") == 8 * 4
+    assert not {"ldrb", "umov", "smov"} & set(instructions)
+
+
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
 def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -> None:

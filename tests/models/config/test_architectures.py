@@ -46,6 +46,8 @@ def test_listed_families_are_causal_models_of_transformers(model_type: str) -> N
         alone["text_config"] = {}
     elif model_type not in {text for wrapper in WRAPPERS.values() for text in wrapper.texts}:
         assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type == "granitemoehybrid":
+        alone |= {"layer_types": ["attention"], "num_local_experts": 0}
     report = check_model_compatibility(alone, strict=False)
     assert report.supported
     assert report.tested == SUPPORTED_ARCHITECTURES[model_type].tested
@@ -55,6 +57,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     "state space": ({"model_type": "mamba"}, "recurrent state"),
     "hybrid": ({"model_type": "qwen3_next"}, "recurrent state"),
+    "granite with states": ({"model_type": "granitemoehybrid", "num_local_experts": 0}, "recurrent state"),
+    "granite with experts": ({"model_type": "granitemoehybrid", "layer_types": ["attention"]}, "num_local_experts=8"),
     "alibi": ({"model_type": "bloom"}, "alibi"),
     "own attention": ({"model_type": "falcon"}, "inside its own modules"),
     "latent": ({"model_type": "deepseek_v3"}, "latent"),
