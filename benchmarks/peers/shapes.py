@@ -47,6 +47,10 @@ class Shape:
         """The type of a matrix that has its own in every file, "" for those of the file."""
         return ""
 
+    def norm(self, name: str, size: int) -> float:
+        """What the weights of a norm are."""
+        return 1.0
+
     def describe(self, writer: gguf.GGUFWriter) -> None:
         """Metadata besides name, file type and tokenizer."""
         writer.add_context_length(self.context)
@@ -171,6 +175,10 @@ class Gemma4Shape(Shape):
     def storage(self, name: str) -> str:
         # Sizes that public files have: 8 bits where every token's logits are made, the projection left as it was.
         return {"token_embd.weight": "Q8_0", "per_layer_model_proj.weight": "BF16"}.get(name, "")
+
+    def norm(self, name: str, size: int) -> float:
+        # Scores are not divided by sqrt(head_dim) here: weights do it, as trained ones do.
+        return size**-0.5 if name.endswith("attn_q_norm.weight") else 1.0
 
     def is_full(self, index: int) -> bool:
         return (index + 1) % self.every == 0
