@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, attends_both_ways, pinned_context
 from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, ministral3
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
@@ -115,7 +115,8 @@ class Family:
 class ModelSpec:
     """Everything the native runner needs to know of a model besides its weights. Sizes are in elements.
 
-    Those of heads and of the MLP are the config's; what a layer has is in its LayerSpec.
+    Those of heads and of the MLP are the config's; what a layer has is in its LayerSpec. `both_ways`: tokens see those
+    behind them, so a text is one pass and predicts nothing.
     """
 
     model_type: str
@@ -143,6 +144,7 @@ class ModelSpec:
     ropes: tuple[RopeKind, ...]
     per_layer: PerLayerInput | None
     query_scale: QueryScale | None
+    both_ways: bool
 
     @property
     def first_shared(self) -> int:
@@ -166,6 +168,7 @@ def _cap(config: Config, key: str, default: float) -> float:
 
 
 _ONE_WAY = ("use_bidirectional_attention", (None, False))
+_EITHER_WAY = ("use_bidirectional_attention", (None, False, True))
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 _LLAMA = Family()
 _QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
@@ -191,7 +194,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
             windows=all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
-            unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
+            unless=(_EITHER_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
         "gemma4_text": _GEMMA4,
         "gemma4_unified_text": _GEMMA4,
@@ -260,6 +263,7 @@ def describe_model(config: Config) -> ModelSpec:
     if family.query_scalar:
         scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
     longest, pinned, vocab = context_length(config), pinned_context(config), _size(config, "vocab_size")
+    longest, both_ways = longest if pinned is None else min(longest, pinned.length), attends_both_ways(config)
     return ModelSpec(
         model_type=model_type,
         family=family,
@@ -285,11 +289,13 @@ def describe_model(config: Config) -> ModelSpec:
         and family.output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        max_context=longest if pinned is None else min(longest, pinned.length),
+        max_context=longest,
         layers=tuple(
-            LayerSpec.of(w, rope_of(i, w), shape) for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
+            LayerSpec.of(w, rope_of(i, w), shape, longest * both_ways)
+            for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
         ),
         ropes=ropes,
+        both_ways=both_ways,
         per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
         query_scale=query_scale(_rope_settings(config, family)) if family.query_scaled else None,
     )
