@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
@@ -22,7 +22,6 @@ from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.kernels.attention.parts import has_delta, turned_positions
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.tiles import GROUP
-from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
@@ -32,7 +31,7 @@ from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
-from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label, row_tables
+from kvboost_edge.models.packed.plan import PackEntry, check_tensors, kinds_of, pack_plan, plan_label, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
@@ -40,7 +39,7 @@ from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
 from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.plan import LATE_NORM, STORES_NOTHING, native_kv_spec
-from kvboost_edge.runners.native.program import build_program
+from kvboost_edge.runners.native.program import attention_params, build_program
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
@@ -83,15 +82,12 @@ class NativeRunner:
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
-        self.kinds = _kinds_of(plan)
+        self.kinds = kinds_of(plan)
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
         self._texts: PassTexts | None = None
-        self._params = [
-            AttentionParams(spec.softmax_scale, layer.window, spec.softcap, self._sinks(index))
-            for index, layer in enumerate(spec.layers)
-        ]
+        self._params = attention_params(spec, packed)
         self.info = RunnerInfo(
             name="native",
             architecture=spec.model_type,
@@ -106,12 +102,6 @@ class NativeRunner:
             stores_kv=not spec.both_ways,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
-
-    def _sinks(self, layer: int) -> Floats | None:
-        """float32 [num_heads], a view of the packed weights; None where the family has none."""
-        if not self._spec.family.sinks:
-            return None
-        return self._packed.array(f"layer{layer}.sinks").view(np.float32)[: self._spec.num_heads]
 
     @classmethod
     def from_dir(
@@ -143,7 +133,7 @@ class NativeRunner:
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
-            program, *entries = pass_entries(_kinds_of(plan), quantized=kv_bits != (16, 16))
+            program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
             compile_ahead([program, *packing_entries(plan, source), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
@@ -372,13 +362,7 @@ class NativeRunner:
     def _num_counters(self, first: int, end: int) -> int:
         return lt.COUNTERS_PER_OP * (end - first + 1)
 
-    def _run(
-        self,
-        part: tuple[int, int],
-        addresses: npt.NDArray[np.int64],
-        num_tokens: int,
-        counters: npt.NDArray[np.int64] | None = None,
-    ) -> None:
+    def _run(self, part: tuple[int, int], addresses: Longs, num_tokens: int, counters: Longs | None = None) -> None:
         """Operations [first, end); `counters`: zeros, at least as many as they need."""
         first, end = part
         if counters is None:
@@ -396,11 +380,6 @@ class NativeRunner:
         self._packed.close()
         if self._table is not None:
             self._table.close()
-
-
-def _kinds_of(plan: list[PackEntry]) -> set[int]:
-    """Kinds of the matrices, as the kernels number them."""
-    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
