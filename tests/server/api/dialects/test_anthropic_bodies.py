@@ -185,7 +185,7 @@ async def test_hostile_bodies_are_refused_soon(app: httpx.AsyncClient, speaker: 
 
 
 async def test_what_claude_code_sends_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests as it sent them, texts shortened: the second has the call that answered the first, and its result."""
+    """Two requests as it sent them, texts shortened: the second has the call that answers the first, and its result."""
     first, second = (json.loads((RECORDED / f"claude_code_{name}.json").read_text()) for name in ("first", "result"))
     *_, said, _ = second["body"]["messages"]
     arguments = said["content"][1]["input"]
