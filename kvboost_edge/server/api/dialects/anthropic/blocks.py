@@ -23,6 +23,7 @@ __all__ = [
     "ThinkingBlock",
     "ToolResultBlock",
     "ToolUseBlock",
+    "Unsaid",
     "blocks_of",
     "texts_of",
 ]
@@ -102,11 +103,20 @@ def _refusing(*built: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+class Unsaid:
+    """A list's bound that the document leaves out: who tries it from the document sends megabytes."""
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        schema: dict[str, Any] = handler(core)
+        schema.pop("maxItems", None)
+        return schema
+
+
 _few = Field(fail_fast=True, max_length=int(COUNTS["parts"].high))  # none at all: an empty answer that is sent back
 _as_given = Discriminator(_tag)
 
 TextOnly = Annotated[TextBlock, _refusing("text")]
-Texts = Annotated[Annotated[Text, Tag("text")] | Annotated[list[TextOnly], _few, Tag("blocks")], _as_given]
+Texts = Annotated[Annotated[Text, Tag("text")] | Annotated[list[TextOnly], _few, Unsaid(), Tag("blocks")], _as_given]
 
 
 class ToolResultBlock(Marked):
@@ -131,9 +141,11 @@ _AssistantBlock = Annotated[
     Annotated[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock, Field(discriminator="type")],
     _refusing("text", "thinking", "redacted_thinking", "tool_use"),
 ]
-_UserContent = Annotated[Annotated[Text, Tag("text")] | Annotated[list[_UserBlock], _few, Tag("blocks")], _as_given]
+_UserContent = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[list[_UserBlock], _few, Unsaid(), Tag("blocks")], _as_given
+]
 _AssistantContent = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[_AssistantBlock], _few, Tag("blocks")], _as_given
+    Annotated[Text, Tag("text")] | Annotated[list[_AssistantBlock], _few, Unsaid(), Tag("blocks")], _as_given
 ]
 
 

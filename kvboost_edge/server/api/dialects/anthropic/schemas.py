@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
-from kvboost_edge.server.api.dialects.anthropic.blocks import CacheControl, Marked, Message, Text, Texts, blocks_of
+from kvboost_edge.server.api.dialects.anthropic.blocks import (
+    CacheControl,
+    Marked,
+    Message,
+    Text,
+    Texts,
+    Unsaid,
+    blocks_of,
+)
 from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.shared import Label, ModelName, check_text, or_null
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
@@ -138,9 +146,9 @@ class Prompted(Strict):
     foreign = _FOREIGN
 
     model: ModelName | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True), counted("messages")]
+    messages: Annotated[list[Message], Field(fail_fast=True), counted("messages"), Unsaid()]
     system: Texts | None = None
-    tools: Annotated[list[Annotated[Tool, BeforeValidator(_own_tool)]], counted("tools")] | None = None
+    tools: Annotated[list[Annotated[Tool, BeforeValidator(_own_tool)]], counted("tools"), Unsaid()] | None = None
     tool_choice: Annotated[AnyChoice | OneChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
