@@ -156,6 +156,7 @@ class Request:
     max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
     grammar          what its answer fits
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
+    pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins leave room
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
@@ -183,6 +184,7 @@ class Request:
     retention: float | None = None
     pin: bool = False
     ttl: float | None = None
+    pins: tuple[tuple[int, float], ...] = ()
     pin_share: float = 1.0
     repair: Repair | None = None
     gate: str = ""

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import cache, embeddings, generation, health, text
+from kvboost_edge.server.api.routes import anthropic, cache, embeddings, generation, health, text
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["ROUTERS", "create_app"]
 
 # Every endpoint is in one of these. Routes are tried in this order, so the busy ones come first.
-ROUTERS = (generation.router, embeddings.router, text.router, cache.router, health.router, page.router)
+ROUTERS = (
+    generation.router,
+    anthropic.router,
+    embeddings.router,
+    text.router,
+    cache.router,
+    health.router,
+    page.router,
+)
 # Fixed names, so that no parameter of a path can widen what is open.
 _PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
 

@@ -55,12 +55,13 @@ _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its answers are made of;
-    None: text alone."""
+    None: text alone. pins: of its beginnings, see the engine's `Terms`."""
 
     token_ids: list[int]
     text: str = ""
     from_text: bool = True
     turn: Turn | None = None
+    pins: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +191,7 @@ async def _submit(
                         cache_key=job.cache_key,
                         retention=job.retention,
                         pin=job.pin,
+                        pins=prompt.pins,
                         ttl=job.ttl,
                         pin_share=ticket.pin_share,
                     )

@@ -22,6 +22,8 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"prompt": "hello", **SHOWN}),
     ("/v1/completions", {"prompt": ["hello", "world"], "n": 2, "echo": True, **SHOWN}),
     ("/v1/chat/completions", CHAT),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/v1/models", None),
     ("/v1/models/tiny", None),
     ("/tokenize", {"content": "hello", "with_pieces": True, "return_token_strs": True}),

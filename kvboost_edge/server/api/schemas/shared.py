@@ -27,6 +27,7 @@ from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_erro
 
 __all__ = [
     "CacheSalt",
+    "Label",
     "ModelName",
     "NotBuilt",
     "OnlyEmpty",

@@ -1,0 +1,74 @@
+"""How a request to /v1/messages is run: as a chat, with what `cache_control` wants kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.checks import room_for
+from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest
+from kvboost_edge.server.api.dialects.anthropic.translate import Breakpoint, breakpoints, translated
+from kvboost_edge.server.api.dialects.anthropic.writer import AnthropicWriter
+from kvboost_edge.server.api.generation import Order
+from kvboost_edge.server.api.prompts import encode_messages
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import EncodedPrompt
+from kvboost_edge.text.answers import FindAnswer
+
+__all__ = ["count_tokens", "messages_order"]
+
+
+def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, ChatRequest]:
+    """How to run the request, and the chat request that it is. For worker threads: bodies may be long."""
+    chat, marks = translated(body), breakpoints(body)
+    writer = AnthropicWriter(state, body)
+    order = chat_order(state, chat, writer)
+    encode_chat = order.job.encode
+    # Pins of half of the pool must leave room for any request; else what is marked only goes after all else of its key.
+    pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
+
+    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
+        (prompt,) = encode_chat(find_answer)
+        lengths = [_length(state, chat, mark, prompt.token_ids, find_answer) for mark in marks]
+        writer.kept = [(length, mark.seconds) for length, mark in zip(lengths, marks, strict=True)]
+        return [dataclasses.replace(prompt, pins=tuple(writer.kept))] if pins_fit else [prompt]
+
+    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        """As with Anthropic `max_tokens` may be more than the context holds; then that ends the answer."""
+        room = room_for(state, len(prompt.token_ids), "messages", None if body.max_tokens else 0, "max_tokens")
+        fits = None if prompt.turn is None else prompt.turn.fits
+        return chat.sampling(min(room, body.max_tokens), None, choice, fits=fits)
+
+    retention = None if pins_fit else max((mark.seconds for mark in marks), default=None)
+    job = dataclasses.replace(order.job, encode=encode, params=params, retention=retention)
+    return dataclasses.replace(order, job=job), chat
+
+
+def count_tokens(state: ServerState, chat: ChatRequest, find_answer: FindAnswer) -> int:
+    """Tokens of the prompt that the model would be given; slow for long ones."""
+    tokenizer, variables = state.engine.tokenizer, chat.chat_template_kwargs
+    continues = chat.continues
+    return len(
+        encode_messages(
+            tokenizer, chat.messages, variables, tools=chat.tools, continue_final=continues, find_answer=find_answer
+        )
+    )
+
+
+def _length(
+    state: ServerState, chat: ChatRequest, mark: Breakpoint, token_ids: Sequence[int], find_answer: FindAnswer
+) -> int:
+    """Tokens of the prompt up to a breakpoint; 0 where the template takes no conversation that ends there."""
+    if mark.messages is None:
+        return len(token_ids)
+    tokenizer, variables = state.engine.tokenizer, chat.chat_template_kwargs
+    try:
+        begun = encode_messages(tokenizer, mark.messages, variables, False, tools=chat.tools, find_answer=find_answer)
+    except ApiError:
+        return 0
+    pairs = enumerate(zip(begun, token_ids, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(begun), len(token_ids)))
