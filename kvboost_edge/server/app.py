@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import cache, embeddings, generation, health, text
+from kvboost_edge.server.api.routes import cache, embeddings, generation, health, responses, text
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -18,6 +18,7 @@ from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["ROUTERS", "create_app"]
 
 # Every endpoint is in one of these. Routes are tried in this order, so the busy ones come first.
-ROUTERS = (generation.router, embeddings.router, text.router, cache.router, health.router, page.router)
+ROUTERS = (
+    generation.router,
+    responses.router,
+    embeddings.router,
+    text.router,
+    cache.router,
+    health.router,
+    page.router,
+)
 # Fixed names, so that no parameter of a path can widen what is open.
 _PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
 
@@ -34,7 +43,8 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
     """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
     admission = Admission(engine, settings)
     metrics = Metrics(engine, settings.model_name, admission)
-    state = ServerState(engine, settings, settings.model_name, metrics, admission)
+    remembered = Remembered(len(settings.all_keys))
+    state = ServerState(engine, settings, settings.model_name, metrics, admission, remembered)
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,
@@ -54,7 +64,7 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],  # OpenAI's client sends a dozen of its own, and new ones with each version
             expose_headers=["x-request-id", "retry-after"],
         )

@@ -33,6 +33,7 @@ ADMITTED_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/warm",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from kvboost_edge.server.api.schemas.chat import ChatRequest
-from kvboost_edge.server.errors import as_api_error
+from kvboost_edge.server.errors import ApiError, as_api_error
 
-__all__ = ["chat_request"]
+__all__ = ["chat_request", "renamed"]
 
 
 def chat_request(**fields: Any) -> ChatRequest:
@@ -21,3 +24,15 @@ def chat_request(**fields: Any) -> ChatRequest:
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         raise as_api_error(RequestValidationError(problems)) from error
+
+
+@contextmanager
+def renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors that name one of our fields name the dialect's instead."""
+    try:
+        yield
+    except ApiError as error:
+        if (theirs := fields.get(error.param or "")) is not None:
+            error.message = re.sub(rf"\b{re.escape(error.param or '')}\b", theirs, error.message)
+            error.param = theirs
+        raise

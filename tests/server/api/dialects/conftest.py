@@ -1,0 +1,47 @@
+"""A model that says what a test wrote, behind a template with tools, and the app over it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import fake_runner
+from engine.fake_runner import fake_engine
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+from server.api.test_tools import TEMPLATE, Speaker
+
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def spoken_engine() -> Iterator[Any]:
+    with fake_engine(num_blocks=1024, max_context=8000) as engine:
+        engine.tokenizer.chat_template = TEMPLATE
+        yield engine
+
+
+@pytest.fixture
+def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
+    speaker = Speaker(spoken_engine)
+    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
+    spoken_engine.reset_cache()
+    return speaker
+
+
+@pytest.fixture
+async def app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=create_app(spoken_engine, ServerSettings(model_name="fake")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.fixture
+async def keyed_app(spoken_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """With two API keys, which are two tenants."""
+    app = create_app(spoken_engine, ServerSettings(model_name="fake", api_keys=KEYS))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        yield client
