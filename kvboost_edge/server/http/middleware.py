@@ -34,6 +34,8 @@ ADMITTED_PATHS = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/api/chat",
+        "/api/generate",
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/warm",

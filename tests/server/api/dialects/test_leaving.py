@@ -11,9 +11,15 @@ from live_servers import HeldForward, LiveServer, serving, wait_until
 from server.api.test_tools import TEMPLATE
 
 LONG = {"max_output_tokens": 3000, "top_k": 1}
+MESSAGES = [{"role": "user", "content": "hello"}]
+OPTIONS = {"num_predict": 3000, "top_k": 1}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "hello", "stream": False, **LONG}),
     ("/v1/responses", {"input": "hello", "stream": True, **LONG}),
+    ("/api/chat", {"model": "fake", "messages": MESSAGES, "stream": False, "options": OPTIONS}),
+    ("/api/chat", {"model": "fake", "messages": MESSAGES, "options": OPTIONS}),
+    ("/api/generate", {"model": "fake", "prompt": "hello", "options": OPTIONS}),
+    ("/api/generate", {"model": "fake", "prompt": "hello", "raw": True, "options": OPTIONS}),
 ]
 
 
