@@ -8,7 +8,9 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import cache, embeddings, generation, health, text
+from kvboost_edge.server.api.routes import cache, embeddings, generation, health, requests, text
+from kvboost_edge.server.doctor.doctor import Doctor
+from kvboost_edge.server.doctor.normalise import Normaliser
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["ROUTERS", "create_app"]
 
 # Every endpoint is in one of these. Routes are tried in this order, so the busy ones come first.
-ROUTERS = (generation.router, embeddings.router, text.router, cache.router, health.router, page.router)
+ROUTERS = (
+    generation.router, embeddings.router, text.router, cache.router, requests.router, health.router, page.router,
+)  # fmt: skip
 # Fixed names, so that no parameter of a path can widen what is open.
 _PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
 
@@ -34,7 +38,9 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
     """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
     admission = Admission(engine, settings)
     metrics = Metrics(engine, settings.model_name, admission)
-    state = ServerState(engine, settings, settings.model_name, metrics, admission)
+    doctor = Doctor(engine, settings.request_history, metrics.observe_cause)
+    normaliser = Normaliser(settings.normalise)
+    state = ServerState(engine, settings, settings.model_name, metrics, admission, doctor, normaliser)
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,

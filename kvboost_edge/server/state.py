@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.doctor.doctor import Doctor
+    from kvboost_edge.server.doctor.normalise import Normaliser
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
@@ -29,6 +31,8 @@ class ServerState:
     model_name: str
     metrics: Metrics
     admission: Admission
+    doctor: Doctor
+    normaliser: Normaliser
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
+from kvboost_edge.server.api.normal import normal
 from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
-from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
+from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
-from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
 
@@ -35,17 +36,18 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
     texts = TokenTexts(tokenizer) if body.logprobs else None
     check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
 
-    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
-        ids = encode_messages(
+    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
+        asked = normal(state, answers.root, body.messages, body.tools, body.chat_template_kwargs)
+        ids = encode_plain(
             tokenizer,
-            body.messages,
+            asked.messages,
             body.chat_template_kwargs,
             body.add_generation_prompt is not False,
-            tools=body.tools,
+            tools=asked.tools,
             continue_final=body.continues,
-            find_answer=find_answer,
+            find_answer=answers.find,
         )
-        return [EncodedPrompt(ids, turn=turn_of(tokenizer, body, ids))]
+        return [EncodedPrompt(ids, turn=turn_of(tokenizer, body, ids), asked=asked.described)]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
@@ -60,6 +62,7 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
         return ChatChoice(index, tokenizer, texts, reader, with_ids=bool(body.return_token_ids))
 
     limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
+    own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage)
     return Order(
         estimate=estimate_messages(body.messages, body.tools) + body.num_choices * limit,
         num_prompts=1,
@@ -76,7 +79,8 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
             retention=body.retention,
         ),
         streams=bool(body.stream),
-        writer=writer or OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage),
+        writer=writer or own,
+        explain=own.explain if body.explain else None,
     )
 
 
