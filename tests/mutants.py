@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cuda_faults import CUDA_FAULTS
 from reuse_faults import REUSE_FAULTS
+from table_faults import TABLE_FAULTS
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900
@@ -311,7 +312,7 @@ FAULTS = (
         "    if False:",
         *MODELS,
     ),
-    *(fault(*row) for row in REUSE_FAULTS),
+    *(fault(*row) for row in (*REUSE_FAULTS, *TABLE_FAULTS)),
     *(Fault(name, file, ((old, new),), (test,)) for name, file, old, new, test in CUDA_FAULTS),
 )
 

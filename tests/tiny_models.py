@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
-__all__ = ["EOS_ID", "FAMILIES", "PAD_ID", "VOCAB_SIZE", "build_tiny_model", "save_tiny_model"]
+__all__ = [
+    "EOS_ID", "FAMILIES", "NESTED", "PAD_ID", "VOCAB_SIZE", "build_nested_model", "build_tiny_model",
+    "save_nested_model", "save_tiny_model",
+]  # fmt: skip
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
@@ -96,6 +105,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "granitemoehybrid-nope": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {
@@ -130,6 +160,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 128.0, "factor": 1.0},
+    },
     "stablelm": {
         "use_qkv_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
@@ -137,6 +172,57 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 24},
     "gpt_neox": {"num_key_value_heads": None, "hidden_act": "gelu"},
 }
+
+
+# Models with a part for images: the language model's type, its fields, and those of the other part. The native runner
+# alone runs them.
+NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "mrope_section": [8, 4, 4],
+                "mrope_interleaved": True,
+            },
+        },
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+         "deepstack_visual_indexes": [0]},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {name: value for name, value in FAMILIES["gemma3"].items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "mistral3": (
+        "mistral",
+        {"sliding_window": 24, "head_dim": 16},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "mistral3-ministral3": (
+        "ministral3",
+        FAMILIES["ministral3"],
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+}  # fmt: skip
+
+
+def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the language model."""
+    text_type, fields, vision = NESTED[model_type]
+    model_type = model_type.partition("-")[0]
+    fields = {"model_type": text_type, **COMMON_FIELDS, **fields, **overrides}
+    tied = fields["tie_word_embeddings"]
+    config = AutoConfig.for_model(model_type, text_config=fields, vision_config=vision, tie_word_embeddings=tied)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    _sharpen(model, torch.Generator().manual_seed(seed))
+    return model.eval()
 
 
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -159,7 +245,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             weight.add_(0.2 * noise)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
                 weight.add_(1.0)
         elif weight.dim() == 1:
             weight.copy_(0.3 * noise)
@@ -172,8 +258,15 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a complete model directory (safetensors) and return its path."""
-    directory = Path(directory)
-    model = build_tiny_model(model_type, seed=seed, **overrides)
+    return _save(build_tiny_model(model_type, seed=seed, **overrides), Path(directory))
+
+
+def save_nested_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+    """As `save_tiny_model`, of a model that `build_nested_model` makes."""
+    return _save(build_nested_model(model_type, seed=seed, **overrides), Path(directory))
+
+
+def _save(model: PreTrainedModel, directory: Path) -> Path:
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
     save_tokenizer(directory)

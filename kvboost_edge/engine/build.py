@@ -43,7 +43,7 @@ __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache")
+_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range")
 _DEFAULTS = EngineConfig()
 
 
@@ -78,7 +78,8 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
-    checkpoint = Checkpoint.open(model_path, cache_dir=None if config.pack_cache else NO_CACHE)
+    cache_dir = None if config.pack_cache else NO_CACHE
+    checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
     if checkpoint.onnx_refusal is None:  # an ONNX file is its own description; the runners say what they do not know
         check_model_compatibility(checkpoint.config, strict=config.strict)
     pooling, summary = checkpoint.pooling, checkpoint.summary()
@@ -188,6 +189,8 @@ def _assemble(
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
     # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.
     kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    if config.rope_range != "short":
+        kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
         tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
     return EngineParts(
@@ -202,7 +205,7 @@ def _assemble(
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        # The rope settings are part of the model's config and so of its fingerprint.
+        # The rope settings are part of the model's config and so of its fingerprint; the range is in the format.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=MemoryLedger(

@@ -28,18 +28,21 @@ F_COUNT, F_INPUTS, F_KIND, F_ACT = range(5, 9)
 # Quantized rows: kind of the weights that will read what this writes, or 0 for no quantization; its panel; whether its
 # codes have two planes. A matrix reads F_PANEL_IN, coarse or F_FINE_IN.
 F_QUANT, F_PANEL, F_FINE, F_PANEL_IN, F_FINE_IN = range(9, 14)
-# Addresses: weights, scales, minima (of block kinds: the blocks' numbers, see linear/layout.py), bias. F_UNIT: tiles
-# (OP_GATED: groups) in a unit; F_ADD: add to the destination.
+# Addresses: weights, scales, minima (of block kinds: the blocks' numbers, of int4t its tables, see linear/layout.py),
+# bias. F_UNIT: tiles (OP_GATED: groups) in a unit; F_ADD: add to the destination.
 F_WEIGHT, F_SCALE, F_MINIMA, F_BIAS, F_UNIT, F_ADD = range(14, 20)
 # Rope: heads and dims, the norms' addresses, the table. F_LAYER: whose row of B_ROWS is used.
 F_HEADS, F_KV_HEADS, F_DIM, F_HALF, F_Q_NORM, F_K_NORM, F_NORM_ALL, F_TABLE, F_LAYER = range(20, 29)
 # OP_LINEAR: the first float of a destination's row that is written, a multiple of 16.
 F_DST_FIRST = 29
-NUM_FIELDS = 32  # four cache lines
+# OP_ROPE: the buffer with a factor for the queries of each position, or 0; whether norms stand behind rope.
+F_QUERY_SCALE, F_LATE_NORM = 35, 36
+NUM_FIELDS = 40  # five cache lines
 # Float parameters: factor of the result, eps of a norm, the cap.
 P_FACTOR, P_EPS, P_CAP, NUM_PARAMS = 0, 1, 2, 4
 
-# Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin). B_PANEL and B_INNER hold quantized rows.
+# Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
+# queries. B_PANEL and B_INNER hold quantized rows.
 # B_ROWS: attention rows of all layers, see attend.py; without them rope leaves keys and values in their buffers.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,

@@ -24,6 +24,7 @@ from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,
     KIND_INT4,
     KIND_INT4_ASYM,
+    KIND_INT4T,
     KIND_INT8,
     KIND_Q4K,
     KIND_Q5K,
@@ -87,7 +88,8 @@ def token_units(job: ProgramJob, op: Any) -> Any:
 
 @kernel
 def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
-    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on."""
+    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on. Of
+    KIND_INT4T its place in the table."""
     quad = index // 4
     at = op[lt.F_WEIGHT] + group * group_bytes_kernel(kind) + lane * 4 + index % 4
     if kind == KIND_INT8:
@@ -97,7 +99,7 @@ def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
         quad %= 4
     both = _load_byte(at + quad // 2 * _LINE)
     code = both >> 4 if quad % 2 == 1 else both & 15
-    if kind < KIND_Q5K:
+    if kind < KIND_Q5K or kind == KIND_INT4T:
         return code
     above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (4 + high_shift_kernel(kind, quad))
     return code | (above & (3 if kind == KIND_Q6K else 1)) << 4
@@ -110,7 +112,7 @@ def _factors(op: Any, kind: int, tile: int, group: int, half: int, lane: int) ->
     scale_at = op[lt.F_SCALE] + (tile * groups + group) * SCALE_BYTES
     minima_at = op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + 2 * lane
     zero = np.float32(0.0)
-    if kind < KIND_Q4K:
+    if kind < KIND_Q4K or kind == KIND_INT4T:
         minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes_kernel(kind, 1)
@@ -144,8 +146,11 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
             group, place = index // GROUP, index % GROUP
             if place % LANES == 0:
                 scale, minimum = _factors(op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane)
-            code = np.float32(_code(op, kind, tile * groups + group, lane, place) - offset)
-            store_f32(out + 4 * index, fma_f32(code, scale, -minimum) * factor)
+            code = _code(op, kind, tile * groups + group, lane, place)
+            if kind == KIND_INT4T:
+                code = _load_byte(op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + code)
+                code -= 256 if code > 127 else 0
+            store_f32(out + 4 * index, fma_f32(np.float32(code - offset), scale, -minimum) * factor)
     else:
         size = 4 if kind == KIND_F32 else 2
         for index in range(count):
@@ -211,15 +216,27 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 
 
 @kernel
+def _scale_queries(source: int, count: int, factor: float) -> None:
+    """In place; rope is linear, so this may stand before it, where attention finds queries that it turns itself."""
+    if factor != np.float32(1.0):
+        for index in range(count):
+            store_f32(source + 4 * index, load_f32(source + 4 * index) * factor)
+
+
+@kernel
 def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     """Split a row of queries, keys and values; norm and rotate queries and keys; write the three buffers."""
     heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     keys = source + 4 * heads * dim
     values = keys + 4 * kv_heads * dim
-    _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
-    _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    late = op[lt.F_LATE_NORM] != 0
+    if not late:
+        _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
     position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
+    if op[lt.F_QUERY_SCALE] != 0:
+        _scale_queries(source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position))
     cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
     sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
     for head in range(heads):
@@ -228,6 +245,10 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     for head in range(kv_heads):
         out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
         rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
+    if late:
+        _heads(job.buffers[lt.B_QUERY] + 4 * token * heads * dim, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        key_row = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
+        _heads(key_row, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
     if job.buffers[lt.B_ROWS] != 0:
         key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
         store_token(attention_row(job, op), key, values, token)

@@ -11,14 +11,18 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.json_file import read_config_object, text_config
+from kvboost_edge.models.config.json_file import read_config_object
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
-    "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "pin_notice", "pinned_context",
+    "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
+    "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges", "is_static_dynamic",
+    "pin_notice", "pinned_context",
 ]  # fmt: skip
 
+LONG_RANGE = "kvboost-edge: rope_range=long"
+"""The key of a config that was read for sequences beyond the original length of longrope; no file has it."""
 PHI3_LENGTH = 4096
 """original_max_position_embeddings of a Phi-3 whose config does not give it."""
 
@@ -64,8 +68,14 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "partial rotary, norms before and behind the blocks",
     "granite": "scaled attention, residual and logits",
+    "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
     "smollm3": "layers without rope",
+    "hunyuan_v1_dense": "queries and keys normalized behind rope",
     "ministral3": "queries scaled by position",
+    "gemma3": "the language part of a vision model; text only",
+    "qwen3_vl": "the language part of a vision model; text only, native runner",
+    "qwen3_vl_text": "the same without its vision part",
+    "mistral3": "the language part of a vision model; text only, native runner",
     "granite_swa": "local and global layers, attention sinks",
     "olmoe": "mixture of experts",
     "ernie4_5_moe": "mixture of experts",
@@ -78,14 +88,12 @@ _UNTESTED = {
     "arcee": "Llama's attention",
     "cohere": "scaled logits",
     "cohere2": "local and global layers",
-    "gemma3": "the language part of a vision model; text only",
     "glm": "partial rotary",
     "gpt2": "learned positions",
     "gpt_bigcode": "learned positions, one key-value head",
     "gpt_oss": "mixture of experts, attention sinks",
     "granitemoe": "mixture of experts",
     "helium": "Llama's attention",
-    "hunyuan_v1_dense": "normalized queries and keys",
     "ministral": "local and global layers",
     "mixtral": "mixture of experts",
     "nemotron": "partial rotary",
@@ -108,10 +116,11 @@ _BIDIRECTIONAL = (
     "its attention is bidirectional (as EmbeddingGemma's is), and keys and values of a pool are computed causally; for "
     "embeddings use a causal model such as Qwen3-Embedding"
 )
+_ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
-        "granitemoehybrid lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        "lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
         _STATE_SPACE,
     ),
     **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
@@ -156,10 +165,10 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     inner = text_config(config)
     found = []
     for rope in _rope_parts(inner):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
-            kind = "longrope"  # its first names
-        if kind not in ("dynamic", "longrope"):
+        kind = _kind_of(rope, inner)
+        if kind not in ("dynamic", "longrope") or (kind == "longrope" and inner.get(LONG_RANGE)):
+            continue
+        if is_static_dynamic(inner.get("model_type"), rope):
             continue
         name = "original_max_position_embeddings"
         # Some families keep it beside the rope settings; for these transformers takes that one.
@@ -175,14 +184,28 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     return min(found, key=lambda pinned: pinned.length, default=None)
 
 
+def has_two_ranges(config: Mapping[str, Any]) -> bool:
+    """Whether rope has other factors beyond an original length."""
+    inner = text_config(config)
+    return any(_kind_of(rope, inner) == "longrope" for rope in _rope_parts(inner))
+
+
+def _kind_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind == "su" or (kind == "yarn" and config.get("model_type") == "phi3"):
+        return "longrope"  # its first names
+    return kind
+
+
 def pin_notice(config: Mapping[str, Any]) -> str:
     """That the context is shorter than the config says, and why; empty where it is not."""
     pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
+    hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(config)
     return (
         f"the context is pinned to {pinned.length} tokens, beyond which rope of type {pinned.rope_type!r} changes with "
-        "the length of the sequence"
+        f"the length of the sequence{hint}"
     )
 
 
@@ -215,11 +238,17 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Reasons why the model cannot run, the most telling first."""
-    inner = text_config(config)
+    try:
+        inner = text_config(config)
+    except ModelFormatError as error:
+        yield str(error)
+        return
     if config.get("is_encoder_decoder") or inner.get("is_encoder_decoder"):
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
+    if inner.get("model_type", model_type) == "granitemoehybrid":
+        yield from granite_hybrid_objections(inner)
     if model_type not in SUPPORTED_ARCHITECTURES:
         code = _remote_code(config)
         if code:
@@ -236,6 +265,16 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield _OWN_ATTENTION
 
 
+def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why a model of type granitemoehybrid is more than a dense one with attention in every layer."""
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(types, (list, tuple)) or any(kind not in _ATTENTION_LAYERS for kind in types):
+        yield _STATE_SPACE
+    experts = config.get("num_local_experts", 8)
+    if experts not in (None, 0):
+        yield f"it has num_local_experts={experts!r}; of this family only models without experts run"
+
+
 def _remote_code(config: Mapping[str, Any]) -> str:
     """The model class in `auto_map`, or empty. A family known here always runs the code of the installed library."""
     auto_map = config.get("auto_map")
@@ -245,6 +284,11 @@ def _remote_code(config: Mapping[str, Any]) -> str:
         if auto_map.get(name):
             return str(auto_map[name])
     return ""
+
+
+def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
+    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

@@ -13,10 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, pinned_context
+from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, ministral3
 from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
-from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale, rope_kind
 
 __all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
 
@@ -32,6 +34,7 @@ class Family:
     norms        "pre": before attention and MLP; "post": behind them; "both"
     norm_offset  added to the weights of norms (Gemma stores weight - 1)
     head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
+    head_norms   what the checkpoint calls these two
     qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
     biased       attention_bias where the config does not say
     output_bias  False: the output projection never has a bias
@@ -42,15 +45,19 @@ class Family:
     paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
     partial      the part of each head that turns, where the config does not say
     no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
-                 that has windows
+                 that has windows, "typed" all or none by position_embedding_type
     local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
+    complete     fills in what the config leaves out, and says in Llama's words what it says in others
+    late_norm    norms of queries and keys stand behind rope
+    query_scaled queries are multiplied with a factor of their position
     unless       config keys that must have one of the given values, else the family is another model
     """
 
     norms: str = "pre"
     norm_offset: float = 0.0
     head_norm: str = ""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
     qkv_bias: bool | None = None
     biased: bool = False
     output_bias: bool = True
@@ -73,6 +80,9 @@ class Family:
     local_rope: bool = False
     local_theta: float = 10000.0
     windows: Callable[[Config, int], list[int]] | None = None
+    complete: Callable[[Config], Config] | None = None
+    late_norm: bool = False
+    query_scaled: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -111,6 +121,7 @@ class ModelSpec:
     max_context: int
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeKind, ...]
+    query_scale: QueryScale | None
 
 
 def _layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
@@ -198,6 +209,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": Family(qkv_bias=False, windows=_same_window(4096)),
         "qwen2": _QWEN2,
         "qwen3": Family(head_norm="head", head_dim=128, windows=_qwen_windows),
+        "qwen3_vl_text": Family(head_norm="head", head_dim=128, theta=5e5),
         "gemma": _GEMMA,
         "gemma2": dataclasses.replace(
             _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=_every_second
@@ -221,7 +233,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
                         "post_mlp_layernorm"),
         ),
-        "granite": Family(multipliers=True),
+        "granite": Family(multipliers=True, no_rope="typed"),
+        "granitemoehybrid": Family(
+            multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+            inner="shared_intermediate_size", complete=granite_hybrid,
+        ),
+        "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
+                                   eps=1e-5, complete=hunyuan),
+        "ministral3": Family(qkv_bias=False, head_dim=128, eps=1e-5, query_scaled=True, complete=ministral3,
+                             windows=_same_window(0)),
         "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=_same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
@@ -232,7 +252,9 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def describe_model(config: Config) -> ModelSpec:
-    """The spec of a config.json. ModelFormatError with the reason where the native runner does not know the model."""
+    """The spec of a config.json, of a model of several parts that of its language model. ModelFormatError with the
+    reason where the native runner does not know the model."""
+    config = text_config(config)
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     if family is None:
@@ -244,6 +266,8 @@ def describe_model(config: Config) -> ModelSpec:
             raise ModelFormatError(f"{model_type}: {key}={config.get(key)!r} is not known to the native runner")
     if config.get("quantization_config"):
         packed_layout(config)
+    if family.complete is not None:
+        config = family.complete(config)
     layers, heads, hidden = (_size(config, k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
     if head_dim > _MAX_HEAD_DIM:
@@ -282,6 +306,7 @@ def describe_model(config: Config) -> ModelSpec:
         max_context=longest if pinned is None else min(longest, pinned.length),
         layers=tuple(LayerSpec(w, rope_of(i, w)) for i, w in enumerate(windows)),
         ropes=ropes,
+        query_scale=query_scale(_rope_settings(config, family)) if family.query_scaled else None,
     )
 
 
@@ -319,6 +344,9 @@ def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKin
     if family.no_rope == "full":
         mixed = _window({"sliding_window": 4096, **config}, 0) > 0
         return ropes, lambda i, w: 0 if w or not mixed else -1
+    if family.no_rope == "typed":
+        kind = 0 if has_rope(config) else -1
+        return ropes, lambda i, w: kind
     layers = _size(config, "num_hidden_layers")
     step = _step(config, ("no_rope_layer_interval",), 4)
     uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
@@ -346,6 +374,7 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
     if merged.get("rope_type", merged.get("type")) == "longrope":
         # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
         merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+        merged[LONG_RANGE] = bool(config.get(LONG_RANGE))
     else:
         merged[name] = merged.get(name) or outer or context_length(config)
     return merged

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import number_of
+from kvboost_edge.models.config.architectures import LONG_RANGE
+from kvboost_edge.models.config.file import integer_of, number_of
 
-__all__ = ["RopeKind", "rope_kind"]
+__all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
 # What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
 _LEAST, _MOST = 1e-9, 1e12
@@ -35,13 +36,33 @@ class RopeKind:
         return len(self.frequencies)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A query at position p is multiplied by 1 + beta * ln(1 + floor(p / length))."""
+
+    beta: float
+    length: int
+
+    def factors(self, positions: int) -> Floats:
+        """float32 [positions]. The bits of one do not depend on how many there are."""
+        steps = -(-positions // self.length)
+        values = [1 + self.beta * math.log(1 + step) for step in range(steps)]
+        return np.repeat(np.array(values, dtype=np.float32), self.length)[:positions]
+
+
+def query_scale(settings: Mapping[str, Any]) -> QueryScale:
+    """The scale of queries that a `rope_parameters` entry says (of Llama 4 and Ministral 3)."""
+    length = integer_of(settings, "original_max_position_embeddings", 1, "rope")
+    return QueryScale(number_of(settings, "llama_4_scaling_beta", 0.0, 1e3, "rope"), length)
+
+
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
     """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of a part of the head;
     or "factors", where the frequencies are those of default, each divided by its entry of the list `factors`.
 
     max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
-    original_max_position_embeddings. ModelFormatError names a kind that is not one of these, or the setting that is
-    missing.
+    original_max_position_embeddings, or with LONG_RANGE that of its long ones. ModelFormatError names a kind that is
+    not one of these, or the setting that is missing.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
@@ -141,5 +162,6 @@ def _longrope(base: Floats, settings: Mapping[str, Any], max_positions: int) -> 
     old = number_of(settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'")
     scale = _optional(settings, "factor", max_positions / old, "longrope")
     factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(old))
-    frequencies = base / _factors(settings, "short_factor", "longrope", base.size)
+    factors = [_factors(settings, key, "longrope", base.size) for key in ("short_factor", "long_factor")]
+    frequencies = base / factors[bool(settings.get(LONG_RANGE))]
     return _kind(frequencies, _optional(settings, "attention_factor", factor, "longrope"))

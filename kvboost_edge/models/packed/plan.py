@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, packed_sizes
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS, packed_sizes
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.weights.source import WeightSource
@@ -37,11 +37,13 @@ WEIGHT_FORMATS = tuple(_KINDS_OF)
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
-# From narrow to wide: int4 fits int4-asym and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
-_WIDENING = ("int4", "int4-asym", "int8")
+# From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized checkpoint do, too.
+_WIDENING = ("int4", "int4t", "int4-asym", "q4k", "q5k", "q6k", "int8")
 # (format of the tensor, format of the entry) where every stored weight keeps its value.
-_EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS)}
-_EXACT |= {("int4", "int4-asym"), ("int4", "int8"), ("q4k", "q5k")}
+_EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)}
+_EXACT |= {("int4", "int4-asym"), ("int4", "int8"), ("q4k", "q5k"), ("int4", "int4t"), ("int4t", "int8")}
+# Formats whose matrices read the same quantized inputs.
+_ALIKE = {*BLOCK_FORMATS, *TABLE_FORMATS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class PackEntry:
     """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    "f32", "bf16", "int8", "int4", "int4-asym", "q4k", "q5k", "q6k", or "vector"
+    kind    "f32", "bf16", "int8", "int4", "int4-asym", "int4t", "q4k", "q5k", "q6k", or "vector"
     offset  added to a vector's values
     """
 
@@ -82,7 +84,8 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 
     weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or STORED, for a
     `source` that is quantized: each matrix keeps the format of its tensors; one made of several takes the widest of
-    theirs, but queries, keys and values in different block formats become several entries, see `run_name`.
+    theirs, but queries, keys and values in different block formats, int4t among them, become several entries, see
+    `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -127,7 +130,7 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
 
 
 def run_name(name: str, index: int) -> str:
-    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format each."""
+    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format or int4t each."""
     return name if index == 0 else f"{name}+{index}"
 
 
@@ -135,19 +138,20 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
     if entry.kind == VECTOR:
         return [entry]
     kinds = [source.kind(tensor) or "int8" for tensor, _ in entry.parts]
-    unknown = set(kinds) - {*_WIDENING, *BLOCK_FORMATS}
+    unknown = set(kinds) - set(_WIDENING)
     if unknown:
-        known = (*QUANTIZED, *BLOCK_FORMATS)
-        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {known}")
-    if entry.name.endswith(".qkv") and set(kinds) <= set(BLOCK_FORMATS):
+        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}")
+    # Tensors may have different tables, and a tile of int4t has one.
+    in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
+    if entry.name.endswith(".qkv") and set(kinds) <= _ALIKE:
         runs = _runs(entry, kinds)
-        if all(run.rows % LANES == 0 for run in runs[:-1]):
+        if all(run.rows % LANES == 0 for run in runs[:-1]) and (in_tiles or "int4t" not in kinds):
             return runs
-    return [dataclasses.replace(entry, kind=_widest(set(kinds)))]
+    return [dataclasses.replace(entry, kind=_widest(set(kinds), in_tiles=in_tiles))]
 
 
 def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
-    """Neighbouring tensors of one format each; the matrices read the same inputs, which block formats take alike."""
+    """Neighbouring tensors of one format each; the matrices read the same inputs, which these formats take alike."""
     runs: list[PackEntry] = []
     for kind, part in zip(kinds, entry.parts, strict=True):
         if runs and runs[-1].kind == kind:
@@ -158,12 +162,13 @@ def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
     return runs
 
 
-def _widest(kinds: set[str]) -> str:
-    """The narrowest format that holds all of them; int8 does it with an error where nothing else is common."""
-    for wide in ("q4k", "q5k", "q6k"):
-        if all((kind, wide) in _EXACT for kind in kinds):
-            return wide
-    return "int8" if kinds & set(BLOCK_FORMATS) else max(kinds, key=_WIDENING.index)
+def _widest(kinds: set[str], *, in_tiles: bool) -> str:
+    """The narrowest format that holds all of them; int8 does it with an error where nothing else is common.
+
+    in_tiles: whether every tensor starts with a tile.
+    """
+    formats = [kind for kind in _WIDENING if in_tiles or kind != "int4t"]
+    return next((wide for wide in formats if all((kind, wide) in _EXACT for kind in kinds)), "int8")
 
 
 def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
@@ -199,8 +204,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
     if spec.family.head_norm:
         every = spec.family.head_norm == "all"
-        for name, rows in (("q_norm", q_rows), ("k_norm", kv_rows)):
-            tensor = f"{source}self_attn.{name}.weight"
+        for name, called, rows in zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True):
+            tensor = f"{source}self_attn.{called}.weight"
             plan.append(_vector(spec, to + name, tensor, rows if every else spec.head_dim))
     return plan
 

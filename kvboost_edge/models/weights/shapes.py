@@ -9,7 +9,8 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import size_of
-from kvboost_edge.models.config.json_file import text_config
+from kvboost_edge.models.config.nested import text_config
+from kvboost_edge.models.weights.parts import is_other_part
 
 __all__ = ["check_shapes"]
 
@@ -19,7 +20,6 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_e
 _HEAD = re.compile(r"^(language_model\.)?(lm_head|embed_out|output)\.weight$")
 _LAYER = re.compile(r"(^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ATTENTION = re.compile(r"(^|\.)layers\.\d+\.self_attn\.([qkvo])_proj\.weight$")
-_VISION = re.compile(r"(^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector)\.")
 
 
 def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json") -> None:
@@ -29,7 +29,7 @@ def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by
     `model` is the directory or file that is the whole model, `said_by` where the config comes from.
     """
     inner = text_config(config)
-    own = {name: found for name, found in shapes.items() if not _VISION.search(name)}
+    own = {name: found for name, found in shapes.items() if not is_other_part(name)}
     _check_vocabulary(own, inner, model, said_by)
     _check_layers(own, inner, model, said_by)
     _check_attention(own, inner, said_by)
@@ -76,8 +76,8 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
 
 def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
     hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
-    if hidden is None or heads is None:
-        return
+    if hidden is None or heads is None or config.get("per_layer_config") or config.get("global_head_dim"):
+        return  # with heads of two sizes it is the runner that knows the shapes
     kv_heads = size_of(config, "num_key_value_heads") or heads
     head_dim = size_of(config, "head_dim") or hidden // heads
     rows = {"q": (heads, "num_attention_heads"), "k": (kv_heads, "num_key_value_heads")}

@@ -20,6 +20,7 @@ from kvboost_edge.runners.native.program import Sizes
 __all__ = ["Buffers"]
 
 _KEPT_ROWS = 64  # of logits: a step of decoding, not all rows of a prompt
+_MORE_POSITIONS = 1024  # made ahead, so that not every token makes a table
 _SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the last row
 
 
@@ -32,6 +33,7 @@ class Buffers:
         self._capacity = 0
         self._arrays: dict[int, npt.NDArray[Any]] = {}
         self._logits = aligned_empty((0, self.sizes.logits), np.float32)
+        self._query_factors = np.empty(0, dtype=np.float32)
         self._tables = [RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor) for rope in spec.ropes]
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
@@ -39,13 +41,17 @@ class Buffers:
         tokens, positions, what attention returned, and the logits."""
         if num_tokens > self._capacity:
             self._grow(num_tokens)
-        found = np.zeros(lt.B_TABLES + 2 * len(self._tables), dtype=np.int64)
+        found = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
         for number, array in self._arrays.items():
             found[number] = array.ctypes.data
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             found[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
             found[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
+        if self._spec.query_scale is not None:
+            if num_positions > len(self._query_factors):
+                self._query_factors = self._spec.query_scale.factors(num_positions + _MORE_POSITIONS)
+            found[-1] = self._query_factors.ctypes.data
         return found
 
     def turning(self) -> dict[int, Any]:

@@ -14,6 +14,7 @@ from kvboost_edge.runners.base import ModelTraits
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
+    "LATE_NORM",
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
@@ -26,6 +27,8 @@ __all__ = [
 WORKS_WITH = "backend='cpu'"
 AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
+LATE_NORM = "queries and keys of this family are normed behind rope, so stored keys cannot be turned to other positions"
+"""Why its keys are attended only where they were computed."""
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 _GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
@@ -37,6 +40,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
+        f"rope_range={config.rope_range!r}": config.rope_range != "short",
         "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")
@@ -63,6 +67,8 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
     spec = describe_model(model_config)
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
+    if spec.family.late_norm:
+        return LATE_NORM
     width = spec.num_heads * spec.head_dim
     if width % _GROUP:
         return f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries before rotation"

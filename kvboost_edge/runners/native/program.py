@@ -175,6 +175,8 @@ class _Builder:
             lt.F_K_NORM: self.packed.address(f"{layer}k_norm"),
             lt.F_NORM_ALL: {"": 0, "head": 1, "all": 2}[spec.family.head_norm],
             lt.F_TABLE: lt.B_TABLES + 2 * max(rope, 0),
+            lt.F_QUERY_SCALE: lt.B_TABLES + 2 * len(spec.ropes) if spec.query_scale else 0,
+            lt.F_LATE_NORM: int(spec.family.late_norm),
             lt.F_LAYER: index,
         }
         self.add(lt.OP_ROPE, fields, eps=spec.eps)

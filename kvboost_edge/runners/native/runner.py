@@ -36,7 +36,7 @@ from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
-from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.native.plan import LATE_NORM, native_kv_spec
 from kvboost_edge.runners.native.program import build_program
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
@@ -106,6 +106,13 @@ class NativeRunner:
         spec, notice = describe_model(checkpoint.config), pin_notice(checkpoint.config)
         if notice:
             _LOG.warning("%s: %s", checkpoint.path, notice)
+        parts = checkpoint.other_parts
+        if parts:
+            _LOG.info(
+                "%s: text only; not used are the tensors of %s",
+                checkpoint.path,
+                ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())),
+            )
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source)
@@ -123,6 +130,8 @@ class NativeRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
+        if self._spec.family.late_norm:
+            return LATE_NORM
         # Where a pass is one call of a kernel attention finds the queries before rotation.
         if self._whole is not None:
             return None
@@ -160,6 +169,8 @@ class NativeRunner:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
         if self._whole is None:
             refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
+        if spec.family.late_norm:
+            refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
         prepared = backend.prepare(batch.layout)
         addresses = self._addresses(batch, tokens, positions)
         query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)

@@ -40,6 +40,9 @@ FAMILIES = [
     "smollm3",
     "ernie4_5",
     "glm4",
+    "granitemoehybrid",
+    "ministral3",
+    "hunyuan_v1_dense",
 ]
 
 

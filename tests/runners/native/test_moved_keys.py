@@ -23,9 +23,11 @@ from kvboost_edge.kernels.attention.paged import AttentionOptions, Turning
 from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.attended import asked_layer
 from kvboost_edge.runners.base import ForwardBatch, Runner, StoredKeys
+from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
 from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
 from tiny_models import save_tiny_model
@@ -60,6 +62,7 @@ ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
+    "ministral3": ("ministral3", {}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
 }  # fmt: skip
 WITHOUT_ROPE = ("smollm3-nope",)
@@ -380,3 +383,17 @@ def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everythi
     assert asked_layer([24, 24, 0, 24, 24, 0]) == 5
     assert asked_layer([24, 0, 24, 24]) == 1
     assert asked_layer([24] * 6) == 4
+
+
+def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path: Path) -> None:
+    """Turning them would turn the weights of the norm too."""
+    hand = Hand(save_tiny_model("hunyuan_v1_dense", tmp_path))
+    assert hand.runner.moved_keys_refusal == moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu")
+    assert "normed behind rope" in str(hand.runner.moved_keys_refusal)
+    moved = Pieces(SIZE, hand.take)
+    moved.own(32)
+    moved.run(hand.stored(tokens_of(5, 40)).table, 16, 16)
+    row = moved.own(4)
+    with pytest.raises(ConfigError, match="hunyuan_v1_dense"):
+        hand.forward([row], [tokens_of(6, row.stop)])
+    hand.close()
