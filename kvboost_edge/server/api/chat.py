@@ -11,11 +11,11 @@ from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
-from kvboost_edge.server.api.normal import normal
 from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
 from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.turns import turn_of
+from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -37,7 +37,8 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
     check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
 
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
-        asked = normal(state, answers.root, body.messages, body.tools, body.chat_template_kwargs)
+        plain = [message.for_template() for message in body.messages]
+        asked = normal(state.normaliser, answers.root, plain, body.tools, body.chat_template_kwargs)
         ids = encode_plain(
             tokenizer,
             asked.messages,

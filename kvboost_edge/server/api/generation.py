@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.bridge import Job, Running, finished, merged, off_loop, running, wait_all
 from kvboost_edge.server.work.streams import EventStream, send_json
 
-__all__ = ["AnswerWriter", "Order", "respond"]
+__all__ = ["AnswerWriter", "Order", "respond", "watched"]
 
 _FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
 
@@ -84,8 +84,8 @@ async def respond(request: Request, send: Send, order: Order) -> None:
     async with (
         state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
         running(state.engine, order.job, ticket) as started,
+        watched(request, ticket, order.job, started) as run,
     ):
-        run = watched(request, ticket, order.job, started)
         results = await wait_all(ticket, run.handles)
         await _diagnosed(order, run, results[0])
         if len(results) > 1 or results[0].logprobs is not None or results[0].generated_tokens > _FEW_TOKENS:
@@ -103,8 +103,8 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
         async with (
             state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
             running(state.engine, order.job, ticket) as started,
+            watched(request, ticket, order.job, started) as run,
         ):
-            run = watched(request, ticket, order.job, started)
             await _stream(ticket, order, run, stream)
             await stream.end()
     except Exception as error:
@@ -117,11 +117,16 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
             await stream.fail(api_error)
 
 
-def watched(request: Request, ticket: Ticket, job: Job, run: Running) -> Running:
-    """The same with the doctor's eye on the first prompt."""
+@asynccontextmanager
+async def watched(request: Request, ticket: Ticket, job: Job, run: Running) -> AsyncGenerator[Running]:
+    """The same with the doctor's eye on the first prompt; one that does not end inside is left to it."""
     prompt, doctor = run.prompts[0], state_of(request).doctor
     watch = doctor.watch(request.scope["kvboost"]["id"], ticket.tenant, job.cache_salt, prompt.token_ids, prompt.asked)
-    return dataclasses.replace(run, watch=watch)
+    try:
+        yield dataclasses.replace(run, watch=watch)
+    finally:
+        if not watch.finished:
+            doctor.left(watch, run.handles[0])
 
 
 def _reasoned(writer: AnswerWriter, run: Running) -> None:

@@ -14,19 +14,20 @@ _BEFORE, _AFTER = 6, 24  # tokens shown on either side of the place
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 
 CAUSES = (
-    "none", "bypassed", "not_started", "first_seen", "new_text", "tail", "evicted", "not_kept", "tool_order", "tools",
-    "template", "thinking", "retokenized", "changed_text", "other_position",
+    "none", "bypassed", "not_started", "not_compared", "first_seen", "new_text", "tail", "evicted", "not_kept",
+    "tool_order", "tools", "template", "thinking", "retokenized", "changed_text", "other_position",
 )  # fmt: skip
 """Why the rest of a prompt was computed:
 
 none            nothing was
 bypassed        the mode or prompt_logprobs ask for computing
 not_started     the request ended while it waited
+not_compared    requests are not kept (--request-history 0), so nothing is known of earlier ones
 first_seen      the tenant asked nothing lately that begins alike
 new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is computed once
 tail            the last block, which is not full, is computed again
 evicted         it was cached and was dropped since, from the pool and every tier below
-not_kept        it was computed before and is not there all the same, such as of a request that was cancelled
+not_kept        it was asked before and is not there all the same: that request still runs, or its mode keeps nothing
 tool_order      the same tools in another order
 tools           other tools
 template        the chat template was given other variables
@@ -50,9 +51,11 @@ def diagnose(
     tiers: Sequence[str],
     decode: Decode,
     thinks: str,
+    compares: bool = True,
 ) -> Diagnosis:
     """What became of a prompt, compared with the tenant's closest earlier request, with which it has `common` first
-    tokens in common; without the texts, see `placed`. thinks: how reasoning begins, "" where the template has none."""
+    tokens in common; without the texts, see `placed`. thinks: how reasoning begins, "" where the template has none.
+    compares: requests are kept; else only what the engine knows is said."""
     found = Diagnosis(
         request_id=record.request_id,
         at=record.at,
@@ -67,14 +70,26 @@ def diagnose(
     )
     if found.cause == "none" or found.cause in _OUTSIDE:
         return found
-    if closest is None or common < block_size:
-        return dataclasses.replace(found, cause="first_seen", position=common)
+    if not compares:
+        cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
+        return dataclasses.replace(found, cause=cause, evicted_from=_lost(cause, tiers))
+    if result.reused_span_tokens:
+        return dataclasses.replace(found, cause="other_position")
+    if closest is None or common < block_size or result.cached_tokens > common:
+        # Nothing that is kept begins so; the cache may know more, such as other choices of an answer.
+        cause = found.cause if found.cause != "first_seen" or not result.cached_tokens else "new_text"
+        position = max(common, result.cached_tokens)
+        return dataclasses.replace(found, cause=cause, position=position, evicted_from=_lost(cause, tiers))
     found = dataclasses.replace(found, compared_with=closest.request_id)
     if result.cached_tokens + block_size <= common // block_size * block_size:
-        lost = result.miss_reason == "evicted"
-        where = ("pool", *tiers) if lost else ()
-        return dataclasses.replace(found, cause="evicted" if lost else "not_kept", evicted_from=where)
+        cause = "evicted" if result.miss_reason == "evicted" else "not_kept"
+        return dataclasses.replace(found, cause=cause, evicted_from=_lost(cause, tiers))
     return dataclasses.replace(found, cause=_cause(record, closest, common, decode, thinks), position=common)
+
+
+def _lost(cause: str, tiers: Sequence[str]) -> tuple[str, ...]:
+    """Where it was dropped from."""
+    return ("pool", *tiers) if cause == "evicted" else ()
 
 
 def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: str) -> str:
@@ -116,13 +131,15 @@ def _around(ids: Ids, position: int, decode: Decode) -> str:
 
 
 def _field_at(record: Record, ids: Ids, position: int, decode: Decode) -> str:
-    """The field whose text begins last before the position; of an answer "answer", of what the template writes in
-    front of all fields "template"."""
+    """The field whose text begins last before the position; behind the last of them "answer", in front of all of them
+    "template", "prompt" where nothing is known but tokens."""
     if position >= record.num_prompt:
         return "answer" if position < len(ids) else ""
+    if not record.asked.fields:
+        return "prompt"
     begun = len(decode(ids[:position].tolist()))
     text = decode(ids[: position + _PROBE].tolist())
-    found = (-1, "template")
+    found, last_end = (-1, "template"), len(text)
     after = 0  # messages follow one another; where tools stand is up to the template
     for field in record.asked.fields:
         probe = field.text.strip()[:_PROBE]
@@ -131,7 +148,9 @@ def _field_at(record: Record, ids: Ids, position: int, decode: Decode) -> str:
         if 0 <= place <= begun:
             found = max(found, (place, field.name))
             after = after if is_tool else place + len(probe)
-    return found[1]
+            last_end = place + len(field.text.strip())
+    closed = found[1] == record.asked.fields[-1].name and begun > last_end
+    return "answer" if closed and not found[1].startswith("tool ") else found[1]
 
 
 def tool_field(number: int, name: str) -> Field:

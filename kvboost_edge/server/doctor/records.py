@@ -7,9 +7,10 @@ another's. `--request-history 0` keeps nothing.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,8 +54,8 @@ NOT_SAID = Asked()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Record:
-    """One request. `ids` are the prompt's, with the answer's behind them once it is there; `num_reasoning` of these
-    are reasoning. `diagnosis`: what became of it."""
+    """One request. `ids` are the prompt's, with those computed of the answer behind them once it is there;
+    `num_reasoning` of these are reasoning. `diagnosis`: what became of it."""
 
     request_id: str
     asked: Asked
@@ -70,14 +71,15 @@ class Record:
 
     def common(self, ids: Ids) -> int:
         """How many first tokens both have in common."""
-        for end in (_HEAD, min(len(self.ids), len(ids))):
-            mine, other = self.ids[:end], ids[:end]
-            length = min(len(mine), len(other))
-            differ = mine[:length] != other[:length]
-            first = int(differ.argmax()) if length else 0
-            if length and differ[first]:
-                return first
-        return min(len(self.ids), len(ids))
+        length = min(len(self.ids), len(ids))
+        start, end = 0, min(_HEAD, length)
+        while start < end:
+            differ = self.ids[start:end] != ids[start:end]
+            first = int(differ.argmax())
+            if differ[first]:
+                return start + first
+            start, end = end, length
+        return length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class History:
         return sum(self._sizes.values())
 
     def add(self, tenant: str | None, salt: str | None, record: Record) -> None:
-        """Keep a record; the oldest of the tenant, and then the tenant that asked longest ago, make room."""
+        """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that asked longest ago,
+        make room."""
         if not self.seconds:
             return
         space = (tenant, salt)
@@ -141,7 +144,7 @@ class History:
         self._spaces.move_to_end(space)
         records[record.request_id] = record
         self._sizes[space] = self._sizes.get(space, 0) + record.nbytes
-        self._forget_old(time.time() - self.seconds)
+        self.forget_old()
         while len(records) > _MAX_REQUESTS or (self._sizes.get(space, 0) > self._max_tenant_bytes and records):
             self._drop(space, next(iter(records)))
         while self.nbytes > self._max_bytes:
@@ -149,7 +152,7 @@ class History:
             self._drop(oldest, next(iter(self._spaces[oldest])))
 
     def extend(self, tenant: str | None, salt: str | None, record: Record, answer: Sequence[int]) -> None:
-        """The answer of a record, if it is still kept."""
+        """What was computed of a record's answer, if it is still kept."""
         space = (tenant, salt)
         if space in self._spaces and self._spaces[space].get(record.request_id) is record:
             self._sizes[space] += 4 * len(answer)
@@ -159,33 +162,42 @@ class History:
         """The earlier record that begins like this one for the most tokens, of equal ones the latest, and how many."""
         best, most = None, 0
         ids = record.ids[: record.num_prompt]
-        for other in self._spaces.get((tenant, salt), {}).values():
-            if other is record:
-                break
-            count = other.common(ids)
-            if count and count >= most:
-                best, most = other, count
+        earlier = list(itertools.takewhile(lambda other: other is not record, self._of((tenant, salt))))
+        for other in reversed(earlier):
+            # One token tells most that cannot be better, without reading all before it.
+            if most < min(len(other.ids), len(ids)) and other.ids[most] == ids[most]:
+                count = other.common(ids)
+                if count > most:
+                    best, most = other, count
         return best, most
+
+    def remove(self, tenant: str | None, salt: str | None, record: Record) -> None:
+        """Forget a record, if it is still kept."""
+        if any(other is record for other in self._of((tenant, salt))):
+            self._drop((tenant, salt), record.request_id)
+
+    def forget_old(self) -> None:
+        """Forget what is older than `seconds`."""
+        before = time.time() - self.seconds
+        for space in list(self._spaces):
+            for record in list(itertools.takewhile(lambda record: record.at < before, self._of(space))):
+                self._drop(space, record.request_id)
 
     def find(self, tenant: str | None, request_id: str) -> Record | None:
         """The tenant's record of a request, under any salt."""
+        self.forget_old()
         found = (records.get(request_id) for (owner, _), records in self._spaces.items() if owner == tenant)
         return next((record for record in found if record is not None), None)
 
     def latest(self, tenant: str | None, count: int) -> list[Record]:
         """The tenant's last requests, the latest first."""
-        spaces = [records for (owner, _), records in self._spaces.items() if owner == tenant]
-        mine = [record for records in spaces for record in records.values()]
+        self.forget_old()
+        mine = [record for space in self._spaces if space[0] == tenant for record in reversed(list(self._of(space)))]
         return sorted(mine, key=lambda record: record.at, reverse=True)[:count]
 
-    def _forget_old(self, before: float) -> None:
-        for space in list(self._spaces):
-            for request_id in list(self._spaces[space]):
-                if self._spaces[space][request_id].at >= before:
-                    break
-                self._drop(space, request_id)
-                if space not in self._spaces:
-                    break
+    def _of(self, space: tuple[str | None, str | None]) -> Iterable[Record]:
+        """The records of a space, the oldest first."""
+        return self._spaces[space].values() if space in self._spaces else ()
 
     def _drop(self, space: tuple[str | None, str | None], request_id: str) -> None:
         record = self._spaces[space].pop(request_id)

@@ -30,11 +30,12 @@ from kvboost_edge.server.api.answers import (
 )
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
-from kvboost_edge.server.api.normal import normal
+from kvboost_edge.server.api.generation import watched
 from kvboost_edge.server.api.prompts import encode_plain, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
@@ -63,8 +64,14 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             return
         engine, job = state.engine, _warm_job(state, body)
         estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
-        async with state.admit(request, estimate) as ticket, running(engine, job, ticket) as run:
+        async with (
+            state.admit(request, estimate) as ticket,
+            running(engine, job, ticket) as started,
+            watched(request, ticket, job, started) as run,
+        ):
             results = await wait_all(ticket, run.handles)
+            if run.watch is not None:
+                run.watch.finish(results[0])
             ids, tenant = run.prompts[0].token_ids, ticket.tenant
             stored = await off_loop(lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt))
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
@@ -170,7 +177,8 @@ def _token_ids(state: ServerState, body: UnpinRequest, answers: KeptAnswers) -> 
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
         variables = body.chat_template_kwargs
-        asked = normal(state, answers.root, body.messages, body.tools, variables)
+        plain = [message.for_template() for message in body.messages]
+        asked = normal(state.normaliser, answers.root, plain, body.tools, variables)
         return encode_plain(tokenizer, asked.messages, variables, False, tools=asked.tools, find_answer=answers.find)
     return encode_text(tokenizer, body.text or "", True, "text")
 

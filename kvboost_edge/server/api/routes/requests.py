@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from kvboost_edge.server.api.answers import ERRORS
-from kvboost_edge.server.doctor.diagnosis import CAUSES
+from kvboost_edge.server.doctor.shown import PromptCache, PromptCaches
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import state_of
 from kvboost_edge.server.work.bridge import off_loop
@@ -21,42 +20,14 @@ _SHOWN = 50
 _NO_STORE = {"Cache-Control": "no-store"}
 
 
-class PromptCache(BaseModel):
-    """What became of one prompt in the cache."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"properties": {"cause": {"enum": list(CAUSES)}}})
-
-    request_id: str
-    at: float
-    cause: str
-    prompt_tokens: int
-    hit_tokens: dict[str, int]
-    reused_span_tokens: int
-    computed_tokens: int
-    seconds: float
-    position: int
-    field: str
-    field_before: str
-    text: str
-    text_before: str
-    compared_with: str
-    evicted_from: list[str]
-    normalised: list[str]
-
-
-class PromptCaches(BaseModel):
-    """The last requests of this API key, the latest first; without the texts."""
-
-    object: str
-    data: list[PromptCache]
-
-
 @router.get("/v1/requests", response_class=JSONResponse, responses={200: {"model": PromptCaches}})
 async def requests(request: Request) -> Response:
     """What became of the last prompts of this API key, the latest first; texts are in the route of each."""
-    records = state_of(request).doctor.history.latest(_tenant(request), _SHOWN)
+    doctor = state_of(request).doctor
+    records = doctor.latest(_tenant(request), _SHOWN)
     data = [record.diagnosis.as_json() for record in records if record.diagnosis is not None]
-    return json_response({"object": "list", "data": data}, headers=_NO_STORE)
+    kept = doctor.history.seconds
+    return json_response({"object": "list", "data": data, "kept_seconds": kept}, headers=_NO_STORE)
 
 
 @router.get("/v1/requests/{request_id}/cache", response_class=JSONResponse, responses={200: {"model": PromptCache}})
@@ -66,8 +37,8 @@ async def request_cache(request: Request, request_id: str) -> Response:
     doctor, tenant = state_of(request).doctor, _tenant(request)
     if not doctor.history.seconds:
         raise ApiError(404, "no request is kept: the server runs with --request-history 0", code="not_found")
-    latest = [record for record in doctor.history.latest(tenant, _SHOWN) if record.diagnosis is not None]
-    record = next(iter(latest), None) if request_id == "last" else doctor.history.find(tenant, request_id)
+    latest = request_id == "last"
+    record = next(iter(doctor.latest(tenant, 1)), None) if latest else doctor.find(tenant, request_id)
     explained = None if record is None else doctor.explained(tenant, record)
     if explained is None:
         raise ApiError(

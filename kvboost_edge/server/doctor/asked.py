@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvboost_edge.server.api.schemas.chat import ChatMessage
 from kvboost_edge.server.doctor.diagnosis import tool_field
+from kvboost_edge.server.doctor.normalise import Normaliser
 from kvboost_edge.server.doctor.records import Asked, Field
-from kvboost_edge.server.state import ServerState
 
 __all__ = ["Normal", "normal"]
 
@@ -25,15 +24,16 @@ class Normal(NamedTuple):
 
 
 def normal(
-    state: ServerState,
+    normaliser: Normaliser,
     root: bytes,
-    messages: Sequence[ChatMessage],
+    messages: Sequence[Json],
     tools: list[Json] | None,
     variables: Mapping[str, Any] | None,
 ) -> Normal:
-    """What to ask of the model. root: of the tenant and salt, whose earlier requests count."""
-    same_tools, reordered = state.normaliser.tools(root, tools)
-    plain, changed = state.normaliser.messages(root, [message.for_template() for message in messages])
+    """What to ask of the model. messages: as templates know them; root: of the tenant and salt, whose earlier requests
+    count."""
+    same_tools, reordered = normaliser.tools(root, tools)
+    plain, changed = normaliser.messages(root, messages)
     names = tuple(tool["function"]["name"] for tool in same_tools or ())
     fields = [tool_field(number, name) for number, name in enumerate(names)]
     fields += [_field(number, message) for number, message in enumerate(plain)]
