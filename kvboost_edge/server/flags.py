@@ -96,7 +96,7 @@ _SERVER_FLAGS = (
     _Flag("write_seconds", _number, "seconds a client may take nothing of its answer"),
     _Flag("keep_alive_seconds", _number, "seconds until an idle connection is closed"),
     _Flag("request_history", _number, "seconds that requests are kept in memory, to say why a prompt was read again"),
-    _Flag("normalise", _kinds, "what is put back as it was first given: tools,arguments,billing, or off"),
+    _Flag("normalise", _kinds, "what is put back as it was first given: tools,arguments,billing,thinking, or off"),
     _Flag("log_level", str, "least severe message to log", choices=LOG_LEVELS),
     _Flag("log_format", str, "JSON lines, or key=value for people", choices=LOG_FORMATS),
 )

@@ -20,7 +20,7 @@ __all__ = [
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("json", "text")
-NORMALISERS = ("tools", "arguments", "billing")
+NORMALISERS = ("tools", "arguments", "billing", "thinking")
 """What is put back as it was first given, or left out, so that prompts begin alike; see doctor/normalise.py."""
 
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")

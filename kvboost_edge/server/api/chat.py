@@ -38,11 +38,11 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
 
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
         plain = [message.for_template() for message in body.messages]
-        asked = normal(state.normaliser, answers.root, plain, body.tools, body.chat_template_kwargs)
+        asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
         ids = encode_plain(
             tokenizer,
             asked.messages,
-            body.chat_template_kwargs,
+            asked.variables,
             body.add_generation_prompt is not False,
             tools=asked.tools,
             continue_final=body.continues,

@@ -8,28 +8,19 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
 
 import httpx
 import pytest
 
+from doctor_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
 from engine import fake_runner
 from engine.fake_runner import fake_engine, hold_passes, runner_of
-from kvboost_edge.server.app import create_app
 from kvboost_edge.server.doctor.records import NOT_SAID
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 from spoken_turns import TEMPLATE, Speaker
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-EXPLAIN = {"kvboost": {"explain": True}}
-STRIPS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
-    "<|assistant|><think>"
-)
-"""A template that opens the reasoning itself, and shows none of earlier turns."""
 
 
 @pytest.fixture
@@ -48,41 +39,10 @@ def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
     return speaker
 
 
-@asynccontextmanager
-async def app_of(engine: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings(model_name="fake", **settings)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        yield client
-
-
 @pytest.fixture
 async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
     async with app_of(engine) as client:
         yield client
-
-
-async def ask(app: httpx.AsyncClient, *said: str, **more: Any) -> dict[str, Any]:
-    """What the answer to a chat says of its prompt; the system message first, then user and assistant in turn."""
-    roles = ["system", *["user", "assistant"] * len(said)]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
-    body = {"messages": messages, "max_tokens": 60, "temperature": 0, **EXPLAIN, **more}
-    answer = await app.post(CHAT, json=body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()["kvboost"]["cache"]
-    assert found["request_id"] == answer.headers["x-request-id"]
-    assert found["hit_tokens"].get("pool", 0) + found["computed_tokens"] == found["prompt_tokens"]
-    return found
-
-
-async def complete(app: httpx.AsyncClient, prompt: Any, **more: Any) -> dict[str, Any]:
-    headers = more.pop("headers", {})
-    answer = await app.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2, **EXPLAIN, **more}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()["kvboost"]["cache"]
-    return found
-
-
-SYSTEM = "You are a helper of few words. Today is {}. Answer in English, in short sentences."
 
 
 async def test_a_date_in_the_system_message_is_found_with_both_texts(app: Any, speaker: Speaker, engine: Any) -> None:
@@ -118,7 +78,7 @@ async def test_a_stream_says_the_same_in_its_last_chunk(engine: Any, speaker: Sp
         told = []
         for day, options in (("Monday", {}), ("Tuesday", {"stream_options": {"include_usage": True}})):
             messages = [{"role": "system", "content": SYSTEM.format(day)}, {"role": "user", "content": "Hi"}]
-            body = {"messages": messages, "max_tokens": 60, "temperature": 0, "stream": True, **EXPLAIN, **options}
+            body = {"messages": messages, "max_tokens": 90, "temperature": 0, "stream": True, **EXPLAIN, **options}
             lines = (await app.post(CHAT, json=body)).text.split("\n\n")
             chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert ["kvboost" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -163,20 +123,6 @@ async def test_a_billing_line_is_left_out_and_said(engine: Any, speaker: Speaker
         await ask(app, billed.format("cccc", "now"), "Hi")
         second = await ask(app, billed.format("dddd", "now"), "Hi")
         assert (second["cause"], second["field"], second["normalised"]) == ("changed_text", "message 0 (system)", [])
-
-
-async def test_thinking_that_the_template_strips(speaker: Speaker) -> None:
-    with fake_engine(num_blocks=512, max_context=4000) as other:
-        other.tokenizer.chat_template = STRIPS
-        speaker.openings = ["<|assistant|><think>"]
-        speaker.text = "I have to be polite to everybody.</think>Good day."
-        async with app_of(other) as app:
-            first = await ask(app, SYSTEM, "Hello!")
-            second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
-    assert (second["cause"], second["field"], second["field_before"]) == ("thinking", "message 2 (assistant)", "answer")
-    assert second["position"] == first["prompt_tokens"] - len("<think>")
-    assert "I have to" in second["text_before"]
-    assert "Good day.<|end|>" in second["text"]
 
 
 async def test_the_same_text_in_other_tokens(demo_engine: Any) -> None:

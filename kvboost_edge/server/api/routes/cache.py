@@ -176,10 +176,11 @@ def _token_ids(state: ServerState, body: UnpinRequest, answers: KeptAnswers) -> 
     """What prompts that begin with this text or these messages begin with."""
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
-        variables = body.chat_template_kwargs
         plain = [message.for_template() for message in body.messages]
-        asked = normal(state.normaliser, answers.root, plain, body.tools, variables)
-        return encode_plain(tokenizer, asked.messages, variables, False, tools=asked.tools, find_answer=answers.find)
+        asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
+        return encode_plain(
+            tokenizer, asked.messages, asked.variables, False, tools=asked.tools, find_answer=answers.find
+        )
     return encode_text(tokenizer, body.text or "", True, "text")
 
 
