@@ -15,9 +15,12 @@ from kvboost_edge.server.api.routes import (
     generation,
     health,
     ollama,
+    requests,
     responses,
     text,
 )
+from kvboost_edge.server.doctor.doctor import Doctor
+from kvboost_edge.server.doctor.normalise import Normaliser
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -43,6 +46,7 @@ ROUTERS = (
     embeddings.router,
     text.router,
     cache.router,
+    requests.router,
     health.router,
     page.router,
 )
@@ -54,8 +58,11 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
     """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
     admission = Admission(engine, settings)
     metrics = Metrics(engine, settings.model_name, admission)
-    remembered = Remembered(len(settings.all_keys))
-    state = ServerState(engine, settings, settings.model_name, metrics, admission, remembered)
+    doctor = Doctor(engine, settings.request_history, metrics.observe_cause)
+    normaliser, remembered = Normaliser(settings.normalise), Remembered(len(settings.all_keys))
+    state = ServerState(
+        engine, settings, settings.model_name, metrics, admission, remembered, doctor=doctor, normaliser=normaliser
+    )
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,

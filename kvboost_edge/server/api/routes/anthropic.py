@@ -48,8 +48,8 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
     async def work(state: ServerState, send: Send) -> None:
         chat = await off_loop(lambda: translated(body))
         async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as ticket:
-            find = state.engine.kept_answers(tenant=ticket.tenant, cache_salt=None).find
-            found = await off_loop(lambda: count_tokens(state, chat, find), size_of(chat.messages, chat.tools))
+            answers = state.engine.kept_answers(tenant=ticket.tenant, cache_salt=None)
+            found = await off_loop(lambda: count_tokens(state, chat, answers), size_of(chat.messages, chat.tools))
         await send_json(send, dumps({"input_tokens": found}))
 
     return answered(request, body.model, work)

@@ -313,6 +313,11 @@ class SamplingFields(Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def explain(self) -> bool:
+        """Whether the answer says why its prompt was read again."""
+        return self.kvboost is not None and bool(self.kvboost.explain)
+
+    @property
     def mode(self) -> GenerationMode:
         if self.kvboost is not None and self.kvboost.mode is not None:
             return GenerationMode(self.kvboost.mode)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.chat import chat_order, encode_asked
 from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.dialects.anthropic.translate import Breakpoint, breakpoints, translated
 from kvboost_edge.server.api.dialects.anthropic.writer import AnthropicWriter
 from kvboost_edge.server.api.generation import Order
-from kvboost_edge.server.api.prompts import encode_messages
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt
-from kvboost_edge.text.answers import FindAnswer
 
 __all__ = ["count_tokens", "messages_order"]
 
@@ -31,9 +30,9 @@ def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, Ch
     # Pins of half of the pool must leave room for any request; else what is marked only goes after all else of its key.
     pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
 
-    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
-        (prompt,) = encode_chat(find_answer)
-        lengths = [_length(state, chat, mark, prompt.token_ids, find_answer) for mark in marks]
+    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
+        (prompt,) = encode_chat(answers)
+        lengths = [_length(state, chat, mark, prompt.token_ids, answers) for mark in marks]
         writer.kept = [(length, mark.seconds) for length, mark in zip(lengths, marks, strict=True)]
         return [dataclasses.replace(prompt, pins=tuple(writer.kept))] if pins_fit else [prompt]
 
@@ -48,26 +47,19 @@ def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, Ch
     return dataclasses.replace(order, job=job), chat
 
 
-def count_tokens(state: ServerState, chat: ChatRequest, find_answer: FindAnswer) -> int:
+def count_tokens(state: ServerState, chat: ChatRequest, answers: KeptAnswers) -> int:
     """Tokens of the prompt that the model would be given; slow for long ones."""
-    tokenizer, variables = state.engine.tokenizer, chat.chat_template_kwargs
-    continues = chat.continues
-    return len(
-        encode_messages(
-            tokenizer, chat.messages, variables, tools=chat.tools, continue_final=continues, find_answer=find_answer
-        )
-    )
+    return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
 
 
 def _length(
-    state: ServerState, chat: ChatRequest, mark: Breakpoint, token_ids: Sequence[int], find_answer: FindAnswer
+    state: ServerState, chat: ChatRequest, mark: Breakpoint, token_ids: Sequence[int], answers: KeptAnswers
 ) -> int:
     """Tokens of the prompt up to a breakpoint; 0 where the template takes no conversation that ends there."""
     if mark.messages is None:
         return len(token_ids)
-    tokenizer, variables = state.engine.tokenizer, chat.chat_template_kwargs
     try:
-        begun = encode_messages(tokenizer, mark.messages, variables, False, tools=chat.tools, find_answer=find_answer)
+        begun, _ = encode_asked(state, answers, mark.messages, chat, False)
     except ApiError:
         return 0
     pairs = enumerate(zip(begun, token_ids, strict=False))
