@@ -73,6 +73,7 @@ _TESTED = {
     "hunyuan_v1_dense": "queries and keys normalized behind rope",
     "ministral3": "queries scaled by position",
     "gemma3": "the language part of a vision model; text only",
+    "minicpm": "MiniCPM 1, 2 and 4; scaled embeddings, residual and logits; native runner, compared with a NumPy model",
     "qwen3_vl": "the language part of a vision model; text only, native runner",
     "qwen3_vl_text": "the same without its vision part",
     "mistral3": "the language part of a vision model; text only, native runner",

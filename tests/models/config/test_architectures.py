@@ -35,6 +35,7 @@ def forget_warnings() -> None:
 def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None:
     in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()}
     in_suite |= {part for name, (text, _, _) in NESTED.items() for part in (name.partition("-")[0], text)}
+    in_suite.add("minicpm")  # which transformers does not have: tests/runners/native/test_minicpm.py
     assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
 
 
@@ -44,7 +45,9 @@ def test_listed_families_are_causal_models_of_transformers(model_type: str) -> N
     if model_type in WRAPPERS:
         assert model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         alone["text_config"] = {}
-    elif model_type not in {text for wrapper in WRAPPERS.values() for text in wrapper.texts}:
+    elif model_type != "minicpm" and model_type not in {
+        text for wrapper in WRAPPERS.values() for text in wrapper.texts
+    }:
         assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type == "granitemoehybrid":
         alone |= {"layer_types": ["attention"], "num_local_experts": 0}

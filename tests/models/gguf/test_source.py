@@ -269,9 +269,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")},
          "rope__scaling__type": "linear"}, "'linear' contradicts the tensor 'rope_factors_short",
     ),
-    "factors without a length": (
-        {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")}}, "original_context_length",
-    ),
     "factors": ({"tensors": {"rope_freqs.weight": ONES[:7]}}, r"rope_freqs.weight.*\(8,\)"),
     "negative factors": ({"tensors": {"rope_freqs.weight": -ONES}}, "rope_freqs.weight.*positive"),
     "two rope scalings": (
