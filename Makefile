@@ -137,8 +137,9 @@ quality: setup real-model  ## perplexity, KL and same top token of the real mode
 	$(BIN)/python benchmarks/quality.py --out benchmarks/results/quality.json
 	$(BIN)/python benchmarks/quality_reuse.py --out benchmarks/results/quality-reuse.json
 
-bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
+bench-peers: setup $(PEERS)/.setup-stamp  ## logits and speed against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/gguf_crosscheck.py
 	$(BIN)/python benchmarks/bench_peers.py --out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
 
 bench-tiers: setup $(PEERS)/.setup-stamp  ## restarts from disk, what writing behind costs, an agent; beside llama.cpp's saved states

@@ -17,8 +17,9 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
 from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+from tiny_models import NESTED, save_nested_model, save_tiny_model
 
-__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "write_gguf"]
+__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -30,6 +31,37 @@ ARCHS = {
     "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "granitemoehybrid": MODEL_ARCH.GRANITE,
 }  # fmt: skip
+# What GGUF cannot say has to have the value that llama.cpp knows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-llama3rope": {},
+    "llama-yarn": {},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_vl": {},
+    "ministral3": {},
+    "mistral3": {"sliding_window": None},
+    "mistral3-ministral3": {},
+    "hunyuan_v1_dense": {},
+    "granitemoehybrid": {},
+    "granitemoehybrid-nope": {},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3": {},
+    "phi3-full": {"sliding_window": None},
+    "olmo2": {},
+    "olmo3": {},
+    "exaone4": {},
+    "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "ernie4_5": {},
+    "glm4": {},
+    "granite": {},
+    "smollm3": {"no_rope_layers": None},
+}
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid")
@@ -41,6 +73,12 @@ K_SCALES = {
     "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32), "Q3_K": ((108,), 32 * 4),
     "IQ4_NL": ((0,), 127), "IQ4_XS": ((0,), 32 * 127),
 }  # fmt: skip
+
+
+def save_model(name: str, directory: Path) -> Path:
+    """A tiny model of FAMILIES as its makers' directory."""
+    save = save_nested_model if name in NESTED and name != "gemma3" else save_tiny_model
+    return save(name, directory, **FAMILIES[name])
 
 
 def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -134,16 +172,18 @@ def write_gguf(
     path: Path,
     *,
     kind: str | Callable[[str], str] = "F32",
-    tokenizer: bool = True,
+    tokenizer: bool | None = True,
     keys: Mapping[str, Any] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
 ) -> Path:
-    """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
-    of the types in K_SCALES are random.
-    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `more`: further
-    tensors, F32; None for one that is left out. `split`: parts of so many tensors each, beside `path`, which is not
-    written then; the first one is returned."""
+    """Write the model as GGUF.
+
+    kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
+    tokenizer: None for a file that says there is none, as llama.cpp wants to be told.  keys: further metadata of the
+    architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that is left out.  split: parts of
+    so many tensors each, beside `path`, which is not written then; the first one is returned.
+    """
     config = _config(model_dir)
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
     _write_sizes(writer, config)
@@ -152,6 +192,9 @@ def write_gguf(
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"])
+    elif tokenizer is None:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(config["vocab_size"])
     for name, values in {**gguf_tensors(model_dir), **(more or {})}.items():
         if values is None:
             continue

@@ -28,6 +28,27 @@ __all__ = [
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
+# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4: each to the last one of its kind.
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_hidden_layers": 8,
+    "sliding_window": 24,
+    "layer_types": ["full_attention" if i in (2, 4, 7) else "sliding_attention" for i in range(8)],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "tie_word_embeddings": True,
+}
+
+_OF_TABLE = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3rope": {
@@ -69,6 +90,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "layer_types": _LOCAL_GLOBAL,
         "tie_word_embeddings": True,
+    },
+    "gemma4": _GEMMA4,
+    "gemma4-wide": {
+        **_GEMMA4,
+        "layer_types": _LOCAL_GLOBAL[::-1] + _LOCAL_GLOBAL[:3],
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 8.0,
     },
     "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
     "olmo2": {},
@@ -184,7 +217,7 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1000.0,
-                "mrope_section": [8, 4, 4],
+                "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,
             },
         },
@@ -196,6 +229,17 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {name: value for name, value in FAMILIES["gemma3"].items() if name != "model_type"},
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "image_size": 32, "patch_size": 16},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {name: value for name, value in _GEMMA4.items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {name: value for name, value in FAMILIES["gemma4-wide"].items() if name not in _OF_TABLE},
+        {"mm_embed_dim": 32, "patch_size": 4, "mm_posemb_size": 16},
     ),
     "mistral3": (
         "mistral",
@@ -247,6 +291,8 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
             weight.add_(0.2 * noise)
             if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
                 weight.add_(1.0)
+            if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
+                weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
         elif weight.dim() == 1:
             weight.copy_(0.3 * noise)
         elif "embed" in name:
@@ -254,6 +300,9 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         else:
             gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value")) else 1.0
             weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+    for name, number in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            number.copy_(0.7 + 0.6 * torch.rand(1, generator=generator))
 
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:

@@ -22,7 +22,7 @@ class ForwardBatch:
     token_ids      int64 [num_tokens]   the new tokens of all sequences, one sequence after another
     positions      int64 [num_tokens]   their absolute positions
     layout         BatchLayout          where their KV goes and what they attend to
-    logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted
+    logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted, ascending
     state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted instead, without the head
     states         float32 [num_states, hidden_size]   where the pass puts those
     """

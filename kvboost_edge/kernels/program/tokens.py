@@ -180,14 +180,27 @@ def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
 
 @kernel
 def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """destination += factor * norm(source)."""
+    """destination = (destination + factor * norm(source)) * factor of the sum."""
     count = op[lt.F_COUNT]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
     norm_row(source, op[lt.F_WEIGHT], count, params[lt.P_EPS], source)
     for index in range(count):
         value = fma_f32(load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index))
-        store_f32(out + 4 * index, value)
+        store_f32(out + 4 * index, value * params[lt.P_SUM_FACTOR])
+
+
+@kernel
+def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+    """Pieces of `count` floats of a row, in place: (norm(piece) + factor * another row's piece) * factor of the sum."""
+    count, step = op[lt.F_COUNT], op[lt.F_DST_STEP]
+    row = job.buffers[op[lt.F_DST]] + 4 * token * step
+    other = job.buffers[op[lt.F_BY]] + 4 * token * op[lt.F_BY_STEP]
+    for first in range(0, op[lt.F_BY_STEP], count):
+        norm_row(row + 4 * first, op[lt.F_WEIGHT], count, params[lt.P_EPS], row + 4 * first)
+        for index in range(first, first + count):
+            value = fma_f32(load_f32(other + 4 * index), params[lt.P_FACTOR], load_f32(row + 4 * index))
+            store_f32(row + 4 * index, value * params[lt.P_SUM_FACTOR])
 
 
 @kernel
@@ -199,7 +212,10 @@ def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
     if op[lt.F_OP] == lt.OP_ACT:
         out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
         left = count - first * GROUP
-        activate_vectors(source, source + 4 * count, op[lt.F_ACT], left, 2 * groups, out)
+        up = source + 4 * count
+        if op[lt.F_BY] > 0:
+            up = job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST] + first * GROUP)
+        activate_vectors(source, up, op[lt.F_ACT], left, 2 * groups, out)
         source = out
     if op[lt.F_QUANT] > 0:
         _quantize(job, op, source, token, first, groups)
@@ -225,15 +241,20 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 
 @kernel
 def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """Split a row of queries, keys and values; norm and rotate queries and keys; write the three buffers."""
+    """Split a row of queries, keys and values; norm them; rotate queries and keys; write the three buffers. A layer
+    that attends to another's keys and values has none."""
     heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     keys = source + 4 * heads * dim
     values = keys + 4 * kv_heads * dim
+    if op[lt.F_KEYS_TWICE] != 0:
+        copy_floats(keys, kv_heads * dim, values)
     late = op[lt.F_LATE_NORM] != 0
     if not late:
         _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
         _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    if op[lt.F_V_NORM] != 0:
+        _heads(values, kv_heads, dim, op[lt.F_V_NORM], 1, eps)
     position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
     if op[lt.F_QUERY_SCALE] != 0:
         _scale_queries(source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position))
@@ -249,6 +270,8 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
         _heads(job.buffers[lt.B_QUERY] + 4 * token * heads * dim, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
         key_row = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
         _heads(key_row, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    if kv_heads == 0:
+        return
     if job.buffers[lt.B_ROWS] != 0:
         key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
         store_token(attention_row(job, op), key, values, token)
@@ -277,6 +300,8 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
         _rope(job, op, params[lt.P_EPS], token)
     elif code == lt.OP_ADD_NORM:
         _add_norm(job, op, params, token)
+    elif code == lt.OP_PER_LAYER:
+        _per_layer(job, op, params, token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])

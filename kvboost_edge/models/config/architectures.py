@@ -61,6 +61,10 @@ _TESTED = {
     "gemma": "scaled embeddings",
     "gemma2": "softcaps, local and global layers",
     "gemma3_text": "local and global layers with their own rope",
+    "gemma4_text": "heads by kind of layer, shared keys and values, embeddings of the layers",
+    "gemma4_unified_text": "the same without embeddings of the layers",
+    "gemma4": "the language part of a vision and audio model; text only, native runner",
+    "gemma4_unified": "the language part of a vision and audio model; text only, native runner",
     "phi3": "Phi-3 and Phi-4 with plain rope",
     "olmo2": "norms behind the blocks",
     "olmo3": "local and global layers, norms behind the blocks",
@@ -259,8 +263,10 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             packed_layout(config)
         except ModelFormatError as error:
             yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
-    if inner.get("use_bidirectional_attention") is True or inner.get("is_causal") is False:
+    if inner.get("use_bidirectional_attention") in (True, "all") or inner.get("is_causal") is False:
         yield _BIDIRECTIONAL
+    if inner.get("enable_moe_block") and str(inner.get("model_type")).startswith("gemma4"):
+        yield "it is a mixture of experts, whose router is not built for Gemma 4; its dense models run"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
 

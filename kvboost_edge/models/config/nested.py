@@ -34,6 +34,8 @@ _GEMMA3 = {
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {
         "gemma3": Wrapper(("gemma3_text",), tied=True, defaults=_GEMMA3),
+        "gemma4": Wrapper(("gemma4_text",), tied=True),
+        "gemma4_unified": Wrapper(("gemma4_unified_text",), tied=True),
         "mistral3": Wrapper(("mistral", "ministral3"), tied=True),
         "qwen3_vl": Wrapper(("qwen3_vl_text",), tied=False),
     }

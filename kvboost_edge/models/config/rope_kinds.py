@@ -58,7 +58,8 @@ def query_scale(settings: Mapping[str, Any]) -> QueryScale:
 
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
     """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of a part of the head;
-    or "factors", where the frequencies are those of default, each divided by its entry of the list `factors`.
+    "proportional", where the exponents are those of the whole head and pairs beyond the part stand still; or "factors",
+    where the frequencies are those of default, each divided by its entry of the list `factors`.
 
     max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
     original_max_position_embeddings, or with LONG_RANGE that of its long ones. ModelFormatError names a kind that is
@@ -68,6 +69,8 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     theta = _number(settings, "rope_theta", kind)
     part = "partial_rotary_factor"
     share = 1.0 if settings.get(part) is None else number_of(settings, part, 0.0, 1.0, f"rope of type {kind!r}")
+    if kind == "proportional":
+        return _proportional(theta, share, head_dim)
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelFormatError(f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head")
@@ -86,8 +89,18 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     if kind == "longrope":
         return _longrope(base, settings, max_positions)
     raise ModelFormatError(
-        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, yarn)"
+        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, "
+        "proportional, yarn)"
     )
+
+
+def _proportional(theta: float, share: float, head_dim: int) -> RopeKind:
+    if head_dim % 2:
+        raise ModelFormatError(f"rope of type 'proportional': a head of {head_dim} channels has no pairs")
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (np.float32(1.0) / np.power(np.float32(theta), exponents)).astype(np.float32)
+    frequencies[int(share * head_dim // 2) :] = 0.0
+    return _kind(frequencies)
 
 
 def _kind(frequencies: Floats, factor: float = 1.0) -> RopeKind:

@@ -22,6 +22,7 @@ __all__ = [
     "pack_plan",
     "plan_bytes",
     "plan_label",
+    "row_tables",
     "run_name",
 ]
 
@@ -99,6 +100,10 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
     inner, outer = _KINDS_OF[weights]
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
+    if spec.per_layer is not None:
+        rows = (("model.per_layer_model_projection.weight", len(spec.layers) * spec.per_layer.width),)
+        plan.append(PackEntry("ple_in", outer, rows, spec.hidden_size))
+        plan.append(_vector(spec, "ple_in_norm", "model.per_layer_projection_norm.weight", spec.per_layer.width))
     for index in range(len(spec.layers)):
         plan += _layer_plan(spec, inner, index)
     plan.append(_vector(spec, "norm", "model.norm.weight", spec.hidden_size))
@@ -175,39 +180,60 @@ def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
     return PackEntry(name, VECTOR, ((tensor, count),), offset=spec.family.norm_offset)
 
 
+def row_tables(spec: ModelSpec) -> list[PackEntry]:
+    """What is read from the checkpoint row by row as tokens come, and never packed; `kind` has no meaning."""
+    if spec.per_layer is None:
+        return []
+    rows = (("model.embed_tokens_per_layer.weight", spec.per_layer.rows),)
+    return [PackEntry("ple_table", "f32", rows, len(spec.layers) * spec.per_layer.width)]
+
+
 def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
-    source, to = f"model.layers.{index}.", f"layer{index}."
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, wide = spec.hidden_size, spec.intermediate_size
-    qkv: tuple[tuple[str, int], ...]
+    source, to, layer = f"model.layers.{index}.", f"layer{index}.", spec.layers[index]
+    q_rows, hidden, wide = spec.num_heads * layer.head_dim, spec.hidden_size, layer.intermediate_size
     gate_up: tuple[tuple[str, int], ...]
-    if spec.family.fused:
-        qkv = (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
-    else:
-        qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
     if spec.family.mlp:
         gate_up, down = ((spec.family.mlp[0], 2 * wide),), spec.family.mlp[1]
     else:
         gate_up, down = (("mlp.gate_proj", wide), ("mlp.up_proj", wide)), "mlp.down_proj"
     matrices = [
-        ("qkv", qkv, hidden, spec.qkv_bias),
+        ("qkv", _qkv(spec, index), hidden, spec.qkv_bias),
         ("out", (("self_attn.o_proj", hidden),), q_rows, spec.output_bias),
         ("gate_up", gate_up, hidden, spec.mlp_bias),
         ("down", ((down, hidden),), wide, spec.mlp_bias),
     ]
+    norms = _norm_names(spec)
+    if spec.per_layer is not None:
+        width = spec.per_layer.width
+        matrices.append(("ple_gate", (("per_layer_input_gate", width),), hidden, False))
+        matrices.append(("ple_out", (("per_layer_projection", hidden),), width, False))
+        norms["ple_norm"] = "post_per_layer_input_norm"
     plan = []
     for name, parts, inputs, has_bias in matrices:
         plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
         if has_bias:
             plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
-    for name, tensor in _norm_names(spec).items():
+    for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
     if spec.family.head_norm:
-        every = spec.family.head_norm == "all"
-        for name, called, rows in zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True):
-            tensor = f"{source}self_attn.{called}.weight"
-            plan.append(_vector(spec, to + name, tensor, rows if every else spec.head_dim))
+        every, kv_rows = spec.family.head_norm == "all", layer.num_kv_heads * layer.head_dim
+        called = zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True)
+        for name, tensor, rows in list(called)[: 2 if layer.owns_kv else 1]:
+            norm = f"{source}self_attn.{tensor}.weight"
+            plan.append(_vector(spec, to + name, norm, rows if every else layer.head_dim))
+    if spec.family.layer_scalar:
+        plan.append(PackEntry(f"{to}scalar", VECTOR, ((f"{source}layer_scalar", 1),)))
     return plan
+
+
+def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
+    """The tensors whose rows are a layer's queries, keys and values, those of them that it computes."""
+    layer = spec.layers[index]
+    q_rows, kv_rows = spec.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    if spec.family.fused:
+        return (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
+    parts = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    return parts[: (3 if layer.has_values else 2) if layer.owns_kv else 1]
 
 
 def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[tuple[str, int], ...]:
@@ -226,10 +252,11 @@ def _norm_names(spec: ModelSpec) -> dict[str, str]:
     return {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm", **after}
 
 
-def check_tensors(plan: Sequence[PackEntry], source: WeightSource) -> None:
-    """Every tensor of the plan is there with its shape, and the checkpoint has no weights the plan does not use."""
+def check_tensors(plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()) -> None:
+    """Every tensor of the plan, and of the tables that are not packed, is there with its shape, and the checkpoint has
+    no weights that are not used."""
     used = set()
-    for entry in plan:
+    for entry in (*plan, *tables):
         for tensor, rows in entry.parts:
             expected = (rows, entry.inputs) if entry.kind != VECTOR else (rows,)
             if source.shape(tensor) != expected:
@@ -237,5 +264,16 @@ def check_tensors(plan: Sequence[PackEntry], source: WeightSource) -> None:
             used.add(tensor)
     ignored = {"lm_head.weight"}  # a tied head that was saved all the same
     left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
+    left -= {name for name in left if _is_of_sharing_layer(name, used)}
     if left:
         raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")
+
+
+def _is_of_sharing_layer(name: str, used: set[str]) -> bool:
+    """Whether a tensor makes keys and values of a layer that attends to another's: files have them all the same."""
+    layer, _, rest = name.partition(".self_attn.")
+    return (
+        rest in ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_norm.weight")
+        and f"{layer}.self_attn.q_proj.weight" in used
+        and f"{layer}.self_attn.k_proj.weight" not in used
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import heads_by_layer
 from kvboost_edge.models.config.file import size_of
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.weights.parts import is_other_part
@@ -19,7 +20,7 @@ Shapes = Mapping[str, tuple[Path, tuple[int, ...]]]
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight$")
 _HEAD = re.compile(r"^(language_model\.)?(lm_head|embed_out|output)\.weight$")
 _LAYER = re.compile(r"(^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_ATTENTION = re.compile(r"(^|\.)layers\.\d+\.self_attn\.([qkvo])_proj\.weight$")
+_ATTENTION = re.compile(r"(^|\.)layers\.(\d+)\.self_attn\.([qkvo])_proj\.weight$")
 
 
 def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json") -> None:
@@ -76,21 +77,21 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
 
 def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
     hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
-    if hidden is None or heads is None or config.get("per_layer_config") or config.get("global_head_dim"):
-        return  # with heads of two sizes it is the runner that knows the shapes
-    kv_heads = size_of(config, "num_key_value_heads") or heads
-    head_dim = size_of(config, "head_dim") or hidden // heads
-    rows = {"q": (heads, "num_attention_heads"), "k": (kv_heads, "num_key_value_heads")}
-    rows["v"] = rows["k"]
+    if hidden is None or heads is None:
+        return
+    of_all = size_of(config, "head_dim") or hidden // heads, size_of(config, "num_key_value_heads") or heads
+    by_layer = heads_by_layer(config)
     for name, (path, shape) in shapes.items():
         match = _ATTENTION.search(name)
         if match is None:
             continue
-        if match[2] == "o":
+        head_dim, kv_heads = by_layer[int(match[2])] if by_layer else of_all
+        if match[3] == "o":
             expected, key = (hidden, heads * head_dim), "num_attention_heads"
+        elif match[3] == "q":
+            expected, key = (heads * head_dim, hidden), "num_attention_heads"
         else:
-            count, key = rows[match[2]]
-            expected = (count * head_dim, hidden)
+            expected, key = (kv_heads * head_dim, hidden), "num_key_value_heads"
         if shape != expected:
             raise ModelFormatError(
                 f"{path}: tensor {name!r} has shape {shape}, but {said_by} says {expected} "

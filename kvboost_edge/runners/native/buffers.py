@@ -75,10 +75,14 @@ class Buffers:
         turning = Turning(keys, self._tables[rope].cos, self._tables[rope].sin)
         return turn_keys(keys.transpose(1, 0, 2).astype(np.float64), deltas, turning).transpose(1, 0, 2)
 
-    def rows(self, number: int, num_tokens: int, heads: int) -> npt.NDArray[np.float32]:
-        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, head_dim], contiguous."""
-        dim = self._spec.head_dim
+    def rows(self, number: int, num_tokens: int, heads: int, dim: int) -> npt.NDArray[np.float32]:
+        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, dim], contiguous."""
         return self._arrays[number][: num_tokens * heads * dim].reshape(num_tokens, heads, dim)
+
+    @property
+    def query(self) -> npt.NDArray[np.float32]:
+        """The query buffer, of a layer as `rows` has it."""
+        return self._arrays[lt.B_QUERY]
 
     def hidden(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first rows of the hidden state, float32 [num_tokens, padded hidden size]."""
@@ -89,6 +93,11 @@ class Buffers:
         """The first rows of what a norm left, float32 [num_tokens, hidden size]."""
         row = self.sizes.hidden
         return self._arrays[lt.B_NORMED][: num_tokens * row].reshape(num_tokens, row)[:, : self._spec.hidden_size]
+
+    def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """The first rows of the layers' inputs, float32 [num_tokens, padded]."""
+        row = self.sizes.per_layer
+        return self._arrays[lt.B_PER_LAYER][: num_tokens * row].reshape(num_tokens, row)
 
     def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first of the rows that queries, keys and values of a layer are made in, float32 [num_tokens, padded]."""
@@ -104,14 +113,15 @@ class Buffers:
         return self._logits[:num_rows]
 
     def _grow(self, num_tokens: int) -> None:
-        spec, sizes = self._spec, self.sizes
+        sizes = self.sizes
         floats = {
             lt.B_HIDDEN: sizes.hidden,
             lt.B_NORMED: sizes.normed,
             lt.B_WIDE: sizes.wide,
-            lt.B_QUERY: spec.num_heads * spec.head_dim,
-            lt.B_KEY: spec.num_kv_heads * spec.head_dim,
-            lt.B_VALUE: spec.num_kv_heads * spec.head_dim,
+            lt.B_QUERY: sizes.query,
+            lt.B_KEY: sizes.key,
+            lt.B_VALUE: sizes.key,
+            lt.B_PER_LAYER: sizes.per_layer,
         }
         self._arrays = {
             number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()

@@ -69,8 +69,8 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
     if spec.family.late_norm:
         return LATE_NORM
-    width = spec.num_heads * spec.head_dim
-    if width % _GROUP:
+    width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
+    if width:
         return f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries before rotation"
     return None
 
@@ -110,7 +110,11 @@ def choose_weights(
 
 def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
     """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`."""
-    layers = tuple(LayerKVSpec(spec.num_kv_heads, spec.head_dim) for _ in spec.layers)
+    given = {layer.kv for layer in spec.layers if not layer.owns_kv}
+    layers = tuple(
+        LayerKVSpec(layer.num_kv_heads, layer.head_dim, layer.kv + 1 if layer.kv in given else 0)
+        for layer in spec.kv_layers
+    )
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
     return KVSpec(layers, block_size, dtype, bits)
 

@@ -38,6 +38,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
         extra = {"layer_types": ["attention"] * 8, "num_local_experts": 0}
     config = AutoConfig.for_model(model_type, pad_token_id=0, **SIZES, **extra)
     spec = _spec(model_type, **extra)
+    config.allow_global_per_layer_attribute_access = True  # of a config whose layers differ
     assert spec.eps == config.rms_norm_eps
     # The language model of a vision model does not say: the head is the whole model's.
     assert spec.tied == getattr(config, "tie_word_embeddings", False)

@@ -58,6 +58,8 @@ ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
     "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
+    "gemma4-global": ("gemma4", {"layer_types": [FULL], "num_kv_shared_layers": 0}),
+    "gemma4-same": ("gemma4-wide", {"layer_types": [FULL]}),
     "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}),
     "olmo2": ("olmo2", {}),
@@ -71,6 +73,7 @@ LAYERS = {
     "llama-yarn": {(0, False)},
     "gemma3": {(0, False), (1, True)},
     "smollm3": {(0, False), (-1, False)},
+    "gemma4": {(0, False), (1, True)},
 }
 SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
 
@@ -218,7 +221,7 @@ class TurnsKeys(LayerByLayer):
         return reference.paged_attention(queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning)
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "smollm3"])
+@pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "gemma4", "smollm3"])
 def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a context of their own too; gemma3 has two ropes, smollm3 layers without one."""
     hand = Hand(save_tiny_model(name, tmp_path))
@@ -244,7 +247,7 @@ def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, mo
     slow.close()
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4"])
 def deep_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several layers; gemma3's have windows and two kinds of rope."""
     return save_tiny_model(request.param, tmp_path_factory.mktemp("deep"))
