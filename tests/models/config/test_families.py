@@ -106,7 +106,8 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention='vision'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types"),
         ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
@@ -117,6 +118,16 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
 def test_what_is_not_known_is_refused_with_the_reason(model_type: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         _spec(model_type, **fields)
+
+
+def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways() -> None:
+    fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
+    assert spec.both_ways
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(257, 256), (0, spec.max_context)]
+    spec = _spec("gemma3_text", use_bidirectional_attention=False, **fields)
+    assert not spec.both_ways
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(512, 0), (0, 0)]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -256,3 +267,26 @@ def test_granite_4_with_more_than_attention_is_refused() -> None:
     ):
         with pytest.raises(ModelFormatError, match=message):
             _spec("granitemoehybrid", **{**dense, **change})
+
+
+def test_bases_of_rope_by_layer() -> None:
+    spec = _spec("granite_swa", layer_rope_theta=[1e4, 0, 1e6, 1e4] * 2)
+    assert [layer.rope for layer in spec.layers] == [0, -1, 1, 0] * 2
+    assert [layer.window for layer in spec.layers] == [0, 128, 128, 128] * 2
+    assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=[0] * 8).layers} == {-1}
+    assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=None).layers} == {0}
+    for thetas, message in (([1e4] * 7, "for each of the 8 layers"), ([-1.0] * 8, "layer_rope_theta=-1.0")):
+        with pytest.raises(ModelFormatError, match=message):
+            _spec("granite_swa", layer_rope_theta=thetas)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
+def test_one_rope_for_a_family_of_two_is_refused(model_type: str) -> None:
+    """It was passed over, and the defaults taken."""
+    flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
+    for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):
+        with pytest.raises(ModelFormatError, match="full_attention and of sliding_attention"):
+            _spec(model_type, rope_parameters=settings)
+    full = _spec(model_type, rope_parameters={"full_attention": flat})
+    assert full.ropes[1] == _spec(model_type).ropes[1]
+    assert full.ropes[0].frequencies[0] == 0.125
