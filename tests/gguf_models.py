@@ -51,6 +51,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma4": {},
+    "gemma4-wide": {},
     "phi3": {},
     "phi3-full": {"sliding_window": None},
     "olmo2": {},
@@ -77,7 +79,7 @@ K_SCALES = {
 
 def save_model(name: str, directory: Path) -> Path:
     """A tiny model of FAMILIES as its makers' directory."""
-    save = save_nested_model if name in NESTED and name != "gemma3" else save_tiny_model
+    save = save_nested_model if name in NESTED and not name.startswith("gemma") else save_tiny_model
     return save(name, directory, **FAMILIES[name])
 
 
