@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cuda_faults import CUDA_FAULTS
+from layer_faults import LAYER_FAULTS
 from reuse_faults import REUSE_FAULTS
 from table_faults import TABLE_FAULTS
 
@@ -312,7 +313,7 @@ FAULTS = (
         "    if False:",
         *MODELS,
     ),
-    *(fault(*row) for row in (*REUSE_FAULTS, *TABLE_FAULTS)),
+    *(fault(*row) for row in (*LAYER_FAULTS, *REUSE_FAULTS, *TABLE_FAULTS)),
     *(Fault(name, file, ((old, new),), (test,)) for name, file, old, new, test in CUDA_FAULTS),
 )
 

@@ -121,7 +121,7 @@ _UNTESTED = {
     "seed_oss": "Llama's attention",
     "vaultgemma": "local and global layers",
 }
-_TORCH_ALONE = frozenset("granite_swa olmoe ernie4_5_moe stablelm starcoder2 gpt_neox".split())
+_TORCH_ALONE = frozenset("olmoe ernie4_5_moe stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset("qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text".split())
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen3_vl qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "

@@ -23,6 +23,7 @@ from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale, rope_kind
 from kvboost_edge.models.config.windows import (
     all_but_every,
+    all_but_first_of,
     every_second,
     given_step,
     given_window,
@@ -66,6 +67,8 @@ class Family:
     complete     fills in what the config leaves out, and says in Llama's words what it says in others
     late_norm    norms of queries and keys stand behind rope
     query_scaled queries are multiplied with a factor of their position
+    sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
+    layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -103,6 +106,8 @@ class Family:
     complete: Callable[[Config], Config] | None = None
     late_norm: bool = False
     query_scaled: bool = False
+    sinks: bool = False
+    layer_thetas: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -205,6 +210,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                         "post_mlp_layernorm"),
         ),
         "granite": Family(multipliers=True, no_rope="typed"),
+        "granite_swa": Family(multipliers=True, tied=True, eps=1e-5, sinks=True, layer_thetas=True,
+                              windows=all_but_first_of(4, 128)),
         "granitemoehybrid": Family(
             multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
             inner="shared_intermediate_size", complete=granite_hybrid,
@@ -336,6 +343,8 @@ def _ropes(
     if family.local_rope:
         full, local = _local_rope_settings(config, family)
         return (rope_kind(full, head_dim, longest), rope_kind(local, local_dim, longest)), lambda i, w: int(w > 0)
+    if family.layer_thetas:
+        return _ropes_by_theta(config, _rope_settings(config, family), head_dim)
     ropes = (rope_kind(_rope_settings(config, family), head_dim, longest),)
     if not family.no_rope:
         return ropes, lambda i, w: 0
@@ -351,6 +360,19 @@ def _ropes(
     if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
         raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
     return ropes, lambda i, w: 0 if uses[i] else -1
+
+
+def _ropes_by_theta(
+    config: Config, settings: Mapping[str, Any], head_dim: int
+) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
+    layers = _size(config, "num_hidden_layers")
+    thetas = config.get("layer_rope_theta") or [settings["rope_theta"]] * layers
+    if not isinstance(thetas, (list, tuple)) or len(thetas) != layers:
+        raise ModelFormatError(f"layer_rope_theta={thetas!r:.200} must be a number for each of the {layers} layers")
+    found = [number_of({"layer_rope_theta": theta}, "layer_rope_theta", 0.0, 1e12) for theta in thetas]
+    bases = sorted({theta for theta in found if theta}) or [settings["rope_theta"]]
+    kinds = [rope_kind({**settings, "rope_theta": theta}, head_dim, context_length(config)) for theta in bases]
+    return tuple(kinds), lambda i, w: bases.index(found[i]) if found[i] else -1
 
 
 def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
@@ -380,15 +402,16 @@ def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
 
 def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope of the full layers and of the sliding ones."""
-    newer, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
-    if isinstance(newer, Mapping) and {"full_attention", "sliding_attention"} <= set(newer):
-        parts = newer["full_attention"], newer["sliding_attention"]
-    else:
-        parts = scaling, {}
-    if not all(isinstance(part, Mapping) for part in parts):
-        raise ModelFormatError(f"rope settings {newer or scaling!r:.200} are not known to the native runner")
-    full, local = (dict(part) for part in parts)
-    if parts[0] is scaling:
+    newer, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    kinds = ("full_attention", "sliding_attention")
+    found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
+    if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
+        raise ModelFormatError(
+            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this family has those of "
+            f"{kinds[0]} and of {kinds[1]}"
+        )
+    full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
+    if not newer:
         full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
     full["rope_theta"] = full.get("rope_theta") or family.theta
     local["rope_theta"] = local.get("rope_theta") or family.local_theta

@@ -8,7 +8,15 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import integer_of
 
-__all__ = ["all_but_every", "every_second", "given_step", "given_window", "qwen_windows", "same_window"]
+__all__ = [
+    "all_but_every",
+    "all_but_first_of",
+    "every_second",
+    "given_step",
+    "given_window",
+    "qwen_windows",
+    "same_window",
+]
 
 Config = Mapping[str, Any]
 
@@ -73,3 +81,10 @@ def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]
         return layer_windows(config, layers, lambda i: (i + 1) % step != 0)
 
     return windows
+
+
+def all_but_first_of(period: int, default: int) -> Callable[[Config, int], list[int]]:
+    """Every layer has a window but the first of each `period`; `default` where the config does not say how long."""
+    return lambda config, layers: layer_windows(
+        {"sliding_window": default, **config}, layers, lambda i: i % period != 0
+    )

@@ -86,7 +86,10 @@ class NativeRunner:
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
-        self._params = [AttentionParams(spec.softmax_scale, layer.window, spec.softcap) for layer in spec.layers]
+        self._params = [
+            AttentionParams(spec.softmax_scale, layer.window, spec.softcap, self._sinks(index))
+            for index, layer in enumerate(spec.layers)
+        ]
         self.info = RunnerInfo(
             name="native",
             architecture=spec.model_type,
@@ -100,6 +103,12 @@ class NativeRunner:
             hidden_size=spec.hidden_size,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
+
+    def _sinks(self, layer: int) -> Floats | None:
+        """float32 [num_heads], a view of the packed weights; None where the family has none."""
+        if not self._spec.family.sinks:
+            return None
+        return self._packed.array(f"layer{layer}.sinks").view(np.float32)[: self._spec.num_heads]
 
     @classmethod
     def from_dir(

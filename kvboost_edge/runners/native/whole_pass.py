@@ -77,7 +77,8 @@ class WholePass:
         self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams], kv: Sequence[int]
     ) -> None:
         self._space, self._pools, self._coded = access
-        self._spec, self._params, self._kv = spec, params, list(kv)
+        self._spec, self._kv = spec, list(kv)
+        self._params = [one._replace(sinks=None) for one in params]  # what arrays hold is no part of a kind
         self._fixed: dict[int, Any] = {}
         if self._coded is None:
             self._fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
@@ -90,6 +91,8 @@ class WholePass:
             self._fixed[la.R_STAGE] = np.full(len(kv), self._stage.ctypes.data)
             for index, numbers in enumerate(np.array([layouts[index] for index in kv]).T):
                 self._fixed[la.R_LAYOUT + index] = numbers
+        self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
+        self._fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
         self._ranges: dict[range, list[_Members]] = {}
 
     @classmethod

@@ -256,3 +256,26 @@ def test_granite_4_with_more_than_attention_is_refused() -> None:
     ):
         with pytest.raises(ModelFormatError, match=message):
             _spec("granitemoehybrid", **{**dense, **change})
+
+
+def test_bases_of_rope_by_layer() -> None:
+    spec = _spec("granite_swa", layer_rope_theta=[1e4, 0, 1e6, 1e4] * 2)
+    assert [layer.rope for layer in spec.layers] == [0, -1, 1, 0] * 2
+    assert [layer.window for layer in spec.layers] == [0, 128, 128, 128] * 2
+    assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=[0] * 8).layers} == {-1}
+    assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=None).layers} == {0}
+    for thetas, message in (([1e4] * 7, "for each of the 8 layers"), ([-1.0] * 8, "layer_rope_theta=-1.0")):
+        with pytest.raises(ModelFormatError, match=message):
+            _spec("granite_swa", layer_rope_theta=thetas)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
+def test_one_rope_for_a_family_of_two_is_refused(model_type: str) -> None:
+    """It was passed over, and the defaults taken."""
+    flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
+    for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):
+        with pytest.raises(ModelFormatError, match="full_attention and of sliding_attention"):
+            _spec(model_type, rope_parameters=settings)
+    full = _spec(model_type, rope_parameters={"full_attention": flat})
+    assert full.ropes[1] == _spec(model_type).ropes[1]
+    assert full.ropes[0].frequencies[0] == 0.125

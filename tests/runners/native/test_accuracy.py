@@ -53,6 +53,7 @@ FAMILIES = [
     "smollm3",
     "ernie4_5",
     "glm4",
+    "granite_swa",
     "granitemoehybrid",
     "ministral3",
     "hunyuan_v1_dense",

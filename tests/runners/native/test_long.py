@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ministral3": ("ministral3", "int8", {}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", "int4", {}),
     "granitemoehybrid": ("granitemoehybrid", "int8", {}),
+    "granite_swa": ("granite_swa", "int8", {"layer_rope_theta": [1000.0, 0, 50.0, 1000.0]}),
     "granite": ("granite", "int4-asym", {}),
     "smollm3": ("smollm3", "int8", {}),
 }
@@ -128,7 +129,9 @@ def test_decoding_into_a_new_partition(case: Case) -> None:
     assert equal(bench.logits(turn, len(stem) + 40), cold[len(stem) + 40 :])
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3"])
+@pytest.mark.parametrize(
+    "name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3", "granite_swa"]
+)
 def test_it_is_what_transformers_computes(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All of the above would hold for partitions that are merged wrongly in the same way each time."""
     family, _, fields = CASES[name]
