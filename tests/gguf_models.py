@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from gguf_gemma4 import rope_freqs, write_gemma4_sizes
 from tiny_models import NESTED, save_nested_model, save_tiny_model
 
-__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
+__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "add_keys", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -174,7 +174,7 @@ def write_gguf(
     path: Path,
     *,
     kind: str | Callable[[str], str] = "F32",
-    tokenizer: bool | None = True,
+    tokenizer: bool | Mapping[str, Any] | None = True,
     keys: Mapping[str, Any] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
@@ -182,7 +182,8 @@ def write_gguf(
     """Write the model as GGUF.
 
     kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
-    tokenizer: None for a file that says there is none, as llama.cpp wants to be told.  keys: further metadata of the
+    tokenizer: the model's own, or keys of one; None for a file that says there is none, as llama.cpp wants to be told.
+    keys: further metadata of the
     architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that is left out.  split: parts of
     so many tensors each, beside `path`, which is not written then; the first one is returned.
     """
@@ -192,7 +193,9 @@ def write_gguf(
     for key, value in (keys or {}).items():
         kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
-    if tokenizer:
+    if isinstance(tokenizer, Mapping):
+        add_keys(writer, tokenizer)
+    elif tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"])
     elif tokenizer is None:
         writer.add_tokenizer_model("none")
@@ -212,6 +215,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Keys of a tokenizer, arrays as lists or of NumPy."""
+    kinds = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            plain = value.tolist() if isinstance(value, np.ndarray) else value
+            kinds.get(type(plain), writer.add_uint32)(key, plain)
 
 
 def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:

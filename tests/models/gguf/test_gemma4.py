@@ -14,6 +14,8 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from gguf_gemma4 import makers_config
 from gguf_models import write_gguf
+from hostile_words import gemma4_metadata
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -100,6 +102,25 @@ def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
 def test_summary_takes_layers_of_two_sizes(tmp_path: Path) -> None:
     _, path = _write(tmp_path, SMALL)
     assert Checkpoint.open(path, cache_dir=NO_CACHE).summary().num_params > 0
+
+
+def test_the_engine_chats_with_a_file_alone(tmp_path: Path) -> None:
+    """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
+    metadata = gemma4_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    template = "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] }}<turn|>\\n{% endfor %}"
+    sizes = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
+    _, path = _write(tmp_path, {**SMALL, **sizes}, tokenizer={**metadata, "tokenizer.chat_template": template})
+    assert Checkpoint.open(path).generation().eos_token_ids == tuple(
+        sorted(tokens.index(token) for token in ("<eos>", "<turn|>", "<|tool_response>"))
+    )
+    with CPUPagedEngine.from_pretrained(path, weights="f32", num_blocks=32) as engine:
+        ids = engine.tokenizer.encode_chat([{"role": "user", "content": "a  b"}])
+        assert [tokens[token] for token in ids[:2]] == ["<bos>", "<|turn>"]
+        answer = engine.generate([{"role": "user", "content": "a  b"}], max_new_tokens=6)
+        assert 1 <= len(answer.output_token_ids) <= 6
+        again = engine.generate(ids, max_new_tokens=6)
+        assert again.output_token_ids == answer.output_token_ids
 
 
 def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path: Path) -> None:
