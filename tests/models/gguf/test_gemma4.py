@@ -18,9 +18,13 @@ from hostile_words import gemma4_metadata
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.kernels.block_rows import decode_rows_entry
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.packed.entries import packing_entries
+from kvboost_edge.models.packed.plan import pack_plan, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -97,6 +101,16 @@ def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
         found = table.rows(tokens)
     expected = load_file(directory / "model.safetensors")["model.embed_tokens_per_layer.weight"][tokens]
     np.testing.assert_allclose(found, expected, rtol=0, atol=0 if kind == "F32" else 0.02)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind: str, tmp_path: Path) -> None:
+    _, path = _write(tmp_path, SMALL, kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32")
+    model = Checkpoint.open(path, cache_dir=NO_CACHE)
+    spec = describe_model(model.config)
+    with model.open_source() as source:
+        entries = packing_entries(pack_plan(spec, "f32", source), source, row_tables(spec))
+    assert (decode_rows_entry in entries) is (kind == "Q8_0")
 
 
 def test_summary_takes_layers_of_two_sizes(tmp_path: Path) -> None:
