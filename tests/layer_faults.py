@@ -4,7 +4,8 @@ from __future__ import annotations
 
 _CONFIG, _FAMILIES, _TOKENS = "models/config/gemma4.py", "models/config/families.py", "kernels/program/tokens.py"
 _PROGRAM, _CPU = "runners/native/program.py", "backends/cpu.py"
-_EQUAL = ("tests/runners/native/test_families.py", "-k", "gemma4")
+_FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformers"
+_EQUAL = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
 _BITS = ("tests/runners/native/test_gemma4.py",)
 
 LAYER_FAULTS = (

@@ -46,8 +46,7 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 KERNELS = ("tests/kernels", "tests/backends")
 CONTRACT, KVCACHE, MODELS = ("tests/backends",), ("tests/kvcache",), ("tests/models",)
 SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
-LIFECYCLE = ("tests/engine/test_lifecycle.py",)
-PER_REQUEST = ("tests/engine/test_per_request.py",)
+LIFECYCLE, PER_REQUEST = ("tests/engine/test_lifecycle.py",), ("tests/engine/test_per_request.py",)
 
 FAULTS = (
     # The kernels.

@@ -33,19 +33,19 @@ class Architecture:
 
     runners  "native", "torch": those that compute it, of a tested family those it is tested with
     files    what the native runner reads it from, else what transformers does
+    oracle   what its results are compared with
     """
 
     tested: bool
     note: str
     runners: tuple[str, ...]
     files: tuple[str, ...]
+    oracle: str
 
     @property
     def proof(self) -> str:
-        """What its results are compared with, on tiny random models."""
-        if not self.tested:
-            return "nothing"
-        return "transformers" + "; llama.cpp (GGUF)" * ("GGUF" in self.files)
+        """All that its results are compared with, on tiny random models."""
+        return self.oracle + "; llama.cpp (GGUF)" * (self.tested and "GGUF" in self.files)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ _TESTED = {
     "hunyuan_v1_dense": "Hunyuan, dense; queries and keys normalized behind rope",
     "ministral3": "Ministral 3, queries scaled by position",
     "gemma3": "the language part of a vision model; text only",
+    "minicpm": "MiniCPM 1, 2 and 4; scaled embeddings, residual and logits",
     "qwen3_vl": "the language part of a vision model; text only",
     "qwen3_vl_text": "the same without its vision part",
     "mistral3": "the language part of a vision model; text only",
@@ -122,11 +123,14 @@ _UNTESTED = {
     "vaultgemma": "local and global layers",
 }
 _TORCH_ALONE = frozenset("olmoe ernie4_5_moe stablelm starcoder2 gpt_neox".split())
-_NATIVE_ALONE = frozenset("qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text".split())
+_NATIVE_ALONE = frozenset(
+    "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm".split()
+)
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen3_vl qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
-    "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3".split()
+    "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm".split()
 )
+_OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
 _ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
 
 
@@ -134,7 +138,8 @@ def _architecture(name: str, note: str, *, tested: bool) -> Architecture:
     native, torch = tested and name not in _TORCH_ALONE, name not in _NATIVE_ALONE
     runners = tuple(runner for runner, has in (("native", native), ("torch", torch)) if has)
     files = (("safetensors", True), ("GGUF", name in _GGUF), ("ONNX", name in _ONNX))
-    return Architecture(tested, note, runners, tuple(kind for kind, has in files if has))
+    oracle = _OTHER_ORACLES.get(name, "transformers") if tested else "nothing"
+    return Architecture(tested, note, runners, tuple(kind for kind, has in files if has), oracle)
 
 
 SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from engine.native_bench import Bits
-from kvboost_edge.backends.base import LayerKVSpec
+from gguf_models import write_gguf
+from kvboost_edge.backends.base import Backend, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
-from tiny_models import save_tiny_model
+from tiny_models import build_tiny_model, save_tiny_model
 
 BLOCK = 16
 LENGTHS = (90, 1, 40, 600)  # past the windows of 24, and past attention's first partition of 512 tokens
@@ -161,3 +164,64 @@ def test_a_file_without_the_table_of_tokens_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ModelFormatError, match=r"lack tensor 'model\.embed_tokens_per_layer\.weight'"):
         NativeRunner.from_dir(tmp_path, weights="int8")
+
+
+def _logits(model: Path, weights: str) -> Logits:
+    runner = NativeRunner.from_dir(model, weights=weights)
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
+    found = driver.prefill(driver.open(PROMPTS[0]))
+    runner.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "shared"), [("gemma4", 2), ("gemma4-wide", 0)])
+@pytest.mark.parametrize(("kind", "limit"), [("F32", 1e-5), ("Q8_0", 0.1)])
+def test_a_gguf_file_is_the_model_it_was_written_of(
+    name: str, shared: int, kind: str, limit: float, tmp_path: Path
+) -> None:
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    directory = save_tiny_model(name, tmp_path / "hf", **layers, num_kv_shared_layers=shared)
+    path = write_gguf(directory, tmp_path / "m.gguf", kind=kind)
+    expected = _logits(directory, "f32")
+    found = _logits(path, "f32" if kind == "F32" else "auto")
+    assert np.linalg.norm(found - expected) <= limit * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("backend", [CPUBackend, ReferenceBackend])
+def test_backends_with_layers_one_by_one_agree(backend: type[Backend], tmp_path: Path) -> None:
+    """The reference backend, and half as many heads x head_dim as a group has, where no pass is one call."""
+    directory = save_tiny_model("gemma4", tmp_path, head_dim=12, global_head_dim=24)
+    runner = NativeRunner.from_dir(directory, weights="f32")
+    driver = PagedDriver(runner, backend(runner.info.kv_spec, 16))
+    assert runner.moved_keys_refusal is not None
+    model = build_tiny_model("gemma4", head_dim=12, global_head_dim=24)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0].numpy()
+    found = driver.prefill(driver.open(PROMPTS[0]), 23)
+    assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
+    runner.close()
+
+
+def test_a_table_that_changes_under_the_runner_is_an_error(tmp_path: Path) -> None:
+    directory = save_tiny_model("gemma4", tmp_path)
+    runner = NativeRunner.from_dir(directory, weights="int8")
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 16, num_threads=1))
+    sequence = driver.open(PROMPTS[0])
+    driver.step([(sequence, 20)])
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
+        driver.step([(sequence, 20)])
+    runner.close()
+
+
+def test_weights_in_memory_are_without_the_table(tmp_path: Path) -> None:
+    large = {"vocab_size_per_layer_input": 50_000}
+    small, big = (save_tiny_model("gemma4", tmp_path / name, **more) for name, more in (("a", {}), ("b", large)))
+    sizes = []
+    for directory in (small, big):
+        runner = NativeRunner.from_dir(directory, weights="int8")
+        sizes.append(runner.info.weight_bytes)
+        runner.close()
+    assert abs(sizes[1] - sizes[0]) < 1000

@@ -59,7 +59,6 @@ ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
     "gemma4-global": ("gemma4", {"layer_types": [FULL], "num_kv_shared_layers": 0}),
-    "gemma4-same": ("gemma4-wide", {"layer_types": [FULL]}),
     "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}),
     "olmo2": ("olmo2", {}),
@@ -73,9 +72,8 @@ WITHOUT_ROPE = ("smollm3-nope",)
 # Which rope layers have (-1: none), and whether they have a window.
 LAYERS = {
     "llama-yarn": {(0, False)},
-    "gemma3": {(0, False), (1, True)},
+    **{name: {(0, False), (1, True)} for name in ("gemma3", "gemma4")},
     "smollm3": {(0, False), (-1, False)},
-    "gemma4": {(0, False), (1, True)},
 }
 SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
 
