@@ -183,17 +183,20 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
+    dense: bool = True,
 ) -> Path:
     """Write the model as GGUF.
 
     kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
     tokenizer: the model's own, or keys of one; None for a file that says there is none, as llama.cpp wants to be told.
-    keys: further metadata of the
-    architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that is left out.  split: parts of
-    so many tensors each, beside `path`, which is not written then; the first one is returned.
+    keys: further metadata of the architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that
+    is left out.  split: parts of so many tensors each, beside `path`, which is not written then; the first one is
+    returned.  dense: with the matrices behind the pooling of a model that attends both ways.
     """
     config = _config(model_dir)
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
+    both_ways = bool(config.get("use_bidirectional_attention"))
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHS[config["model_type"]]
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
         kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
@@ -201,11 +204,16 @@ def write_gguf(
     if isinstance(tokenizer, Mapping):
         add_keys(writer, tokenizer)
     elif tokenizer:
-        _write_tokenizer(writer, model_dir, config["vocab_size"])
+        _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
     elif tokenizer is None:
         writer.add_tokenizer_model("none")
         writer.add_vocab_size(config["vocab_size"])
-    for name, values in {**gguf_tensors(model_dir), **(more or {})}.items():
+    tensors = {**gguf_tensors(model_dir), **(more or {})}
+    for number in (2, 3) if both_ways and dense else ():
+        values = load_file(model_dir / f"{number}_Dense/model.safetensors")["linear.weight"]
+        tensors[f"dense_{number}.weight"] = values
+        writer.add_dense_features_dims(f"dense_{number}", values.shape[1], values.shape[0])
+    for name, values in tensors.items():
         if values is None:
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
@@ -313,7 +321,7 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_logit_scale(config["logits_scaling"])
 
 
-def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
+def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False) -> None:
     """As the converters' `_set_vocab_gpt2`: tokens by id, ids without a token as unused."""
     state = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -336,4 +344,6 @@ def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> No
     writer.add_eos_token_id(ids[settings["eos_token"]])
     writer.add_pad_token_id(ids[settings["pad_token"]])
     writer.add_add_bos_token(True)
+    if ends:
+        writer.add_add_eos_token(True)
     writer.add_chat_template(settings["chat_template"])

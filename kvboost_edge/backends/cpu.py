@@ -46,13 +46,13 @@ class PreparedBatch:
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads
         self.coded: QuantPass | None = None
-        self._plans: dict[tuple[int, int, int], WorkPlan] = {}
+        self._plans: dict[tuple[int, int, int, int], WorkPlan] = {}
 
-    def plan(self, heads_per_kv: int, num_kv_heads: int, window: int) -> WorkPlan:
+    def plan(self, heads_per_kv: int, num_kv_heads: int, window: int, ahead: int = 0) -> WorkPlan:
         """The work plan of one kind of layer."""
-        key = (heads_per_kv, num_kv_heads, window)
+        key = (heads_per_kv, num_kv_heads, window, ahead)
         if key not in self._plans:
-            self._plans[key] = plan_work(self.paged, *key, self._num_threads)
+            self._plans[key] = plan_work(self.paged, heads_per_kv, num_kv_heads, window, self._num_threads, ahead)
         return self._plans[key]
 
     def narrowed(self, rows: npt.NDArray[np.int64]) -> PreparedBatch:

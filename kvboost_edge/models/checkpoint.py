@@ -30,6 +30,7 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.dense import gguf_dense
 from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.gguf.split import read_gguf_model
@@ -41,6 +42,7 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.dense import Matrices, read_dense
 from kvboost_edge.models.weights.halved import HalvedSource
 from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.safetensors_check import check_weights
@@ -111,9 +113,9 @@ class Checkpoint(abc.ABC):
         """Size of all files that the fingerprint covers."""
         return sum(stamp.size for stamp in self._current_stamps())
 
-    @abc.abstractmethod
     def gguf_metadata(self) -> Mapping[str, Any] | None:
         """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files of a tokenizer."""
+        return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
         """As `gguf_metadata` without the arrays of strings, which are large; empty where there are files."""
@@ -128,6 +130,10 @@ class Checkpoint(abc.ABC):
     def pooling(self) -> Pooling:
         """How it makes vectors of texts, where it is made for that."""
         return UNSAID
+
+    def dense(self) -> Matrices:
+        """What makes a vector of what was pooled, one after the other."""
+        return read_dense(self.pooling.dense, self.config)
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -225,9 +231,6 @@ class _Directory(Checkpoint):
         kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else stored_dtype(self.config)
         return f"safetensors {kind or 'float32'}"
 
-    def gguf_metadata(self) -> None:
-        return None
-
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)
 
@@ -268,6 +271,9 @@ class _GgufFile(Checkpoint):
     @property
     def pooling(self) -> Pooling:
         return gguf_pooling(self._header.values, self.path)
+
+    def dense(self) -> Matrices:
+        return gguf_dense(self._header, self.config)
 
     @functools.cached_property
     def _vocabulary(self) -> list[str]:
@@ -371,9 +377,6 @@ class _OnnxFile(Checkpoint):
     @property
     def format(self) -> str:
         return f"ONNX {', '.join(sorted(onnx_types(self._model)))}"
-
-    def gguf_metadata(self) -> None:
-        return None
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)

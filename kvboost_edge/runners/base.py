@@ -50,6 +50,7 @@ class RunnerInfo:
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
     copies_kv: bool = False  # holds running sequences' keys and values beside the pool too, as many bytes at most
     hidden_size: int = 0  # floats of a hidden state; 0: the runner hands out none
+    stores_kv: bool = True  # False: a text is one pass, all of it; what is wanted of it are states
     numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 
 

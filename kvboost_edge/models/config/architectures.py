@@ -17,8 +17,8 @@ from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
     "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges", "is_static_dynamic",
-    "pin_notice", "pinned_context",
+    "attends_both_ways", "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges",
+    "is_static_dynamic", "pin_notice", "pinned_context",
 ]  # fmt: skip
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
@@ -151,9 +151,10 @@ _STATE_SPACE = "it keeps a recurrent state, not keys and values, which a block p
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
-    "its attention is bidirectional (as EmbeddingGemma's is), and keys and values of a pool are computed causally; for "
-    "embeddings use a causal model such as Qwen3-Embedding"
+    "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for embeddings use that, or "
+    "a causal model such as Qwen3-Embedding"
 )
+_BOTH_WAYS = ("gemma3_text",)
 _ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -297,12 +298,17 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             packed_layout(config)
         except ModelFormatError as error:
             yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
-    if inner.get("use_bidirectional_attention") in (True, "all") or inner.get("is_causal") is False:
+    if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get("is_causal") is False:
         yield _BIDIRECTIONAL
     if inner.get("enable_moe_block") and str(inner.get("model_type")).startswith("gemma4"):
         yield "it is a mixture of experts, whose router is not built for Gemma 4; its dense models run"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
+
+
+def attends_both_ways(config: Mapping[str, Any]) -> bool:
+    """Whether tokens see those behind them, so that texts make vectors and predict nothing."""
+    return text_config(config).get("use_bidirectional_attention") in (True, "all")
 
 
 def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:

@@ -13,20 +13,19 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, pinned_context
-from kvboost_edge.models.config.completed import granite_hybrid, has_rope, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
+from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
+from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
 from kvboost_edge.models.config.layers import LayerShape, LayerSpec, same_shapes
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
-from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale, rope_kind
+from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
 from kvboost_edge.models.config.windows import (
     all_but_every,
     all_but_first_of,
     every_second,
-    given_step,
-    given_window,
     qwen_windows,
     same_window,
 )  # fmt: skip
@@ -115,7 +114,8 @@ class Family:
 class ModelSpec:
     """Everything the native runner needs to know of a model besides its weights. Sizes are in elements.
 
-    Those of heads and of the MLP are the config's; what a layer has is in its LayerSpec.
+    Those of heads and of the MLP are the config's; what a layer has is in its LayerSpec. `both_ways`: tokens see those
+    behind them, so a text is one pass and predicts nothing.
     """
 
     model_type: str
@@ -143,6 +143,7 @@ class ModelSpec:
     ropes: tuple[RopeKind, ...]
     per_layer: PerLayerInput | None
     query_scale: QueryScale | None
+    both_ways: bool
 
     @property
     def first_shared(self) -> int:
@@ -166,6 +167,7 @@ def _cap(config: Config, key: str, default: float) -> float:
 
 
 _ONE_WAY = ("use_bidirectional_attention", (None, False))
+_EITHER_WAY = ("use_bidirectional_attention", (None, False, True))
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 _LLAMA = Family()
 _QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
@@ -191,7 +193,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
             windows=all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
-            unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
+            unless=(_EITHER_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
         "gemma4_text": _GEMMA4,
         "gemma4_unified_text": _GEMMA4,
@@ -255,13 +257,14 @@ def describe_model(config: Config) -> ModelSpec:
     kv_heads, inner = size_of(config, "num_key_value_heads") or heads, _size(config, family.inner)
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
-    ropes, rope_of = _ropes(config, family, [_head_dim(shapes, windows, is_full) for is_full in (True, False)])
+    ropes, rope_of = layer_ropes(config, family, [_head_dim(shapes, windows, is_full) for is_full in (True, False)])
     attention_bias = bool(config.get("attention_bias", family.biased))
     factor = _multipliers(config, family)
     scalar: float = head_dim
     if family.query_scalar:
         scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
     longest, pinned, vocab = context_length(config), pinned_context(config), _size(config, "vocab_size")
+    longest, both_ways = longest if pinned is None else min(longest, pinned.length), attends_both_ways(config)
     return ModelSpec(
         model_type=model_type,
         family=family,
@@ -287,13 +290,15 @@ def describe_model(config: Config) -> ModelSpec:
         and family.output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        max_context=longest if pinned is None else min(longest, pinned.length),
+        max_context=longest,
         layers=tuple(
-            LayerSpec.of(w, rope_of(i, w), shape) for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
+            LayerSpec.of(w, rope_of(i, w), shape, longest * both_ways)
+            for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
         ),
         ropes=ropes,
+        both_ways=both_ways,
         per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
-        query_scale=query_scale(_rope_settings(config, family)) if family.query_scaled else None,
+        query_scale=query_scale(rope_settings(config, family)) if family.query_scaled else None,
     )
 
 
@@ -335,86 +340,3 @@ def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: boo
     if len(found) > 1:
         raise ModelFormatError(f"layers of one kind of attention have heads of {sorted(found)}, and one rope for all")
     return found.pop()
-
-
-def _ropes(
-    config: Config, family: Family, head_dims: Sequence[int]
-) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
-    """The ropes of a model, and which one (layer, window) has. head_dims: of layers without a window and with one."""
-    longest, (head_dim, local_dim) = context_length(config), head_dims
-    if family.local_rope:
-        full, local = _local_rope_settings(config, family)
-        return (rope_kind(full, head_dim, longest), rope_kind(local, local_dim, longest)), lambda i, w: int(w > 0)
-    if family.layer_thetas:
-        return _ropes_by_theta(config, _rope_settings(config, family), head_dim)
-    ropes = (rope_kind(_rope_settings(config, family), head_dim, longest),)
-    if not family.no_rope:
-        return ropes, lambda i, w: 0
-    if family.no_rope == "full":
-        mixed = given_window({"sliding_window": 4096, **config}, 0) > 0
-        return ropes, lambda i, w: 0 if w or not mixed else -1
-    if family.no_rope == "typed":
-        kind = 0 if has_rope(config) else -1
-        return ropes, lambda i, w: kind
-    layers = _size(config, "num_hidden_layers")
-    step = given_step(config, ("no_rope_layer_interval",), 4)
-    uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
-    if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
-        raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
-    return ropes, lambda i, w: 0 if uses[i] else -1
-
-
-def _ropes_by_theta(
-    config: Config, settings: Mapping[str, Any], head_dim: int
-) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
-    layers = _size(config, "num_hidden_layers")
-    thetas = config.get("layer_rope_theta") or [settings["rope_theta"]] * layers
-    if not isinstance(thetas, (list, tuple)) or len(thetas) != layers:
-        raise ModelFormatError(f"layer_rope_theta={thetas!r:.200} must be a number for each of the {layers} layers")
-    found = [number_of({"layer_rope_theta": theta}, "layer_rope_theta", 0.0, 1e12) for theta in thetas]
-    bases = sorted({theta for theta in found if theta}) or [settings["rope_theta"]]
-    kinds = [rope_kind({**settings, "rope_theta": theta}, head_dim, context_length(config)) for theta in bases]
-    return tuple(kinds), lambda i, w: bases.index(found[i]) if found[i] else -1
-
-
-def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
-    """The newer key rope_parameters, or the older rope_theta, rope_scaling and partial_rotary_factor."""
-    older = {"rope_theta": config.get("rope_theta", family.theta)}
-    if config.get("partial_rotary_factor") is not None:
-        older["partial_rotary_factor"] = config["partial_rotary_factor"]
-    newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
-        raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
-    merged = {
-        "partial_rotary_factor": family.partial,
-        **older,
-        **{key: value for key, value in newer.items() if value is not None},
-    }
-    name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
-    if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
-        merged["rope_type"] = "longrope"  # Phi-3's first names of it
-    if merged.get("rope_type", merged.get("type")) == "longrope":
-        # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
-        merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
-        merged[LONG_RANGE] = bool(config.get(LONG_RANGE))
-    else:
-        merged[name] = merged.get(name) or outer or context_length(config)
-    return merged
-
-
-def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope of the full layers and of the sliding ones."""
-    newer, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    kinds = ("full_attention", "sliding_attention")
-    found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
-    if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
-        raise ModelFormatError(
-            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this family has those of "
-            f"{kinds[0]} and of {kinds[1]}"
-        )
-    full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
-    if not newer:
-        full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
-    full["rope_theta"] = full.get("rope_theta") or family.theta
-    local["rope_theta"] = local.get("rope_theta") or family.local_theta
-    return full, local

@@ -27,7 +27,8 @@ class LayerShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none; the rest as in LayerShape."""
+    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none; `ahead`: so many tokens behind a
+    query are seen too; the rest as in LayerShape."""
 
     window: int
     rope: int
@@ -37,10 +38,14 @@ class LayerSpec:
     kv: int
     owns_kv: bool
     has_values: bool
+    ahead: int = 0
 
     @classmethod
-    def of(cls, window: int, rope: int, shape: LayerShape) -> LayerSpec:
-        return cls(window, rope, *shape)
+    def of(cls, window: int, rope: int, shape: LayerShape, ahead: int = 0) -> LayerSpec:
+        """A layer that sees `ahead` tokens behind a query where it has no window; half of that to either side else."""
+        if window and ahead:
+            window, ahead = window // 2 + 1, window // 2
+        return cls(window, rope, *shape, ahead)
 
 
 def same_shapes(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> Sequence[LayerShape]:

@@ -86,6 +86,8 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     special = SPECIAL.get(architecture.model_type)
     if special is not None:
         config.update(special(keys, config))
+    if architecture.both_ways:
+        config["use_bidirectional_attention"] = True
     return config
 
 
@@ -134,8 +136,10 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
             )
     if keys.header.values.get(keys.name("expert_count")) not in (None, 0):
         raise keys.error("expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts")
-    if keys.header.value(keys.name("attention.causal"), bool) is False:
-        raise keys.error("attention.causal", False, "is not a model that generates text")
+    causal = keys.header.value(keys.name("attention.causal"), bool)
+    if causal is architecture.both_ways:
+        wanted = "contradicts the architecture" if causal else "is not a model that generates text"
+        raise keys.error("attention.causal", causal, wanted)
 
 
 def _is_neutral(key: str, value: Any) -> bool:

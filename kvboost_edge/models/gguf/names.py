@@ -63,6 +63,8 @@ class GgufArchitecture:
     norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight)
     outer        names outside the layers, beside those of all
     keys         metadata keys "architecture.KEY" that only some architectures have
+    dense        tensors behind the pooling, which are no part of the decoder
+    both_ways    its attention is bidirectional
     """
 
     model_type: str
@@ -71,9 +73,12 @@ class GgufArchitecture:
     norm_offset: float = 0.0
     outer: Mapping[str, str] = dataclasses.field(default_factory=dict)
     keys: frozenset[str] = frozenset()
+    dense: tuple[str, ...] = ()
+    both_ways: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+_DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
 _SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
@@ -107,6 +112,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "gemma3": GgufArchitecture(
             "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0,
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
+        ),
+        "gemma-embedding": GgufArchitecture(
+            "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0, both_ways=True,
+            keys=frozenset({"rope.freq_base_swa", *_WINDOW, *_DENSE_KEYS}),
+            dense=("dense_2.weight", "dense_3.weight"),
         ),
         "gemma4": GgufArchitecture(
             "gemma4_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS, **_GEMMA4}, outer=_GEMMA4_OUTER,

@@ -39,11 +39,6 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
-    if name == "gemma-embedding":
-        raise ModelFormatError(
-            f"{header.path}: EmbeddingGemma is not supported: its attention is bidirectional, and keys and values of a "
-            "pool are computed causally; use a causal embedding model such as Qwen3-Embedding"
-        )
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF (known: {known})")
@@ -59,7 +54,8 @@ class GgufSource:
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in header.tensors.items():
-            if name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or is_other_part(name):
+            is_outside = name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or name in self.architecture.dense
+            if is_outside or is_other_part(name):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:

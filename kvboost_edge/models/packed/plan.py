@@ -19,6 +19,7 @@ __all__ = [
     "check_tensors",
     "holds_exactly",
     "is_quantized",
+    "kinds_of",
     "pack_plan",
     "plan_bytes",
     "plan_label",
@@ -125,6 +126,11 @@ def holds_exactly(kind: str, stored: str | None) -> bool:
 def plan_bytes(plan: Sequence[PackEntry]) -> int:
     """Bytes of all sections: what the packed weights take in memory."""
     return sum(size for entry in plan for size in entry.sizes)
+
+
+def kinds_of(plan: Sequence[PackEntry]) -> set[int]:
+    """Kinds of the matrices, as the kernels number them."""
+    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
 
 
 def plan_label(plan: Sequence[PackEntry], weights: str) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
     "LATE_NORM",
+    "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
@@ -31,6 +32,7 @@ LATE_NORM = "queries and keys of this family are normed behind rope, so stored k
 """Why its keys are attended only where they were computed."""
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
+STORES_NOTHING = "the model attends both ways, so each text is one pass whose keys and values are not stored"
 _GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
 _ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
@@ -65,6 +67,8 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
     """Where a pass is one call of a kernel attention finds the queries before rotation, and turns them."""
     spec = describe_model(model_config)
+    if spec.both_ways:
+        return STORES_NOTHING
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
     if spec.family.late_norm:
@@ -109,7 +113,12 @@ def choose_weights(
 
 
 def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
-    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`."""
+    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`; of a model
+    that attends both ways nothing, and ConfigError for bits."""
+    if spec.both_ways:
+        if bits != _UNQUANTIZED:
+            raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
+        return KVSpec((), block_size, "float32")
     given = {layer.kv for layer in spec.layers if not layer.owns_kv}
     layers = tuple(
         LayerKVSpec(layer.num_kv_heads, layer.head_dim, layer.kv + 1 if layer.kv in given else 0)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
@@ -16,7 +17,7 @@ from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry, run_name
 
-__all__ = ["LayerProgram", "Sizes", "build_program"]
+__all__ = ["LayerProgram", "Sizes", "attention_params", "build_program"]
 
 # Where weights stream from memory long runs are best: 2 units a thread instead of 8 raise GB/s by a fifth to a half.
 _UNITS_PER_THREAD = 2
@@ -313,3 +314,17 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
     return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, builder.ones)
+
+
+def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:
+    """The constants of attention of each layer; sinks are float32 [num_heads], views of `packed`."""
+
+    def sinks(layer: int) -> npt.NDArray[np.float32] | None:
+        if not spec.family.sinks:
+            return None
+        return packed.array(f"layer{layer}.sinks").view(np.float32)[: spec.num_heads]
+
+    return [
+        AttentionParams(spec.softmax_scale, layer.window, spec.softcap, sinks(index))
+        for index, layer in enumerate(spec.layers)
+    ]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
@@ -22,7 +22,6 @@ from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.kernels.attention.parts import has_delta, turned_positions
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.tiles import GROUP
-from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
@@ -32,14 +31,15 @@ from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
-from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label, row_tables
+from kvboost_edge.models.packed.plan import PackEntry, check_tensors, kinds_of, pack_plan, plan_label, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
-from kvboost_edge.runners.native.plan import LATE_NORM, native_kv_spec
-from kvboost_edge.runners.native.program import build_program
+from kvboost_edge.runners.native.pass_texts import PassTexts
+from kvboost_edge.runners.native.plan import LATE_NORM, STORES_NOTHING, native_kv_spec
+from kvboost_edge.runners.native.program import attention_params, build_program
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
@@ -82,14 +82,12 @@ class NativeRunner:
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
-        self.kinds = _kinds_of(plan)
+        self.kinds = kinds_of(plan)
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
-        self._params = [
-            AttentionParams(spec.softmax_scale, layer.window, spec.softcap, self._sinks(index))
-            for index, layer in enumerate(spec.layers)
-        ]
+        self._texts: PassTexts | None = None
+        self._params = attention_params(spec, packed)
         self.info = RunnerInfo(
             name="native",
             architecture=spec.model_type,
@@ -101,14 +99,9 @@ class NativeRunner:
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
             hidden_size=spec.hidden_size,
+            stores_kv=not spec.both_ways,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
-
-    def _sinks(self, layer: int) -> Floats | None:
-        """float32 [num_heads], a view of the packed weights; None where the family has none."""
-        if not self._spec.family.sinks:
-            return None
-        return self._packed.array(f"layer{layer}.sinks").view(np.float32)[: self._spec.num_heads]
 
     @classmethod
     def from_dir(
@@ -140,7 +133,7 @@ class NativeRunner:
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
-            program, *entries = pass_entries(_kinds_of(plan), quantized=kv_bits != (16, 16))
+            program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
             compile_ahead([program, *packing_entries(plan, source, row_tables(spec)), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
@@ -164,6 +157,8 @@ class NativeRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
+        if self._spec.both_ways:
+            return STORES_NOTHING
         if self._spec.family.late_norm:
             return LATE_NORM
         # Where a pass is one call of a kernel attention finds the queries before rotation.
@@ -187,7 +182,11 @@ class NativeRunner:
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
-        self._whole, layers = None, self._spec.layers
+        self._whole, self._texts, layers = None, None, self._spec.layers
+        if self._spec.both_ways:
+            self._texts = PassTexts(self._spec, access)
+            self._kernels = kernel_table(self.kinds, None if self._texts.whole is None else False)
+            return
         if all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in layers):
             self._whole = WholePass.of(backend, self._params, [layer.kv for layer in layers])
         self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
@@ -205,14 +204,15 @@ class NativeRunner:
             refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
         if spec.family.late_norm:
             refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
-        prepared = backend.prepare(batch.layout)
+        prepared: Any = (self._texts or backend).prepare(batch.layout)
+        whole = self._whole if self._texts is None else self._texts.whole
         addresses, _held = self._addresses(batch, tokens, positions)
-        if self._whole is not None:
-            return self._forward_whole(self._whole, batch, prepared, addresses)
+        if whole is not None:
+            return self._forward_whole(whole, batch, prepared, addresses)
         attended = np.empty((0, 0), dtype=np.float32)
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
-            attended = self._attend(backend, layer, num_tokens, prepared)
+            attended = self._attend(self._texts or backend, layer, num_tokens, prepared)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
@@ -308,7 +308,7 @@ class NativeRunner:
         attended = memory.attended[: num_tokens * width].reshape(num_tokens, width)
         return self._outputs(batch, addresses, attended, narrow, prepared)
 
-    def _attend(self, backend: Backend, layer: int, num_tokens: int, prepared: Any) -> Floats:
+    def _attend(self, backend: Backend | PassTexts, layer: int, num_tokens: int, prepared: Any) -> Floats:
         """Store keys and values, where the layer has some; what attention returns, rows padded to whole groups."""
         own, buffers = self._spec.layers[layer], self._buffers
         query = buffers.rows(lt.B_QUERY, num_tokens, self._spec.num_heads, own.head_dim)
@@ -362,13 +362,7 @@ class NativeRunner:
     def _num_counters(self, first: int, end: int) -> int:
         return lt.COUNTERS_PER_OP * (end - first + 1)
 
-    def _run(
-        self,
-        part: tuple[int, int],
-        addresses: npt.NDArray[np.int64],
-        num_tokens: int,
-        counters: npt.NDArray[np.int64] | None = None,
-    ) -> None:
+    def _run(self, part: tuple[int, int], addresses: Longs, num_tokens: int, counters: Longs | None = None) -> None:
         """Operations [first, end); `counters`: zeros, at least as many as they need."""
         first, end = part
         if counters is None:
@@ -382,15 +376,10 @@ class NativeRunner:
     def close(self) -> None:
         """End the helper threads, let go of the backend and unmap the weights."""
         self._own_team.close()
-        self._backend, self._team, self._whole = None, self._own_team, None
+        self._backend, self._team, self._whole, self._texts = None, self._own_team, None, None
         self._packed.close()
         if self._table is not None:
             self._table.close()
-
-
-def _kinds_of(plan: list[PackEntry]) -> set[int]:
-    """Kinds of the matrices, as the kernels number them."""
-    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:

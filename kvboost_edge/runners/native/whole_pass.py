@@ -67,18 +67,23 @@ class _Members(NamedTuple):
     shape: LayerKVSpec
     layers: list[int]
     places: Longs
-    kinds: dict[AttentionParams, list[int]]
+    kinds: dict[AttentionOptions, list[int]]
 
 
 class WholePass:
     """The attention operations of all layers on one backend. `kv`: the pool's layer that each of them reads."""
 
     def __init__(
-        self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams], kv: Sequence[int]
+        self,
+        access: KernelAccess,
+        spec: KVSpec,
+        params: Sequence[AttentionParams | AttentionOptions],
+        kv: Sequence[int],
     ) -> None:
         self._space, self._pools, self._coded = access
         self._spec, self._kv = spec, list(kv)
-        self._params = [one._replace(sinks=None) for one in params]  # what arrays hold is no part of a kind
+        # What arrays hold is no part of a kind.
+        self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
         self._fixed: dict[int, Any] = {}
         if self._coded is None:
             self._fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
@@ -156,9 +161,8 @@ class WholePass:
         for members in self._members(layers):
             shape, storage = members.shape, self._storage(members, layers, prepared)
             queries = query[: num_tokens * num_heads * shape.head_dim].reshape(num_tokens, num_heads, shape.head_dim)
-            for params, own in members.kinds.items():
-                plan = prepared.plan(num_heads // shape.num_kv_heads, shape.num_kv_heads, params.window)
-                options = AttentionOptions(*params)
+            for options, own in members.kinds.items():
+                plan = prepared.plan(num_heads // shape.num_kv_heads, shape.num_kv_heads, options.window, options.ahead)
                 calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
                 owners.append(own)
             storages.append((members, storage))
@@ -185,14 +189,14 @@ class WholePass:
         """The layers of a range by the shapes of their pools, worked out once."""
         found = self._ranges.get(layers)
         if found is None:
-            by_shape: dict[LayerKVSpec, dict[AttentionParams, list[int]]] = {}
+            by_shape: dict[LayerKVSpec, dict[AttentionOptions, list[int]]] = {}
             for layer in layers:
                 kinds = by_shape.setdefault(self._spec.layers[self._kv[layer]], {})
                 kinds.setdefault(self._params[layer], []).append(layer - layers.start)
             found = self._ranges[layers] = [self._one_shape(shape, kinds, layers) for shape, kinds in by_shape.items()]
         return found
 
-    def _one_shape(self, shape: LayerKVSpec, kinds: dict[AttentionParams, list[int]], layers: range) -> _Members:
+    def _one_shape(self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range) -> _Members:
         own = sorted(layer for members in kinds.values() for layer in members)
         places = [self._spec.layers[: self._kv[layers.start + layer]].count(shape) for layer in own]
         return _Members(shape, own, np.array(places, dtype=np.int64), kinds)

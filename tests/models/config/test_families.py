@@ -106,7 +106,8 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention='vision'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types"),
         ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
@@ -117,6 +118,16 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
 def test_what_is_not_known_is_refused_with_the_reason(model_type: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         _spec(model_type, **fields)
+
+
+def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways() -> None:
+    fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
+    assert spec.both_ways
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(257, 256), (0, spec.max_context)]
+    spec = _spec("gemma3_text", use_bidirectional_attention=False, **fields)
+    assert not spec.both_ways
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(512, 0), (0, 0)]
 
 
 NAN, INF = float("nan"), float("inf")
