@@ -17,9 +17,10 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
 from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
 
-__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
+__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "add_keys", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -48,9 +49,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "granitemoehybrid": {},
     "granitemoehybrid-nope": {},
+    "minicpm": {},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma4": {},
+    "gemma4-wide": {},
     "phi3": {},
     "phi3-full": {"sliding_window": None},
     "olmo2": {},
@@ -77,7 +81,10 @@ K_SCALES = {
 
 def save_model(name: str, directory: Path) -> Path:
     """A tiny model of FAMILIES as its makers' directory."""
-    save = save_nested_model if name in NESTED and name != "gemma3" else save_tiny_model
+    if name == "minicpm":  # transformers has no class of it
+        directory.mkdir()
+        return save_tiny_checkpoint(name, directory, **FAMILIES[name])
+    save = save_nested_model if name in NESTED and not name.startswith("gemma") else save_tiny_model
     return save(name, directory, **FAMILIES[name])
 
 
@@ -172,7 +179,7 @@ def write_gguf(
     path: Path,
     *,
     kind: str | Callable[[str], str] = "F32",
-    tokenizer: bool | None = True,
+    tokenizer: bool | Mapping[str, Any] | None = True,
     keys: Mapping[str, Any] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
@@ -181,10 +188,10 @@ def write_gguf(
     """Write the model as GGUF.
 
     kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
-    tokenizer: None for a file that says there is none, as llama.cpp wants to be told.  keys: further metadata of the
-    architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that is left out.  split: parts of
-    so many tensors each, beside `path`, which is not written then; the first one is returned.  dense:
-    with the matrices behind the pooling of a model that attends both ways.
+    tokenizer: the model's own, or keys of one; None for a file that says there is none, as llama.cpp wants to be told.
+    keys: further metadata of the architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that
+    is left out.  split: parts of so many tensors each, beside `path`, which is not written then; the first one is
+    returned.  dense: with the matrices behind the pooling of a model that attends both ways.
     """
     config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
@@ -194,7 +201,9 @@ def write_gguf(
     for key, value in (keys or {}).items():
         kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
-    if tokenizer:
+    if isinstance(tokenizer, Mapping):
+        add_keys(writer, tokenizer)
+    elif tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
     elif tokenizer is None:
         writer.add_tokenizer_model("none")
@@ -219,6 +228,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Keys of a tokenizer, arrays as lists or of NumPy."""
+    kinds = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            plain = value.tolist() if isinstance(value, np.ndarray) else value
+            kinds.get(type(plain), writer.add_uint32)(key, plain)
 
 
 def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:

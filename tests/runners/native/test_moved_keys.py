@@ -71,8 +71,7 @@ ELSEWHERE = ("phi3-longrope", "granite_swa")  # other factors beyond 96; transfo
 # Which rope layers have (-1: none), and whether they have a window.
 LAYERS = {
     "llama-yarn": {(0, False)},
-    "gemma3": {(0, False), (1, True)},
-    "gemma4": {(0, False), (1, True)},
+    **{name: {(0, False), (1, True)} for name in ("gemma3", "gemma4")},
     "smollm3": {(0, False), (-1, False)},
 }
 SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
