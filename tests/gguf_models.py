@@ -17,9 +17,10 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
 from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
 
-__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
+__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "add_keys", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
@@ -29,7 +30,7 @@ ARCHS = {
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
     "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
-    "granitemoehybrid": MODEL_ARCH.GRANITE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
 }  # fmt: skip
 # What GGUF cannot say has to have the value that llama.cpp knows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -48,9 +49,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "granitemoehybrid": {},
     "granitemoehybrid-nope": {},
+    "minicpm": {},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma4": {},
+    "gemma4-wide": {},
     "phi3": {},
     "phi3-full": {"sliding_window": None},
     "olmo2": {},
@@ -64,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
-PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid", "minicpm")
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
@@ -77,7 +81,10 @@ K_SCALES = {
 
 def save_model(name: str, directory: Path) -> Path:
     """A tiny model of FAMILIES as its makers' directory."""
-    save = save_nested_model if name in NESTED and name != "gemma3" else save_tiny_model
+    if name == "minicpm":  # transformers has no class of it
+        directory.mkdir()
+        return save_tiny_checkpoint(name, directory, **FAMILIES[name])
+    save = save_nested_model if name in NESTED and not name.startswith("gemma") else save_tiny_model
     return save(name, directory, **FAMILIES[name])
 
 
@@ -122,7 +129,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
     if model_type == "gemma4_text":
@@ -172,7 +179,7 @@ def write_gguf(
     path: Path,
     *,
     kind: str | Callable[[str], str] = "F32",
-    tokenizer: bool | None = True,
+    tokenizer: bool | Mapping[str, Any] | None = True,
     keys: Mapping[str, Any] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
@@ -181,10 +188,10 @@ def write_gguf(
     """Write the model as GGUF.
 
     kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
-    tokenizer: None for a file that says there is none, as llama.cpp wants to be told.  keys: further metadata of the
-    architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that is left out.  split: parts of
-    so many tensors each, beside `path`, which is not written then; the first one is returned.  dense:
-    with the matrices behind the pooling of a model that attends both ways.
+    tokenizer: the model's own, or keys of one; None for a file that says there is none, as llama.cpp wants to be told.
+    keys: further metadata of the architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that
+    is left out.  split: parts of so many tensors each, beside `path`, which is not written then; the first one is
+    returned.  dense: with the matrices behind the pooling of a model that attends both ways.
     """
     config = _config(model_dir)
     both_ways = bool(config.get("use_bidirectional_attention"))
@@ -194,7 +201,9 @@ def write_gguf(
     for key, value in (keys or {}).items():
         kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
-    if tokenizer:
+    if isinstance(tokenizer, Mapping):
+        add_keys(writer, tokenizer)
+    elif tokenizer:
         _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
     elif tokenizer is None:
         writer.add_tokenizer_model("none")
@@ -221,6 +230,15 @@ def write_gguf(
     return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
+def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Keys of a tokenizer, arrays as lists or of NumPy."""
+    kinds = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            plain = value.tolist() if isinstance(value, np.ndarray) else value
+            kinds.get(type(plain), writer.add_uint32)(key, plain)
+
+
 def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     heads, model_type = config["num_attention_heads"], config["model_type"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -234,7 +252,8 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
     if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
@@ -259,7 +278,9 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_dimension_count(head_dim)
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if rope["rope_type"] == "longrope":
+    if rope["rope_type"] == "longrope" and model_type == "minicpm":  # its converter writes no length and no factor
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    elif rope["rope_type"] == "longrope":
         old = config.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
         scale = config["max_position_embeddings"] / old
         writer.add_rope_scaling_orig_ctx_len(old)
@@ -280,6 +301,10 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if model_type == "gemma4_text":
         write_gemma4_sizes(writer, config)
+    if model_type == "minicpm":
+        writer.add_embedding_scale(config["scale_emb"])
+        writer.add_residual_scale(config["scale_depth"] / config["num_hidden_layers"] ** 0.5)
+        writer.add_logit_scale(config["hidden_size"] / config["dim_model_base"])
     if model_type == "granitemoehybrid":
         writer.add_expert_count(0)
         writer.add_expert_used_count(0)

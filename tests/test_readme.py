@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -38,6 +40,17 @@ def test_snippet_runs(snippet, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "a snippet shows something"
+
+
+def test_the_table_of_families_is_what_the_code_says():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", README, flags=re.MULTILINE)
+    said = {name: tuple(cells.split(" | ")) for name, cells in rows if name in SUPPORTED_ARCHITECTURES}
+    assert said == {
+        name: (known.note, ", ".join(known.runners), ", ".join(known.files), known.proof)
+        for name, known in SUPPORTED_ARCHITECTURES.items()
+        if known.tested
+    }
+    assert [name for name, _ in rows if name in said] == sorted(said)
 
 
 def test_every_folder_has_its_phrase_in_the_tree():

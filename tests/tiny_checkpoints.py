@@ -53,6 +53,7 @@ _WRITTEN_OUT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.
 _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", False, False, {}),
     "qwen2": ("Qwen2ForCausalLM", True, False, {}),
+    "minicpm": ("MiniCPMForCausalLM", False, False, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
     "qwen3": ("Qwen3ForCausalLM", False, True, {"head_dim": 32}),
 }
 

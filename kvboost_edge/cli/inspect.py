@@ -15,7 +15,11 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.selection import select_path
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import check_model_compatibility, pinned_context
+from kvboost_edge.models.config.architectures import (
+    SUPPORTED_ARCHITECTURES,
+    check_model_compatibility,
+    pinned_context,
+)
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
 from kvboost_edge.runners.choice import RUNNERS, plan_of
@@ -50,6 +54,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "path": str(checkpoint.path),
         "format": checkpoint.format,
         **path_taken,
+        **_known_of(str(path_taken["architecture"])),
         "layers": size_of(inner, "num_hidden_layers"),
         "hidden_size": size_of(inner, "hidden_size"),
         "vocab_size": size_of(inner, "vocab_size"),
@@ -62,6 +67,18 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "kv_bytes_per_block": kv.bytes_per_block,
         "fingerprint": checkpoint.fingerprint(),
+    }
+
+
+def _known_of(architecture: str) -> dict[str, str]:
+    """What the README's table says of a family."""
+    known = SUPPORTED_ARCHITECTURES.get(architecture)
+    if known is None:
+        return {"runs_on": "unknown", "read_from": "unknown", "compared_with": "nothing"}
+    return {
+        "runs_on": ", ".join(known.runners),
+        "read_from": ", ".join(known.files),
+        "compared_with": known.proof,
     }
 
 

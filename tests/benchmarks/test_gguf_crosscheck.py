@@ -24,7 +24,7 @@ EXACT = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4)
         ("llama", "F32", 0.0, np.nan, False),
         ("llama", "Q8_0", 0.02, 0.02, True),
         ("llama", "Q8_0", 0.04, 0.02, False),
-        ("llama", "Q8_0", 0.02, 0.3, False),
+        ("llama", "Q8_0", 0.02, 0.6, False),
         ("llama", "Q8_0", np.nan, 0.02, False),
     ],
 )

@@ -139,6 +139,8 @@ def test_inspect_shows_what_the_files_hold(tiny_model_dir, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["architecture"] == "llama"
     assert report["supported"] is True
+    assert (report["runs_on"], report["read_from"]) == ("native, torch", "safetensors, GGUF, ONNX")
+    assert report["compared_with"] == "transformers; llama.cpp (GGUF)"
     assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 16 * 2  # K and V, 3 layers, 2 kv heads of 16, float16
     assert report["kv_bytes_per_block"] == 16 * report["kv_bytes_per_token"]
     assert (report["runner"], report["weights"]) == ("native", "int8")

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvboost_edge.kernels import block_rows
 from kvboost_edge.kernels.block_rows import FORMATS, decode_rows, decode_rows_entry
 from kvboost_edge.models.gguf.blocks import BLOCKS
 
@@ -39,6 +40,7 @@ def test_all_halves_are_numbers_of_numpy() -> None:
     np.testing.assert_array_equal(found[0], raw.view(np.float16).astype(np.float32))
 
 
-def test_it_can_be_compiled_ahead() -> None:
+def test_what_is_compiled_ahead_is_what_is_called() -> None:
+    decode_rows("Q8_0", _random("Q8_0", 1, 256), np.empty((1, 256), np.float32))
     decode_rows_entry.compile()
-    assert decode_rows_entry.is_ready
+    assert list(block_rows._decode.overloads) == [decode_rows_entry.arguments]  # type: ignore[attr-defined]

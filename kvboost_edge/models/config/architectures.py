@@ -29,10 +29,23 @@ PHI3_LENGTH = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model family: `tested` when its results are compared with transformers' own in the test suite."""
+    """A model family: `tested` when its results are compared with transformers' own in the test suite.
+
+    runners  "native", "torch": those that compute it, of a tested family those it is tested with
+    files    what the native runner reads it from, else what transformers does
+    oracle   what its results are compared with
+    """
 
     tested: bool
     note: str
+    runners: tuple[str, ...]
+    files: tuple[str, ...]
+    oracle: str
+
+    @property
+    def proof(self) -> str:
+        """All that its results are compared with, on tiny random models."""
+        return self.oracle + "; llama.cpp (GGUF)" * (self.tested and "GGUF" in self.files)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,32 +68,33 @@ class PinnedContext:
 
 _TESTED = {
     "llama": "Llama, TinyLlama, SmolLM2 and kin; default, linear, llama3, yarn and longrope",
-    "mistral": "sliding window",
+    "mistral": "Mistral 7B and kin, sliding window",
     "qwen2": "Qwen2 and Qwen2.5",
-    "qwen3": "normalized queries and keys",
-    "gemma": "scaled embeddings",
-    "gemma2": "softcaps, local and global layers",
-    "gemma3_text": "local and global layers with their own rope",
-    "gemma4_text": "heads by kind of layer, shared keys and values, embeddings of the layers",
+    "qwen3": "Qwen3, dense; normalized queries and keys",
+    "gemma": "Gemma 1, scaled embeddings",
+    "gemma2": "Gemma 2, softcaps, local and global layers",
+    "gemma3_text": "Gemma 3, local and global layers with their own rope",
+    "gemma4_text": "Gemma 4, heads by kind of layer, shared keys and values, embeddings of the layers",
     "gemma4_unified_text": "the same without embeddings of the layers",
-    "gemma4": "the language part of a vision and audio model; text only, native runner",
-    "gemma4_unified": "the language part of a vision and audio model; text only, native runner",
-    "phi3": "Phi-3 and Phi-4 with plain rope",
-    "olmo2": "norms behind the blocks",
-    "olmo3": "local and global layers, norms behind the blocks",
-    "exaone4": "local and global layers, these without rope",
+    "gemma4": "the language part of a vision and audio model; text only",
+    "gemma4_unified": "the language part of a vision and audio model; text only",
+    "phi3": "Phi-3 and Phi-4, plain rope and longrope",
+    "olmo2": "OLMo 2, norms behind the blocks",
+    "olmo3": "OLMo 3, local and global layers, norms behind the blocks",
+    "exaone4": "EXAONE 4, local and global layers, these without rope",
     "ernie4_5": "the dense models of ERNIE 4.5",
-    "glm4": "partial rotary, norms before and behind the blocks",
-    "granite": "scaled attention, residual and logits",
+    "glm4": "GLM-4, partial rotary, norms before and behind the blocks",
+    "granite": "Granite, scaled attention, residual and logits",
     "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
-    "smollm3": "layers without rope",
-    "hunyuan_v1_dense": "queries and keys normalized behind rope",
-    "ministral3": "queries scaled by position",
+    "smollm3": "SmolLM3, layers without rope",
+    "hunyuan_v1_dense": "Hunyuan, dense; queries and keys normalized behind rope",
+    "ministral3": "Ministral 3, queries scaled by position",
     "gemma3": "the language part of a vision model; text only",
-    "qwen3_vl": "the language part of a vision model; text only, native runner",
+    "minicpm": "MiniCPM 1, 2 and 4; scaled embeddings, residual and logits",
+    "qwen3_vl": "the language part of a vision model; text only",
     "qwen3_vl_text": "the same without its vision part",
-    "mistral3": "the language part of a vision model; text only, native runner",
-    "granite_swa": "local and global layers, attention sinks",
+    "mistral3": "the language part of a vision model; text only",
+    "granite_swa": "Granite, local and global layers, attention sinks",
     "olmoe": "mixture of experts",
     "ernie4_5_moe": "mixture of experts",
     "stablelm": "partial rotary",
@@ -108,8 +122,28 @@ _UNTESTED = {
     "seed_oss": "Llama's attention",
     "vaultgemma": "local and global layers",
 }
+_TORCH_ALONE = frozenset("olmoe ernie4_5_moe stablelm starcoder2 gpt_neox".split())
+_NATIVE_ALONE = frozenset(
+    "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm".split()
+)
+_GGUF = frozenset(
+    "llama mistral qwen2 qwen3 qwen3_vl qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
+    "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm".split()
+)
+_OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
+_ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
+
+
+def _architecture(name: str, note: str, *, tested: bool) -> Architecture:
+    native, torch = tested and name not in _TORCH_ALONE, name not in _NATIVE_ALONE
+    runners = tuple(runner for runner, has in (("native", native), ("torch", torch)) if has)
+    files = (("safetensors", True), ("GGUF", name in _GGUF), ("ONNX", name in _ONNX))
+    oracle = _OTHER_ORACLES.get(name, "transformers") if tested else "nothing"
+    return Architecture(tested, note, runners, tuple(kind for kind, has in files if has), oracle)
+
+
 SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {name: Architecture(tested, note) for group, tested in ((_TESTED, True), (_UNTESTED, False))
+    {name: _architecture(name, note, tested=tested) for group, tested in ((_TESTED, True), (_UNTESTED, False))
      for name, note in group.items()}
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import granite_hybrid_objections, is_static_dynamic
 from kvboost_edge.models.config.file import number_of, size_of
 
-__all__ = ["granite_hybrid", "has_rope", "hunyuan", "ministral3"]
+__all__ = ["granite_hybrid", "has_rope", "hunyuan", "minicpm", "ministral3"]
 
 Config = Mapping[str, Any]
 
@@ -18,6 +19,9 @@ _MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+
+# What MiniCPM's own code takes where the config does not say it.
+_MINICPM = {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1.0}
 
 
 def _rope_of(config: Config) -> Mapping[str, Any]:
@@ -60,3 +64,19 @@ def has_rope(config: Config) -> bool:
     if kind not in ("rope", "nope", None):
         raise ModelFormatError(f"position_embedding_type={kind!r} is not known (known: rope, nope)")
     return bool(kind == "rope")
+
+
+def minicpm(config: Config) -> Config:
+    """Its scales as Granite's multipliers, which a config may have already (of a GGUF file)."""
+    layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
+    if layers is None or heads is None or hidden is None:
+        return config  # refused by name where sizes are read
+    scale = {key: number_of({key: config.get(key, usual)}, key, 1e-6, 1e6) for key, usual in _MINICPM.items()}
+    multipliers = {
+        "attention_multiplier": 1 / math.sqrt(size_of(config, "head_dim") or hidden // heads),
+        "embedding_multiplier": scale["scale_emb"],
+        "residual_multiplier": scale["scale_depth"] / math.sqrt(layers),
+        "logits_scaling": hidden / scale["dim_model_base"],
+    }
+    return {**multipliers, **config}

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, ministral3
+from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
@@ -218,6 +218,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
             inner="shared_intermediate_size", complete=granite_hybrid,
         ),
+        "minicpm": Family(multipliers=True, tied=True, complete=minicpm,
+                          unless=(("num_experts", (None, 0)), ("sparse_config", (None,)))),
         "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
                                    eps=1e-5, complete=hunyuan),
         "ministral3": Family(qkv_bias=False, head_dim=128, eps=1e-5, query_scaled=True, complete=ministral3,

@@ -205,10 +205,12 @@ def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(keys: Keys) -> dict[str, Any]:
-    """llama.cpp's converters write what the factors multiply cosines and sines by."""
-    old = keys.size("rope.scaling.original_context_length")
-    return {"original_max_position_embeddings": old,
-            "attention_factor": keys.number("rope.scaling.attn_factor") or 1.0}  # fmt: skip
+    """Some converters write the original length, which llama.cpp else takes for the whole context, and what the factors
+    multiply cosines and sines by; else that follows from the two lengths."""
+    old = keys.optional_size("rope.scaling.original_context_length") or keys.size("context_length")
+    found: dict[str, Any] = {"original_max_position_embeddings": old}
+    factor = keys.number("rope.scaling.attn_factor")
+    return found if factor is None else {**found, "attention_factor": factor}
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:

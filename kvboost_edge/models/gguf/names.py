@@ -96,6 +96,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale",
                             "image_token_index", "spatial_merge_size"}),
         ),
+        "minicpm": GgufArchitecture(
+            "minicpm", {**_MATRICES, **_PRE_NORMS}, permuted=True,
+            keys=frozenset({"embedding_scale", "residual_scale", "logit_scale", "rope.scaling.attn_factor"}),
+        ),
         "hunyuan-dense": GgufArchitecture(
             "hunyuan_v1_dense",
             {**_MATRICES, **_PRE_NORMS, "attn_q_norm": "self_attn.query_layernorm",

@@ -119,6 +119,16 @@ def _granite(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     return found if turned is not False else {**found, "position_embedding_type": "nope"}
 
 
+def _minicpm(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """What older files leave out is what llama.cpp takes for them."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    return {
+        "embedding_multiplier": keys.number("embedding_scale") or 12.0,
+        "residual_multiplier": keys.number("residual_scale") or 1.4 / math.sqrt(layers),
+        "logits_scaling": keys.number("logit_scale") or hidden / 256,
+    }
+
+
 def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Every fourth layer has no rope: the file does not say it, llama.cpp computes it so."""
     return {"no_rope_layer_interval": 4}
@@ -126,6 +136,6 @@ def _smollm3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 SPECIAL: dict[str, Callable[[Keys, dict[str, Any]], dict[str, Any]]] = {
     "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
-    "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3, "gemma4_text": gemma4,
+    "olmo2": _olmo2, "exaone4": _exaone4, "ministral3": _ministral3, "minicpm": _minicpm, "gemma4_text": gemma4,
 }  # fmt: skip
 """What only one family has in its config: from the keys of a file and the config that all have."""

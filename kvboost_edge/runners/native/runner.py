@@ -134,7 +134,7 @@ class NativeRunner:
             plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
             program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
-            compile_ahead([program, *packing_entries(plan, source), *entries], default_num_threads())
+            compile_ahead([program, *packing_entries(plan, source, row_tables(spec)), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
             plan,

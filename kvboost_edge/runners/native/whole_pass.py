@@ -45,6 +45,9 @@ class PassMemory(NamedTuple):
     held: list[Any]
 
 
+_Which = Longs | slice
+
+
 class _Storage(NamedTuple):
     """Where the rows of a pass find keys and values of one shape.
 
@@ -61,13 +64,18 @@ class _Storage(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """Some of a model's layers whose pools have one shape, counted from the first layer of a range: `layers`, and
-    `kinds`, by their constants of attention. `places`: which of the pool's layers of that shape they read."""
+    """Some of a model's layers whose pools have one shape, counted from the first layer of a range.
+
+    first   the first of them
+    layers  which rows of the range they have; `kinds`: those of equal constants of attention
+    places  which of the pool's layers of that shape they read
+    """
 
     shape: LayerKVSpec
-    layers: list[int]
+    first: int
+    layers: _Which
     places: Longs
-    kinds: dict[AttentionOptions, list[int]]
+    kinds: dict[AttentionOptions, _Which]
 
 
 class WholePass:
@@ -84,20 +92,22 @@ class WholePass:
         self._spec, self._kv = spec, list(kv)
         # What arrays hold is no part of a kind.
         self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
-        self._fixed: dict[int, Any] = {}
+        fixed: dict[int, Any] = {}
         if self._coded is None:
-            self._fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
-            self._fixed[la.R_VALUES] = np.array([self._pools[index].values.ctypes.data for index in kv])
+            fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
+            fixed[la.R_VALUES] = np.array([self._pools[index].values.ctypes.data for index in kv])
         else:
             pools, layouts = self._coded.codes
             largest = max(layout.dim for layout in layouts) * spec.block_size
             self._stage = aligned_empty((self._space.num_threads, largest), np.float32)
-            self._fixed[la.R_CODES] = np.array([pools[index].ctypes.data for index in kv])
-            self._fixed[la.R_STAGE] = np.full(len(kv), self._stage.ctypes.data)
+            fixed[la.R_CODES] = np.array([pools[index].ctypes.data for index in kv])
+            fixed[la.R_STAGE] = np.full(len(kv), self._stage.ctypes.data)
             for index, numbers in enumerate(np.array([layouts[index] for index in kv]).T):
-                self._fixed[la.R_LAYOUT + index] = numbers
+                fixed[la.R_LAYOUT + index] = numbers
         self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
-        self._fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
+        fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
+        # One column beside the other: passes of decoding write them again and again.
+        self._columns, self._fixed = list(fixed), np.stack(list(fixed.values()), axis=1)
         self._ranges: dict[range, list[_Members]] = {}
 
     @classmethod
@@ -156,7 +166,7 @@ class WholePass:
         more = None if self._coded is None else coded_scratch_floats
         num_layers, num_tokens = len(layers), len(prepared.slot_mapping)
         calls: list[AttentionCall] = []
-        owners: list[list[int]] = []
+        owners: list[_Which] = []
         storages: list[tuple[_Members, _Storage]] = []
         for members in self._members(layers):
             shape, storage = members.shape, self._storage(members, layers, prepared)
@@ -173,8 +183,7 @@ class WholePass:
         rows = memory[num_counters : num_counters + num_layers * la.ROW_NUMBERS].reshape(num_layers, la.ROW_NUMBERS)
         for call, own in zip(calls, owners, strict=True):
             rows[own] = la.row_of(call)
-        for index, numbers in self._fixed.items():
-            rows[:, index] = numbers[layers.start : layers.stop]
+        rows[:, self._columns] = self._fixed[layers.start : layers.stop]
         for members, storage in storages:
             for index, numbers in storage.columns.items():
                 rows[members.layers, index] = numbers
@@ -199,13 +208,14 @@ class WholePass:
     def _one_shape(self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range) -> _Members:
         own = sorted(layer for members in kinds.values() for layer in members)
         places = [self._spec.layers[: self._kv[layers.start + layer]].count(shape) for layer in own]
-        return _Members(shape, own, np.array(places, dtype=np.int64), kinds)
+        of_kinds = {params: _which(members, len(layers)) for params, members in kinds.items()}
+        return _Members(shape, own[0], _which(own, len(layers)), np.array(places, dtype=np.int64), of_kinds)
 
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
         if self._coded is not None:
             return self._open(self._coded, members, prepared)
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
-        pool = self._pools[self._kv[layers.start + members.layers[0]]]
+        pool = self._pools[self._kv[layers.start + members.first]]
         return _Storage(pool, prepared.paged, {la.R_SLOTS: slots.ctypes.data}, [slots])
 
     def _open(self, coded: CodedBlocks, members: _Members, prepared: PreparedBatch) -> _Storage:
@@ -231,3 +241,8 @@ class WholePass:
             columns[index] = array.ctypes.data + array.strides[0] * members.places
         batch = prepared.paged._replace(block_tables=own.tables)
         return _Storage(own.pool, batch, columns, [tables, first, places])
+
+
+def _which(layers: Sequence[int], count: int) -> _Which:
+    """An index of rows: quicker where it is all of them."""
+    return slice(None) if len(layers) == count else np.array(layers, dtype=np.int64)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import MODEL_ARCH_NAMES
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from gguf_models import ARCHS
+from gguf_models import FAMILIES as GGUF_FAMILIES
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config import architectures
 from kvboost_edge.models.config.architectures import (
@@ -22,8 +25,10 @@ from kvboost_edge.models.config.architectures import (
     check_model_compatibility,
     pinned_context,
 )
+from kvboost_edge.models.config.families import FAMILIES as NATIVE
 from kvboost_edge.models.config.file import read_config
 from kvboost_edge.models.config.nested import WRAPPERS
+from kvboost_edge.models.gguf.names import ARCHITECTURES as GGUF
 from tiny_models import FAMILIES, NESTED
 
 
@@ -35,7 +40,49 @@ def forget_warnings() -> None:
 def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None:
     in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()}
     in_suite |= {part for name, (text, _, _) in NESTED.items() for part in (name.partition("-")[0], text)}
+    in_suite.add("minicpm")  # which transformers does not have: tests/runners/native/test_minicpm.py
     assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
+
+
+def _names(runner: str = "", files: str = "", *, tested: bool = True) -> set[str]:
+    """Families that a runner computes, or that are read from such files."""
+    return {
+        name
+        for name, known in SUPPORTED_ARCHITECTURES.items()
+        if known.tested is tested and (runner in known.runners or files in known.files)
+    }
+
+
+def test_runners_are_those_that_compute_the_family() -> None:
+    whole = {name for name, wrapper in WRAPPERS.items() if set(wrapper.texts) <= set(NATIVE)}
+    assert _names("native") == {*NATIVE, *whole}
+    assert _names("torch") == {
+        str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()
+    }
+    assert _names("native", tested=False) == set()
+
+
+def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
+    read = {known.model_type for known in GGUF.values()}
+    assert _names(files="GGUF") == read | set(ARCHS)
+    # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone.
+    assert {MODEL_ARCH_NAMES[arch] for arch in ARCHS.values()} == set(GGUF) - {"gemma-embedding"}
+    types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+    compared = {name.partition("-")[0] for name in GGUF_FAMILIES}  # by make bench-peers
+    assert {types.get(name, name) for name in compared} == set(ARCHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "proof"),
+    [
+        ("qwen3", "transformers; llama.cpp (GGUF)"),
+        ("stablelm", "transformers"),
+        ("minicpm", "a NumPy model; llama.cpp (GGUF)"),
+        ("mixtral", "nothing"),
+    ],
+)
+def test_what_a_family_is_compared_with(name: str, proof: str) -> None:
+    assert SUPPORTED_ARCHITECTURES[name].proof == proof
 
 
 @pytest.mark.parametrize("model_type", sorted(SUPPORTED_ARCHITECTURES))
@@ -44,7 +91,9 @@ def test_listed_families_are_causal_models_of_transformers(model_type: str) -> N
     if model_type in WRAPPERS:
         assert model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         alone["text_config"] = {}
-    elif model_type not in {text for wrapper in WRAPPERS.values() for text in wrapper.texts}:
+    elif model_type != "minicpm" and model_type not in {
+        text for wrapper in WRAPPERS.values() for text in wrapper.texts
+    }:
         assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type == "granitemoehybrid":
         alone |= {"layer_types": ["attention"], "num_local_experts": 0}

@@ -30,7 +30,7 @@ def _spec(model_type: str, **fields: Any) -> Any:
     return describe_model({"model_type": model_type, **SIZES, **fields})
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted({*FAMILIES} - {"minicpm"}))  # which transformers does not have
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """A config.json that leaves out what equals the default means the same here as there."""
     extra: dict[str, Any] = {"head_dim": 32} if model_type == "mistral" else {}

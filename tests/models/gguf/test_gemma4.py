@@ -14,11 +14,17 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from gguf_gemma4 import makers_config
 from gguf_models import write_gguf
+from hostile_words import gemma4_metadata
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.kernels.block_rows import decode_rows_entry
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.packed.entries import packing_entries
+from kvboost_edge.models.packed.plan import pack_plan, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -97,9 +103,38 @@ def test_the_table_is_read_row_by_row(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=0 if kind == "F32" else 0.02)
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_what_reads_the_table_is_compiled_ahead_where_a_kernel_does(kind: str, tmp_path: Path) -> None:
+    _, path = _write(tmp_path, SMALL, kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32")
+    model = Checkpoint.open(path, cache_dir=NO_CACHE)
+    spec = describe_model(model.config)
+    with model.open_source() as source:
+        entries = packing_entries(pack_plan(spec, "f32", source), source, row_tables(spec))
+    assert (decode_rows_entry in entries) is (kind == "Q8_0")
+
+
 def test_summary_takes_layers_of_two_sizes(tmp_path: Path) -> None:
     _, path = _write(tmp_path, SMALL)
     assert Checkpoint.open(path, cache_dir=NO_CACHE).summary().num_params > 0
+
+
+def test_the_engine_chats_with_a_file_alone(tmp_path: Path) -> None:
+    """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
+    metadata = gemma4_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    template = "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] }}<turn|>\\n{% endfor %}"
+    sizes = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
+    _, path = _write(tmp_path, {**SMALL, **sizes}, tokenizer={**metadata, "tokenizer.chat_template": template})
+    assert Checkpoint.open(path).generation().eos_token_ids == tuple(
+        sorted(tokens.index(token) for token in ("<eos>", "<turn|>", "<|tool_response>"))
+    )
+    with CPUPagedEngine.from_pretrained(path, weights="f32", num_blocks=32) as engine:
+        ids = engine.tokenizer.encode_chat([{"role": "user", "content": "a  b"}])
+        assert [tokens[token] for token in ids[:2]] == ["<bos>", "<|turn>"]
+        answer = engine.generate([{"role": "user", "content": "a  b"}], max_new_tokens=6)
+        assert 1 <= len(answer.output_token_ids) <= 6
+        again = engine.generate(ids, max_new_tokens=6)
+        assert again.output_token_ids == answer.output_token_ids
 
 
 def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ def _logits(path: Path, weights: str = "f32") -> np.ndarray:
     return np.array(logits)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("granitemoehybrid")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("granitemoe", "minicpm"))])
 def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
     model = save_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
-    exact = not name.startswith("gemma")
+    exact = name not in ("gemma", "gemma2", "gemma3")
     with GgufSource(read_gguf(path)) as ours, SafetensorsSource(model) as theirs:
         assert ours.names() == theirs.names() - {"lm_head.weight" if FAMILIES[name].get("tie_word_embeddings") else ""}
         for tensor in ours.names():
@@ -239,9 +239,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "factors of two kinds": (
         {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")},
          "rope__scaling__type": "linear"}, "'linear' contradicts the tensor 'rope_factors_short",
-    ),
-    "factors without a length": (
-        {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")}}, "original_context_length",
     ),
     "factors": ({"tensors": {"rope_freqs.weight": ONES[:7]}}, r"rope_freqs.weight.*\(8,\)"),
     "negative factors": ({"tensors": {"rope_freqs.weight": -ONES}}, "rope_freqs.weight.*positive"),

@@ -15,6 +15,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.conversions import conversion_error
 from kvboost_edge.models.packed.plan import pack_plan
@@ -41,6 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "granite": {},
 }
+
+
+def test_families_that_are_said_to_be_read_are_these() -> None:
+    types = {"gemma3": "gemma3_text", "llama-llama3rope": "llama"}
+    named = {name for name, known in SUPPORTED_ARCHITECTURES.items() if "ONNX" in known.files}
+    assert named == {types.get(name, name) for name in FAMILIES}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

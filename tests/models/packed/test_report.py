@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from gguf_models import write_gguf
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.packed.report import weight_error
+from tiny_models import save_tiny_model
 
 
 # Format, relative error at most and at least, bits per weight.
@@ -41,3 +45,15 @@ def test_unknown_formats_are_refused() -> None:
         weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), "int2")
     with pytest.raises(ConfigError, match="auto"):
         weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), "auto")
+
+
+# What a file's own formats differ from it by: nothing, or what is rounded.
+@pytest.mark.parametrize(
+    ("kind", "most"), [("Q4_K", 0.0), ("Q3_K", 0.0), ("IQ4_NL", 0.0), ("MXFP4", 0.0), ("IQ4_XS", 2**-11)]
+)
+def test_report_of_a_quantized_file(kind: str, most: float, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
+    report = weight_error(Checkpoint.open(path), "auto")
+    assert report.relative <= most
+    assert (report.relative > 0) == (most > 0)

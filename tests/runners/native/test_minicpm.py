@@ -1,0 +1,136 @@
+"""MiniCPM, which transformers does not have, against a decoder in float64 written from its description."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from gguf_models import write_gguf
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.architectures import check_model_compatibility
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver
+from tiny_checkpoints import save_tiny_checkpoint
+
+Doubles = np.ndarray
+PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.2 * i for i in range(8)],
+            "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "longrope": {"rope_scaling": LONGROPE},
+}
+
+
+def _norm(x: Doubles, weight: Doubles, eps: float) -> Doubles:
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _turned(x: Doubles, config: dict[str, Any]) -> Doubles:
+    """[tokens, heads, dim]: pairs (i, i + dim / 2)."""
+    half = x.shape[-1] // 2
+    frequencies, factor = config["rope_theta"] ** (-np.arange(half) / half), 1.0
+    rope = config.get("rope_scaling")
+    if rope:
+        frequencies = frequencies / np.array(rope["short_factor"])
+        old = rope["original_max_position_embeddings"]
+        factor = np.sqrt(1 + np.log(config["max_position_embeddings"] / old) / np.log(old))
+    angles = np.arange(len(x))[:, None, None] * frequencies
+    cos, sin = np.cos(angles) * factor, np.sin(angles) * factor
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _attended(x: Doubles, layer: dict[str, Doubles], config: dict[str, Any]) -> Doubles:
+    heads, kv_heads, count = config["num_attention_heads"], config["num_key_value_heads"], len(x)
+    q, k, v = (
+        (x @ layer[f"self_attn.{name}_proj"].T).reshape(count, number, -1)
+        for name, number in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    q, k = _turned(q, config), _turned(k, config)
+    k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+    scores[:, np.triu(np.ones((count, count), dtype=bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, v).reshape(count, -1) @ layer["self_attn.o_proj"].T
+
+
+def _oracle(model_dir: Path) -> Doubles:
+    """Logits [tokens, vocabulary] of PROMPT: embeddings times scale_emb, what each half of a layer adds times
+    scale_depth / sqrt(layers), the last state over hidden_size / dim_model_base before the head."""
+    config = json.loads((model_dir / "config.json").read_text())
+    tensors = {n: t.astype(np.float64) for n, t in load_file(model_dir / "model.safetensors").items()}
+    eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
+    hidden = tensors["model.embed_tokens.weight"][PROMPT] * config["scale_emb"]
+    step = config["scale_depth"] / np.sqrt(layers)
+    for index in range(layers):
+        prefix = f"model.layers.{index}."
+        layer = {n.removeprefix(prefix).removesuffix(".weight"): t for n, t in tensors.items() if n.startswith(prefix)}
+        hidden = hidden + step * _attended(_norm(hidden, layer["input_layernorm"], eps), layer, config)
+        x = _norm(hidden, layer["post_attention_layernorm"], eps)
+        gate = x @ layer["mlp.gate_proj"].T
+        inner = gate / (1 + np.exp(-gate)) * (x @ layer["mlp.up_proj"].T)
+        hidden = hidden + step * (inner @ layer["mlp.down_proj"].T)
+    last = _norm(hidden, tensors["model.norm.weight"], eps) / (config["hidden_size"] / config["dim_model_base"])
+    head = tensors["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    return last @ head.T
+
+
+def _logits(path: Path, weights: str = "f32") -> np.ndarray:
+    runner = NativeRunner.from_dir(path, weights=weights)
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    logits = np.array(driver.prefill(driver.open(PROMPT), 23))
+    runner.close()
+    return logits
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_is_what_the_description_says(name: str, tmp_path: Path) -> None:
+    path = save_tiny_checkpoint("minicpm", tmp_path, **VARIANTS[name])
+    exact = _oracle(path)
+    assert np.linalg.norm(_logits(path) - exact) <= 1e-4 * np.linalg.norm(exact)
+    assert np.linalg.norm(_logits(path, "int8") - exact) <= 5e-2 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_gguf_file_equals_safetensors(name: str, tmp_path: Path) -> None:
+    whole = {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 512}}  # as of MiniCPM 4: one range
+    path = save_tiny_checkpoint("minicpm", tmp_path, **(whole if name == "longrope" else VARIANTS[name]))
+    gguf = write_gguf(path, tmp_path / "m.gguf")
+    ours, theirs = (describe_model(Checkpoint.open(each).config) for each in (gguf, path))
+    for field in ("embedding_factor", "residual_factor", "logit_factor", "softmax_scale", "tied", "max_context"):
+        assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-7), field
+    np.testing.assert_allclose(ours.ropes[0].frequencies, theirs.ropes[0].frequencies, rtol=2e-7)
+    assert ours.ropes[0].factor == pytest.approx(theirs.ropes[0].factor, rel=1e-7)
+    expected = _logits(path)
+    assert np.linalg.norm(_logits(gguf) - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def test_the_longest_range_is_had_by_asking(tmp_path: Path) -> None:
+    path = save_tiny_checkpoint("minicpm", tmp_path, rope_scaling=LONGROPE)
+    assert describe_model(Checkpoint.open(path).config).max_context == 96
+    assert describe_model(Checkpoint.open(path, rope_range="long").config).max_context == 512
+
+
+def test_its_own_code_is_not_needed_and_other_models_are_refused(tmp_path: Path) -> None:
+    path = save_tiny_checkpoint("minicpm", tmp_path, auto_map={"AutoModelForCausalLM": "modeling_minicpm.MiniCPM"})
+    config = dict(Checkpoint.open(path).config)
+    assert check_model_compatibility(config).supported
+    for change, message in (
+        ({"num_experts": 8}, "num_experts=8"),
+        ({"sparse_config": {"dense_len": 8192}}, "sparse_config="),
+        ({"scale_depth": 0.0}, "scale_depth=0.0"),
+        ({"model_type": "minicpm3"}, "minicpm3"),
+    ):
+        with pytest.raises(ModelFormatError, match=message):
+            describe_model({**config, **change})
