@@ -207,6 +207,13 @@ class Intake:
                 f"the model makes embeddings ({self._parts.pooling.source} says so) and generates no text; use "
                 "engine.embed or /v1/embeddings, or serve a model that chats"
             )
+        if not info.stores_kv and not wants_states:
+            raise RequestError(
+                "the model attends both ways: it makes vectors of texts (engine.embed, /v1/embeddings), predicts no "
+                "token, and stores no keys and values that a prompt could find"
+            )
+        if terms.pin and not info.stores_kv:
+            raise RequestError("pin=True: the model attends both ways, and nothing of a text is kept")
         repair = self._repair(terms, params, needs_exact=prefill_only or logits_start is not None)
         root = self.root(terms)
         text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
@@ -235,6 +242,7 @@ class Intake:
             tokenized_at=time.perf_counter(),
             logits_start=logits_start,
             wants_states=wants_states,
+            stores_nothing=not info.stores_kv,
             prefill_only=prefill_only,
             root=root,
             tenant=tenant,

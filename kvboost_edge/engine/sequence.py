@@ -140,7 +140,7 @@ class Sequence:
 
     @property
     def uses_cache(self) -> bool:
-        return self.request.mode is not GenerationMode.BASELINE
+        return self.request.uses_cache
 
     @property
     def most_at_once(self) -> int:

@@ -8,7 +8,16 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import anthropic, cache, embeddings, generation, health, text
+from kvboost_edge.server.api.routes import (
+    anthropic,
+    cache,
+    embeddings,
+    generation,
+    health,
+    ollama,
+    responses,
+    text,
+)
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -18,6 +27,7 @@ from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -28,6 +38,8 @@ __all__ = ["ROUTERS", "create_app"]
 ROUTERS = (
     generation.router,
     anthropic.router,
+    responses.router,
+    ollama.router,
     embeddings.router,
     text.router,
     cache.router,
@@ -42,7 +54,8 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
     """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
     admission = Admission(engine, settings)
     metrics = Metrics(engine, settings.model_name, admission)
-    state = ServerState(engine, settings, settings.model_name, metrics, admission)
+    remembered = Remembered(len(settings.all_keys))
+    state = ServerState(engine, settings, settings.model_name, metrics, admission, remembered)
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,
@@ -62,7 +75,7 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],  # OpenAI's client sends a dozen of its own, and new ones with each version
             expose_headers=["x-request-id", "retry-after"],
         )

@@ -99,6 +99,7 @@ _ENGINE_FLAGS = (
     _Flag("backend", str, "auto, cpu, torch, reference; 'default' and 'cpu-paged' mean auto and cpu"),
     _Flag("runner", str, "auto, native, torch"),
     _Flag("weights", str, "format of the native runner: auto, int8, int4, int4-asym, bf16, f32"),
+    _Flag("rope_range", str, "short, or long: context of longrope models beyond their original length (short)"),
     _Flag("max_cache_bytes", _bytes, "size of the pool in bytes, such as 4e9"),
     _Flag("block_size", int, "tokens of a block"),
     _Flag("num_blocks", int, "size of the pool in blocks"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvboost_edge.server.errors import EngineStopped, ShuttingDown
 from kvboost_edge.server.work.admission import Admission, Ticket
+from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -29,6 +30,7 @@ class ServerState:
     model_name: str
     metrics: Metrics
     admission: Admission
+    remembered: Remembered
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

@@ -43,6 +43,8 @@ BOUNDS: dict[str, Bound] = {
     "best_of": Bound(1, 128),
     "max_tokens": Bound(0, 2**24),
     "max_completion_tokens": Bound(1, 2**24),
+    "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: as far as the context goes
+    "num_ctx": Bound(1, 2**24),
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),

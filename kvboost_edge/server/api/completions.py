@@ -8,8 +8,8 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, room_for
-from kvboost_edge.server.api.generation import Order
+from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_priority, most_with_logprobs, room_for
+from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
 from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
@@ -27,24 +27,29 @@ _SPELLING = Spelling("cmpl", "text_completion", "text_completion")
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def completion_order(state: ServerState, body: CompletionRequest) -> Order:
-    """How to run and answer a completion request. ApiError for fields that do not go together."""
+def completion_order(
+    state: ServerState, body: CompletionRequest, writer: AnswerWriter | None = None, *, fills: bool = False
+) -> Order:
+    """How to run a completion request, and to answer it: with `writer`, or as OpenAI does. fills: without a limit the
+    answer may fill the context. ApiError for fields that do not go together."""
     body.check_together()
     vocab_size = state.engine.runner_info.vocab_size
     body.check_vocabulary(vocab_size)
     tokenizer = state.engine.tokenizer
-    wanted = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    wanted = _DEFAULT_MAX_TOKENS if body.max_tokens is None and not fills else body.max_tokens
     ranked = body.num_sequences > body.num_choices
     texts = None if body.logprobs is None else TokenTexts(tokenizer)
 
     def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
         prompts = [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
-        rows = sum((len(prompt.token_ids) if body.echo else 0) + wanted for prompt in prompts)
+        rows = sum((len(prompt.token_ids) if body.echo else 0) + (wanted or 0) for prompt in prompts)
         check_logprobs(rows * body.num_sequences, body.logprobs, "logprobs")
         return prompts
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "prompt", wanted, "max_tokens")
+        if wanted is None and body.logprobs is not None:
+            room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))
         logprobs = 0 if ranked and body.logprobs is None else body.logprobs
         return body.sampling(room, logprobs, choice, prompt_logprobs=body.logprobs if body.echo else None)
 
@@ -55,7 +60,7 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
     def chosen(results: Sequence[GenerationResult]) -> list[GenerationResult]:
         return _best(results, body.num_sequences, body.num_choices) if ranked else list(results)
 
-    limit = min(wanted, state.engine.runner_info.max_context)
+    limit = min(wanted or 0, state.engine.runner_info.max_context)
     sequences = len(body.prompt) * body.num_sequences
     return Order(
         estimate=sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit,
@@ -73,7 +78,7 @@ def completion_order(state: ServerState, body: CompletionRequest) -> Order:
             retention=body.retention,
         ),
         streams=bool(body.stream),
-        writer=OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen),
+        writer=writer or OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen),
     )
 
 

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from kvboost_edge.server.api import answers
+from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList
 from kvboost_edge.server.api.vectors import RerankAnswer
 from kvboost_edge.server.app import ROUTERS
 
@@ -24,6 +25,14 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 3}),
+    ("/api/chat", {"model": "tiny", "messages": MESSAGES, "stream": False, "options": {"num_predict": 3}}),
+    ("/api/chat", {"model": "tiny:latest"}),
+    ("/api/generate", {"model": "tiny", "prompt": "hello", "stream": False, "options": {"num_predict": 3}}),
+    ("/api/tags", None),
+    ("/api/ps", None),
+    ("/api/show", {"model": "tiny"}),
+    ("/api/version", None),
     ("/v1/models", None),
     ("/v1/models/tiny", None),
     ("/tokenize", {"content": "hello", "with_pieces": True, "return_token_strs": True}),
@@ -54,9 +63,8 @@ async def ask(app: httpx.AsyncClient, path: str, body: dict[str, Any] | None) ->
 
 
 def test_every_route_is_asked() -> None:
-    assert {model_of(path) for path, _ in ASKED} == set(MODELS.values()) - {
-        RerankAnswer
-    }  # asked in test_embeddings.py, of a model with its tokens
+    elsewhere = {RerankAnswer, DeletedResponse, ItemList}  # in test_embeddings.py and test_responses_remembered.py
+    assert {model_of(path) for path, _ in ASKED} == set(MODELS.values()) - elsewhere
 
 
 def test_no_model_lets_a_key_pass_that_it_does_not_name() -> None:

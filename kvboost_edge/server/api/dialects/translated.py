@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvboost_edge.server.api.schemas.chat import ChatRequest
-from kvboost_edge.server.errors import as_api_error
+from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.errors import ApiError, as_api_error
 
-__all__ = ["chat_request"]
+__all__ = ["chat_request", "completion_request", "renamed"]
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def chat_request(**fields: Any) -> ChatRequest:
     """The chat request with these fields, left out where None. ApiError 400, naming our field, for values that the
     dialect's own bounds let pass and ours do not."""
+    return _validated(ChatRequest, fields)
+
+
+def completion_request(**fields: Any) -> CompletionRequest:
+    """The same of a completion."""
+    return _validated(CompletionRequest, fields)
+
+
+def _validated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
-        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         raise as_api_error(RequestValidationError(problems)) from error
+
+
+@contextmanager
+def renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors that name one of our fields name the dialect's instead."""
+    try:
+        yield
+    except ApiError as error:
+        if (theirs := fields.get(error.param or "")) is not None:
+            error.message = re.sub(rf"\b{re.escape(error.param or '')}\b", theirs, error.message)
+            error.param = theirs
+        raise

@@ -1,0 +1,1 @@
+"""OpenAI's responses: items in, items out, and conversations that the server remembers."""

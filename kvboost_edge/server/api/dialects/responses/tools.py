@@ -1,0 +1,212 @@
+"""Tools, the choice among them and the form of the text, as responses spell them: flat, where chat has them nested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.schemas.strict import field_error
+
+__all__ = ["ChoiceField", "TextForm", "ToolList", "as_chosen", "as_format", "as_tool", "full_name", "names_of"]
+
+Json = dict[str, Any]
+
+_FUNCTION = {"type", "name", "description", "parameters", "strict"}
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model knows a function by."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def as_tool(tool: Json) -> Json:
+    """The tool as chat has it."""
+    function = {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
+    name = full_name(tool.get("namespace"), tool["name"]) if isinstance(tool.get("name"), str) else tool.get("name")
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def names_of(tools: Sequence[Json]) -> dict[str, Json]:
+    """Of each name that the model knows, the members of a call that name the function."""
+    spaces = [{"namespace": tool["namespace"]} if "namespace" in tool else {} for tool in tools]
+    return {
+        full_name(tool.get("namespace"), tool["name"]): {**space, "name": tool["name"]}
+        for tool, space in zip(tools, spaces, strict=True)
+    }
+
+
+def as_chosen(choice: Any) -> Any:
+    """The choice as chat has it."""
+    if isinstance(choice, str):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
+
+
+def as_format(text: Json) -> Json | None:
+    """The form of the text as chat's response_format; None: any text."""
+    form = text.get("format") or {"type": "text"}
+    if form["type"] != "json_schema":
+        return None if form["type"] == "text" else form
+    return {"type": "json_schema", "json_schema": {name: item for name, item in form.items() if name != "type"}}
+
+
+def _tools(value: Any) -> list[Json]:
+    if not isinstance(value, list):
+        raise field_error("tools", "must be a list of {'type': 'function', 'name': …, 'parameters': …}")
+    found: list[Json] = []
+    for tool in value:
+        found += _tools_of(tool)
+    if len(found) > COUNTS["tools"].high:
+        raise field_error("tools", f"holds {len(found)} functions; at most {COUNTS['tools'].high} are allowed")
+    return found
+
+
+def _tools_of(tool: Any) -> list[Json]:
+    """One function, or those of a namespace."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "namespace"):
+        raise field_error("not_built", f"tools of type {kind[:64]!r} are not built in this server; use type 'function'")
+    if kind == "function":
+        return [_function(tool)]
+    if kind != "namespace" or not tool.keys() <= {"type", "name", "description", "tools"}:
+        raise field_error("tools", "each must be {'type': 'function', 'name': …, 'parameters': …}")
+    inner, name = tool.get("tools"), tool.get("name")
+    if not isinstance(name, str) or not name or not isinstance(inner, list) or not inner:
+        raise field_error("tools", "a namespace must have a name and a list of tools")
+    if any(not isinstance(one, dict) or one.get("type") != "function" for one in inner):
+        raise field_error("tools", "a namespace holds tools of type 'function'")
+    return [{**_function(one), "namespace": name} for one in inner]
+
+
+def _function(tool: Json) -> Json:
+    if not tool.keys() <= _FUNCTION or not isinstance(tool.get("name"), str):
+        raise field_error("tools", "a function has a name, and may have description, parameters and strict")
+    whole = {"description": None, "parameters": None, "strict": None}
+    return {"type": "function", "name": tool["name"], **whole, **tool}
+
+
+def _choice(value: Any) -> Any:
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and value.keys() == {"type", "name"}:
+        return value
+    if kind == "allowed_tools" and value.keys() == {"type", "mode", "tools"} and isinstance(value["tools"], list):
+        tools = value["tools"]
+        if all(isinstance(one, dict) and one.get("type") == "function" and one.keys() == _NAMED for one in tools):
+            return value
+    raise field_error(
+        "tool_choice",
+        "must be 'none', 'auto', 'required', {'type': 'function', 'name': …} or {'type': 'allowed_tools', 'mode': …, "
+        "'tools': […]}",
+    )
+
+
+def _text(value: Any) -> Json:
+    if not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"}:
+        raise field_error("text", "must be an object with format")
+    if value.get("verbosity") not in (None, "medium"):
+        raise field_error(
+            "not_built", "text.verbosity other than 'medium' is not built in this server; say it in words"
+        )
+    form: Any = value.get("format")
+    kind = form.get("type") if isinstance(form, dict) else None
+    plain = form is None or (kind in ("text", "json_object") and form.keys() == {"type"})
+    if not plain and (kind != "json_schema" or not isinstance(form.get("schema"), dict)):
+        raise field_error(
+            "text",
+            "format must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'name': …, 'schema': "
+            "…}",
+        )
+    return {"format": form or {"type": "text"}}
+
+
+_NAMED = {"type", "name"}
+_NAME = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]+$", "maxLength": int(COUNTS["tool_name"].high)}
+_BY_NAME = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": _NAME},
+    "required": ["type", "name"],
+    "additionalProperties": False,
+}
+_TOOL = {
+    **_BY_NAME,
+    "properties": {
+        **_BY_NAME["properties"],  # type: ignore[dict-item]
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+_SPACE = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "namespace"},
+        "name": _NAME,
+        "description": {"type": "string"},
+        "tools": {"type": "array", "minItems": 1, "items": _TOOL},
+    },
+    "required": ["type", "name", "tools"],
+    "additionalProperties": False,
+}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "minItems": 1, "items": _BY_NAME},
+    },
+    "required": ["type", "mode", "tools"],
+    "additionalProperties": False,
+}
+_FORMS = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "name": {"type": "string"},
+                "schema": {"type": "object"},
+                "description": {"type": "string"},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["type", "schema"],
+            "additionalProperties": False,
+        },
+        {"type": "null"},
+    ]
+}
+
+ToolList = Annotated[
+    list[Json],
+    PlainValidator(_tools),
+    WithJsonSchema({"type": "array", "maxItems": int(COUNTS["tools"].high), "items": {"anyOf": [_TOOL, _SPACE]}}),
+]
+ChoiceField = Annotated[
+    Any,
+    PlainValidator(_choice),
+    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _BY_NAME, _ALLOWED]}),
+]
+TextForm = Annotated[
+    Json,
+    PlainValidator(_text),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"format": _FORMS, "verbosity": {"enum": ["medium", None]}},
+            "additionalProperties": False,
+        }
+    ),
+]

@@ -1,0 +1,120 @@
+"""Ollama's routes: chat and generate, and the model to look at. Models are not pulled, made or deleted here."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge import __version__
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.completions import completion_order
+from kvboost_edge.server.api.dialects.ollama.answers import (
+    OLLAMA_ERRORS,
+    Chatted,
+    Generated,
+    OllamaVersion,
+    Running,
+    Shown,
+    Tags,
+)
+from kvboost_edge.server.api.dialects.ollama.models import API_VERSION, listed, named, running, shown
+from kvboost_edge.server.api.dialects.ollama.schemas import OllamaChat, OllamaGenerate, OllamaShow
+from kvboost_edge.server.api.dialects.ollama.translate import (
+    CHAT_FIELDS,
+    GENERATE_FIELDS,
+    chat_of,
+    check_context,
+    generation_of,
+    prompt_of,
+)
+from kvboost_edge.server.api.dialects.ollama.writer import LINES, OllamaWriter, loaded
+from kvboost_edge.server.api.dialects.translated import renamed
+from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.turns import named_by_field
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.streams import dumps, json_response, send_json
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERRORS)
+
+_STREAM = {"content": {LINES: {"schema": {"type": "string"}}}}
+
+
+@router.post("/api/chat", response_class=JSONResponse, responses={200: {"model": Chatted, **_STREAM}})
+async def chat(request: Request, body: OllamaChat) -> Response:
+    """Answer a conversation."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        named(state, body.model)
+        check_context(body.chosen, state.engine.runner_info.max_context)
+        if not body.messages:
+            await send_json(send, dumps(loaded(body.model, chat=True)))
+            return
+        with renamed(CHAT_FIELDS):
+            await _chat(request, send, state, chat_of(body), body.model, chat=True)
+
+    return answered(request, None, work)
+
+
+@router.post("/api/generate", response_class=JSONResponse, responses={200: {"model": Generated, **_STREAM}})
+async def generate(request: Request, body: OllamaGenerate) -> Response:
+    """Answer a prompt, or go on with it as it is."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        named(state, body.model)
+        check_context(body.chosen, state.engine.runner_info.max_context)
+        if not body.prompt:
+            await send_json(send, dumps(loaded(body.model, chat=False)))
+            return
+        with renamed(GENERATE_FIELDS):
+            if not body.raw:
+                await _chat(request, send, state, generation_of(body), body.model, chat=False)
+                return
+            completion = prompt_of(body)
+            writer = OllamaWriter(state, body.model, completion.stop or (), chat=False)
+            await respond(request, send, completion_order(state, completion, writer, fills=True))
+
+    return answered(request, None, work)
+
+
+@router.get("/api/tags", response_class=JSONResponse, responses={200: {"model": Tags}})
+async def tags(request: Request) -> Response:
+    """The one model that is served, by each of its names."""
+    return json_response({"models": listed(state_of(request))})
+
+
+@router.get("/api/ps", response_class=JSONResponse, responses={200: {"model": Running}})
+async def ps(request: Request) -> Response:
+    """The same, as it is loaded."""
+    return json_response({"models": running(state_of(request))})
+
+
+@router.post("/api/show", response_class=JSONResponse, responses={200: {"model": Shown}})
+async def show(request: Request, body: OllamaShow) -> Response:
+    """What there is to know of the model."""
+    named(state_of(request), body.model or body.name)
+    return json_response(shown(state_of(request)))
+
+
+@router.get("/api/version", response_class=JSONResponse, responses={200: {"model": OllamaVersion}})
+async def version() -> Response:
+    """The version of Ollama's API that is spoken here, and ours."""
+    return json_response({"version": API_VERSION, "server": f"kvboost-edge {__version__}"})
+
+
+async def _chat(request: Request, send: Send, state: ServerState, body: ChatRequest, name: str, *, chat: bool) -> None:
+    writer = OllamaWriter(state, name, body.stop or (), chat=chat)
+    try:
+        await respond(request, send, chat_order(state, body, writer))
+    except RequestError as error:
+        named_error = named_by_field(error, body)
+        if named_error is error and body.json_schema is not None and str(error).startswith(("grammar", "json_schema")):
+            raise bad_field("format", f"format: {error}") from error
+        raise named_error from error

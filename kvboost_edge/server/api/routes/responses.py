@@ -1,0 +1,145 @@
+"""OpenAI's responses: make one, look at one that is remembered, forget it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.answers import ERRORS
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from kvboost_edge.server.api.dialects.responses.schemas import ResponseRequest
+from kvboost_edge.server.api.dialects.responses.translate import FIELDS, to_chat
+from kvboost_edge.server.api.dialects.responses.writer import ResponsesWriter
+from kvboost_edge.server.api.dialects.translated import renamed
+from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.turns import named_by_field
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.bridge import off_loop
+from kvboost_edge.server.work.remembered import Turn
+from kvboost_edge.server.work.streams import dumps, json_response
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+_LONG = 1 << 14  # characters or bytes; fewer are read in a fraction of a millisecond
+ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
+
+
+@router.post("/v1/responses", response_class=JSONResponse, responses={200: {"model": ResponseAnswer, **_STREAM}})
+async def create(request: Request, body: ResponseRequest) -> Response:
+    """Answer a conversation, given whole or continued."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        if body.stream_options is not None and not body.stream:
+            raise bad_field("stream_options", "stream_options is only allowed when stream is true")
+        tenant = _tenant(request)
+        turns = _conversation(state, tenant, body.previous_response_id)
+        with renamed(FIELDS):
+            size = body.size + sum(turn.size for turn in turns)
+            chat = (
+                to_chat(body, _items(turns)) if size < _LONG else await off_loop(lambda: to_chat(body, _items(turns)))
+            )
+
+            def keep(name: str, answer: bytes) -> bool:
+                turn = Turn(answer, json.dumps(body.input).encode(), body.previous_response_id)
+                return state.remembered.keep(tenant, name, turn)
+
+            writer = ResponsesWriter(state, body, keep if body.store is not False else None)
+            try:
+                await respond(request, send, chat_order(state, chat, writer))
+            except RequestError as error:
+                raise named_by_field(error, chat) from error
+
+    return answered(request, body.model, work)
+
+
+@router.get("/v1/responses/{response_id}", response_class=JSONResponse, responses={200: {"model": ResponseAnswer}})
+async def retrieve(request: Request, response_id: ResponseId, stream: Annotated[bool, Query()] = False) -> Response:
+    """A response that is remembered, as it was answered."""
+    turn = _found(request, response_id)
+    if stream:
+        raise bad_field("stream", "stream=true: what is remembered is not told as a stream again; leave it out")
+    return Response(turn.answer, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", response_class=JSONResponse, responses={200: {"model": DeletedResponse}})
+async def delete(request: Request, response_id: ResponseId) -> Response:
+    """Forget a response; what continues it cannot be continued any more."""
+    if not state_of(request).remembered.forget(_tenant(request), response_id):
+        raise _unknown(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items", response_class=JSONResponse, responses={200: {"model": ItemList}}
+)
+async def input_items(
+    request: Request,
+    response_id: ResponseId,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+    after: Annotated[str | None, Query(max_length=256)] = None,
+) -> Response:
+    """The items that were sent for a response; those of the responses that it continues are theirs."""
+    items = json.loads(_found(request, response_id).sent)
+    items = items if order == "asc" else items[::-1]
+    if after is not None:
+        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise bad_field("after", "after must be the id of an item of this response")
+        items = items[at + 1 :]
+    shown = items[:limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    answer = {"object": "list", "data": shown, **ends, "has_more": len(items) > limit}
+    return Response(dumps(answer), media_type="application/json")
+
+
+def _tenant(request: Request) -> str | None:
+    tenant: str | None = request.scope["kvboost"].get("tenant")
+    return tenant
+
+
+def _conversation(state: ServerState, tenant: str | None, name: str | None) -> list[Turn]:
+    """The turns that a body continues. ApiError 404 where one of them is not remembered."""
+    if name is None:
+        return []
+    try:
+        return state.remembered.conversation(tenant, name)
+    except KeyError as error:
+        missing = str(error.args[0])
+        raise _unknown(missing, "" if missing == name else f", which {name[:80]!r} continues,") from None
+
+
+def _items(turns: list[Turn]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    for turn in turns:
+        items += json.loads(turn.sent)
+        items += json.loads(turn.answer)["output"]
+    return items
+
+
+def _found(request: Request, name: str) -> Turn:
+    turn = state_of(request).remembered.find(_tenant(request), name)
+    if turn is None:
+        raise _unknown(name)
+    return turn
+
+
+def _unknown(name: str, which: str = "") -> ApiError:
+    message = (
+        f"the response {name[:80]!r}{which} is not remembered here: it was made with store=false or another key, was "
+        "deleted, or left the memory for newer ones; send the whole conversation"
+    )
+    return ApiError(404, message, code="response_not_found", param="previous_response_id")

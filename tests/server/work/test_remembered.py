@@ -1,0 +1,71 @@
+"""Remembered turns: bounded in bytes, entries and time, each tenant's for itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.server.work.remembered import Remembered, Turn
+
+
+def turn(size: int = 1000, previous: str | None = None) -> Turn:
+    return Turn(b"x" * (size - Turn(b"", b"", None).size), b"", previous)
+
+
+def names(remembered: Remembered, tenant: str | None = None) -> str:
+    return "".join(name for name in "abcdefgh" if remembered.find(tenant, name))
+
+
+def test_bytes_are_bounded_and_the_least_used_go_first() -> None:
+    remembered = Remembered(1, max_bytes=3000)
+    for name in "abc":
+        assert remembered.keep(None, name, turn())
+    remembered.conversation(None, "a")
+    assert remembered.keep(None, "d", turn(2000))
+    assert names(remembered) == "ad"
+    assert remembered.num_bytes == 3000
+    assert not remembered.keep(None, "e", turn(3001))
+    assert names(remembered) == "ad"
+
+
+def test_entries_are_bounded() -> None:
+    remembered = Remembered(1, max_entries=2)
+    for name in "abc":
+        remembered.keep(None, name, turn())
+    assert names(remembered) == "bc"
+    assert remembered.num_bytes == 2000
+
+
+def test_what_is_old_is_gone_though_it_was_used() -> None:
+    now = 0.0
+    remembered = Remembered(1, seconds=10, clock=lambda: now)
+    remembered.keep(None, "a", turn())
+    now = 6.0
+    remembered.keep(None, "b", turn())
+    remembered.conversation(None, "a")
+    now = 11.0
+    assert names(remembered) == "b"
+    assert remembered.num_bytes == 1000
+
+
+def test_tenants_have_their_own_part() -> None:
+    remembered = Remembered(2, max_bytes=4000, max_entries=100)
+    for name in "abcd":
+        remembered.keep("one", name, turn())
+    remembered.keep("two", "e", turn())
+    assert (names(remembered, "one"), names(remembered, "two"), names(remembered)) == ("cd", "e", "")
+    assert not remembered.forget("two", "c")
+    assert remembered.forget("one", "c")
+    assert remembered.num_bytes == 2000
+
+
+def test_a_conversation_is_its_turns_in_order() -> None:
+    remembered = Remembered(1)
+    remembered.keep(None, "a", turn())
+    remembered.keep(None, "b", turn(1001, "a"))
+    remembered.keep(None, "c", turn(1002, "b"))
+    assert [one.size for one in remembered.conversation(None, "c")] == [1000, 1001, 1002]
+    remembered.forget(None, "a")
+    with pytest.raises(KeyError, match="a"):
+        remembered.conversation(None, "c")
+    with pytest.raises(KeyError, match="x"):
+        remembered.conversation(None, "x")
