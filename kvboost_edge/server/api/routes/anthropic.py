@@ -24,7 +24,9 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
-_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+# Of each event: its name, and the JSON of its data.
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+_STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 
 @router.post("/v1/messages", response_class=JSONResponse, responses={200: {"model": MessageAnswer, **_STREAM}})

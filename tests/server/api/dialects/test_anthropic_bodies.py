@@ -197,7 +197,9 @@ async def test_what_claude_code_sends_is_answered(monkeypatch: pytest.MonkeyPatc
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
             call = json.dumps({"name": "Bash", "arguments": arguments})
             speaker.text = f"<think>\nHm.\n</think>\n\nLet me look.\n<tool_call>\n{call}\n</tool_call>"
-            answer = await client.post(first["path"], json=first["body"], headers=first["headers"])
+            answer = await client.post(
+                first["path"], json={**first["body"], "temperature": 0}, headers=first["headers"]
+            )
             assert answer.status_code == 200, answer.text
             message = gathered([json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")])
             assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
@@ -208,7 +210,7 @@ async def test_what_claude_code_sends_is_answered(monkeypatch: pytest.MonkeyPatc
                 block["id"] = message["content"][2]["id"]
             second["body"]["messages"][-1]["content"][0]["tool_use_id"] = message["content"][2]["id"]
             speaker.text = "Done."
-            answer = await client.post(second["path"], json={**second["body"], "stream": False})
+            answer = await client.post(second["path"], json={**second["body"], "temperature": 0, "stream": False})
             assert answer.status_code == 200, answer.text
             assert answer.json()["content"] == [text("Done.")]
             assert answer.json()["usage"]["cache_read_input_tokens"] >= prompt - 16
