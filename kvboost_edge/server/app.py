@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import cache, embeddings, generation, health, ollama, responses, text
+from kvboost_edge.server.api.routes import cache, embeddings, generation, health, llama_cpp, ollama, responses, text
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -30,6 +30,7 @@ ROUTERS = (
     generation.router,
     responses.router,
     ollama.router,
+    llama_cpp.router,
     embeddings.router,
     text.router,
     cache.router,
