@@ -28,7 +28,7 @@ from kvboost_edge.server.state import ServerState
 __all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_request_id"]
 
 # They show or change what all tenants share: totals of hits and blocks tell one what another does.
-ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/v1/blocks", "/v1/stats"})
+ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/slots", "/v1/blocks", "/v1/stats"})
 # Routes that work inside `admit`: a full queue turns them away before their bodies are read.
 ADMITTED_PATHS = frozenset(
     {
@@ -39,6 +39,10 @@ ADMITTED_PATHS = frozenset(
         "/v1/responses",
         "/api/chat",
         "/api/generate",
+        "/api/show",
+        "/completion",
+        "/infill",
+        "/apply-template",
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/warm",

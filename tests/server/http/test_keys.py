@@ -10,7 +10,7 @@ import re
 import pytest
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.errors import ApiError, error_body
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import ADMIN_PATHS
 from kvboost_edge.server.logs import configure_logging
@@ -54,12 +54,15 @@ def test_every_route_but_the_open_ones_needs_a_key(keyed_server):
     paths = {route.path for route in _routes(keyed_server)}
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/tokenize", "/openapi.json"} <= paths
     with keyed_server.client(headers={}) as client:
+        told = client.get("/v1/models").json()["error"]
+        assert told["code"] == "invalid_api_key"
+        invalid = ApiError(401, told["message"], code=told["code"])
         for path in sorted(paths):
             expected = 200 if path in OPEN or path.startswith("/static/") else 401
             answers = [client.request(method, path) for method in ("GET", "POST", "DELETE")]
             if expected == 401:
                 assert {answer.status_code for answer in answers} == {401}, path
-                assert answers[0].json()["error"]["code"] == "invalid_api_key"
+                assert answers[0].json() == error_body(invalid, path)
                 assert answers[0].headers["www-authenticate"] == "Bearer"
             else:
                 assert answers[0].status_code == 200, path
@@ -141,7 +144,9 @@ def test_what_all_tenants_share_is_the_admins(keyed_server):
     statuses = {}
     for key in (*KEYS, ADMIN_KEY):
         with keyed_server.client(headers={"Authorization": f"Bearer {key}"}) as client:
-            answers = [client.request("POST" if path == "/cache/reset" else "GET", path) for path in ADMIN_PATHS]
+            answers = [
+                client.request("POST" if path == "/cache/reset" else "GET", path) for path in sorted(ADMIN_PATHS)
+            ]
             answers += [client.get("/v1/%73tats"), client.get("/v1/models")]
         statuses[key] = [answer.status_code for answer in answers]
         if key != ADMIN_KEY:

@@ -99,8 +99,14 @@ async def ps(request: Request) -> Response:
 @router.post("/api/show", response_class=JSONResponse, responses={200: {"model": Shown}})
 async def show(request: Request, body: OllamaShow) -> Response:
     """What there is to know of the model."""
-    named(state_of(request), body.model or body.name)
-    return json_response(shown(state_of(request)))
+
+    async def work(state: ServerState, send: Send) -> None:
+        named(state, body.model or body.name)
+        async with state.admit(request, 0):
+            answer = dumps(shown(state))
+        await send_json(send, answer)
+
+    return answered(request, None, work)
 
 
 @router.get("/api/version", response_class=JSONResponse, responses={200: {"model": OllamaVersion}})

@@ -32,7 +32,9 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
-_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+# Of each event: its name, and the JSON of its data.
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+_STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 _LONG = 1 << 14  # characters or bytes; fewer are read in a fraction of a millisecond
 ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 

@@ -20,6 +20,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"model": "fake", "messages": MESSAGES, "options": OPTIONS}),
     ("/api/generate", {"model": "fake", "prompt": "hello", "options": OPTIONS}),
     ("/api/generate", {"model": "fake", "prompt": "hello", "raw": True, "options": OPTIONS}),
+    ("/completion", {"prompt": "hello", "n_predict": 3000, "top_k": 1}),
+    ("/completion", {"prompt": "hello", "n_predict": 3000, "top_k": 1, "stream": True}),
 ]
 
 

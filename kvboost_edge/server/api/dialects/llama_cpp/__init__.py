@@ -1,0 +1,1 @@
+"""llama.cpp's own routes: completion, infill, the template applied, and the server's properties."""

@@ -1,0 +1,136 @@
+"""The bodies of /completion, /infill and /apply-template."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.schemas.answer_format import Schema
+from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
+from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
+from kvboost_edge.server.api.schemas.foreign import GENERATING, Foreign
+from kvboost_edge.server.api.schemas.shared import (
+    CacheSalt,
+    ModelName,
+    Stop,
+    check_text,
+    check_token_ids,
+    is_text,
+    number_schema,
+)
+from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.tools import Tools
+
+__all__ = ["ApplyTemplate", "Infill", "LlamaCompletion", "Pieces"]
+
+Pieces = list[str | list[int]]
+"""Texts and runs of token ids, in a row."""
+
+_HERE = (
+    *("typical_p", "top_n_sigma", "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent"),
+    *("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "samplers", "repeat_last_n", "penalize_nl", "min_keep", "post_sampling_probs", "n_keep"),
+    *("n_discard", "n_indent", "t_max_predict_ms", "id_slot", "timings_per_token", "response_fields", "lora"),
+    "image_data",
+)
+_FOREIGN = {
+    **{name: GENERATING[name] for name in _HERE},
+    "n_probs": Foreign("use /v1/completions with logprobs", (0,)),
+    "logit_bias": Foreign("use /v1/completions", ([],)),
+    "tfs_z": GENERATING["tfs_z"],
+    "multimodal_data": Foreign("images are not built in this server", ([],)),
+    "n_cmpl": Foreign("use n of /v1/completions", (1,)),
+}
+
+_FOREIGN_TO_INFILL = {
+    **_FOREIGN,
+    "input_extra": Foreign("put what the model should know into input_prefix", ([],)),
+    "chunks": Foreign("use input_prefix", ([],)),
+}
+
+
+def _pieces(value: Any) -> Pieces:
+    """A text, token ids, or texts and token ids in a row, as what stands one behind the other."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not parts:
+        raise field_error("prompt", "must be a text, a list of token ids, or a list of texts and token ids")
+    found: Pieces = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, str) and part and is_text(part):
+            found.append(part)
+        elif type(part) is int and isinstance(last, list):
+            last.append(part)
+        elif type(part) is int:
+            found.append([part])
+        else:
+            raise field_error("prompt", "holds what is neither a text with a character in it nor a token id")
+    size = sum(map(len, found))
+    if size > COUNTS["text"].high:
+        raise field_error("prompt", f"has {size} characters and ids; at most {COUNTS['text'].high} are allowed")
+    for run in found:
+        if isinstance(run, list):
+            check_token_ids(run)
+    if len(found) > COUNTS["parts"].high:
+        raise field_error("prompt", f"has {len(found)} texts and runs of ids; at most {COUNTS['parts'].high} are read")
+    return found
+
+
+_TEXT = {"type": "string", "minLength": 1, "maxLength": COUNTS["text"].high}
+Prompt = Annotated[
+    Pieces,
+    PlainValidator(_pieces),
+    WithJsonSchema(
+        {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, number_schema("token_id")]}}]}
+    ),
+]
+Text = Annotated[str, AfterValidator(check_text), counted("text")]
+
+
+class _Sampling(Strict):
+    """llama.cpp's fields and defaults. `n_predict` -1 and -2: as far as the context goes."""
+
+    foreign = _FOREIGN
+
+    model: ModelName | None = None
+    n_predict: Annotated[int, bounded("num_predict")] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, bounded("temperature")] | None = None
+    top_k: Annotated[int, bounded("top_k")] | None = None
+    top_p: Annotated[float, bounded("top_p")] | None = None
+    min_p: Annotated[float, bounded("min_p")] | None = None
+    seed: Annotated[int, bounded("seed")] | None = None
+    repeat_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
+    stop: Stop | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    return_tokens: bool | None = None
+    grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class LlamaCompletion(_Sampling):
+    prompt: Prompt
+
+
+class Infill(_Sampling):
+    """What stands between two texts. `prompt` stands behind the prefix."""
+
+    foreign = _FOREIGN_TO_INFILL
+
+    input_prefix: Text
+    input_suffix: Text
+    prompt: Text | None = None
+
+
+class ApplyTemplate(Strict):
+    messages: Messages
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool = True
+    model: ModelName | None = None

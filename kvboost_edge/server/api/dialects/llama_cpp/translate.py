@@ -1,0 +1,105 @@
+"""From llama.cpp's bodies to ours, and prompts of several pieces to token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.completions import completion_order
+from kvboost_edge.server.api.dialects.llama_cpp.schemas import Infill, LlamaCompletion, Pieces
+from kvboost_edge.server.api.dialects.llama_cpp.writer import LlamaWriter
+from kvboost_edge.server.api.dialects.translated import completion_request
+from kvboost_edge.server.api.generation import Order
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import EncodedPrompt
+from kvboost_edge.text.answers import FindAnswer
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["DEFAULTS", "FIELDS", "completion_of", "infill_of"]
+
+FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
+"""What our fields are called here."""
+
+# llama.cpp's where nothing is said.
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_SAME = (
+    *("seed", "presence_penalty", "frequency_penalty", "ignore_eos", "cache_prompt", "grammar", "json_schema"),
+    *("cache_salt", "stream"),
+)
+# The tokens before the prefix, before the suffix and before what is to be found, as families of models have them.
+_INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+
+
+def completion_of(state: ServerState, body: LlamaCompletion) -> Order:
+    """How to go on with a prompt. ApiError names the field."""
+    return _order(state, body, body.prompt, with_bos=True, field="prompt")
+
+
+def infill_of(state: ServerState, body: Infill) -> Order:
+    """How to find what stands between two texts. ApiError for a model that has no tokens for that."""
+    before, between, behind = _infill_ids(state.engine.tokenizer)
+    prefix = body.input_prefix + (body.prompt or "")
+    pieces: Pieces = [[before], *filter(None, (prefix,)), [between], *filter(None, (body.input_suffix,)), [behind]]
+    return _order(state, body, pieces, with_bos=False, field="input_prefix")
+
+
+def _infill_ids(tokenizer: Tokenizer) -> list[int]:
+    for names in _INFILL:
+        ids = [tokenizer.codec.token_id(name) for name in names]
+        if None not in ids:
+            return [token_id for token_id in ids if token_id is not None]
+    raise bad_field("input_prefix", "the model has no tokens for infill (prefix, suffix and middle); use /completion")
+
+
+def _order(state: ServerState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str) -> Order:
+    tokenizer, vocab_size = state.engine.tokenizer, state.engine.runner_info.vocab_size
+    limit = body.n_predict
+    sampling = {
+        name: default if getattr(body, name) is None else getattr(body, name) for name, default in DEFAULTS.items()
+    }
+    # What is sent stands in for the prompt until it is tokenized: it has about as many tokens.
+    stands_in = "".join(piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces)
+    ours = completion_request(
+        prompt=pieces[0] if len(pieces) == 1 else stands_in[: 1 << 20],
+        max_tokens=None if limit is None or limit < 0 else limit,
+        stop=list(body.stop) if body.stop else None,
+        repetition_penalty=body.repeat_penalty,
+        **sampling,
+        **{name: getattr(body, name) for name in _SAME},
+    )
+    writer = LlamaWriter(state, ours, with_ids=bool(body.return_tokens))
+    order = completion_order(state, ours, writer, fills=True)
+
+    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
+        ids = _ids(tokenizer, pieces, vocab_size, with_bos, field)
+        return [EncodedPrompt(ids, tokenizer.decode(ids, skip_special_tokens=False))]
+
+    return dataclasses.replace(order, job=dataclasses.replace(order.job, encode=encode))
+
+
+def _ids(
+    tokenizer: Tokenizer, pieces: Sequence[str | list[int]], vocab_size: int, with_bos: bool, field: str
+) -> list[int]:
+    ids: list[int] = []
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, list):
+            if max(piece) >= vocab_size:
+                wrong = f"token id {max(piece)} is outside of the model's vocabulary 0..{vocab_size - 1}"
+                raise bad_field(field, f"{field}: {wrong}")
+            ids += piece
+            continue
+        try:
+            ids += tokenizer.encode(piece, with_bos and number == 0)
+        except RequestError as error:
+            raise bad_field(field, str(error)) from error
+    if not ids:
+        raise bad_field(field, "the tokenizer makes no token of this text")
+    return ids

@@ -1,0 +1,115 @@
+"""How llama.cpp's completions are written: one object, or events with the whole one at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Send
+
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.api.turn_writer import TurnWriter
+from kvboost_edge.server.api.usage import costs
+from kvboost_edge.server.error_shapes import shape_of
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.streams import EventStream, dumps_long, event
+from kvboost_edge.text.turns.parts import Content, Part
+
+__all__ = ["LlamaWriter"]
+
+Json = dict[str, Any]
+
+
+class LlamaWriter(TurnWriter):
+    """with_ids: pieces and the whole hold the token ids."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, *, with_ids: bool) -> None:
+        super().__init__(state, body.stop or ())
+        self._body, self._with_ids = body, with_ids
+        self._stops = body.stop or ()
+        self._ids: list[int] = []
+        self._told_ids = 0
+
+    def written(self, result: GenerationResult, reason: str) -> bytes:
+        ids = list(result.output_token_ids) if self._with_ids else []
+        return dumps_long(self._final(result, reason, self.message.content, ids))
+
+    def events(self, send: Send) -> EventStream:
+        self._stream = EventStream(send, _failure)
+        return self._stream
+
+    def opened(self) -> None:
+        """Nothing is said before there is something to say."""
+
+    def push(self, index: int, event: TokenEvent) -> None:
+        self._ids.append(event.token_id)
+        super().push(index, event)
+
+    def told(self, parts: Sequence[Part]) -> None:
+        text = "".join(part.text for part in parts if isinstance(part, Content))
+        head = {"index": 0, "content": text, "tokens": self._new_ids(), "stop": False, "id_slot": -1}
+        evaluated = len(self.run.prompts[0].token_ids)
+        self._stream.add(event({**head, "tokens_predicted": len(self._ids), "tokens_evaluated": evaluated}))
+
+    def closed(self, result: GenerationResult, reason: str) -> None:
+        self._stream.add(event(self._final(result, reason, "", self._new_ids())))
+
+    def _new_ids(self) -> list[int]:
+        begin, self._told_ids = self._told_ids, len(self._ids)
+        return self._ids[begin:] if self._with_ids else []
+
+    def _final(self, result: GenerationResult, reason: str, content: str, ids: list[int]) -> Json:
+        word = self._stopping_word(result) if reason == "stop" else ""
+        spent = costs([result], 1, self.run.tokenize_ms)
+        prompt = self.run.prompts[0].text
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": ids,
+            "id_slot": -1,
+            "stop": True,
+            "model": self.state.model_name,
+            "tokens_predicted": result.generated_tokens,
+            "tokens_evaluated": result.prompt_tokens,
+            "generation_settings": self._settings(result),
+            "prompt": prompt,
+            "has_new_line": "\n" in result.output_text,
+            "truncated": False,
+            "stop_type": "limit" if reason == "length" else "word" if word else "eos",
+            "stopping_word": word,
+            "tokens_cached": result.cached_tokens,
+            **spent,
+        }
+
+    def _stopping_word(self, result: GenerationResult) -> str:
+        """The stop string that ended the text, "" where none did."""
+        if not self._stops:
+            return ""
+        written = self.state.engine.tokenizer.decode(result.output_token_ids, skip_special_tokens=True)
+        rest = written[len(result.output_text) :]
+        return next((stop for stop in self._stops if rest.startswith(stop)), "")
+
+    def _settings(self, result: GenerationResult) -> Json:
+        body = self._body
+        return {
+            "n_predict": -1 if body.max_tokens is None else body.max_tokens,
+            "seed": result.seed,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+            "min_p": body.min_p,
+            "repeat_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "stop": list(self._stops),
+            "stream": bool(body.stream),
+            "ignore_eos": bool(body.ignore_eos),
+            "grammar": body.grammar or "",
+        }
+
+
+def _failure(error: ApiError) -> bytes:
+    return event(shape_of("/completion")(error))

@@ -1,0 +1,111 @@
+"""llama.cpp's own routes; /tokenize, /detokenize, /health and /metrics have its form anyway."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge import __version__
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.dialects.llama_cpp.answers import LLAMA_ERRORS, Completed, Props, Slot, Templated
+from kvboost_edge.server.api.dialects.llama_cpp.schemas import ApplyTemplate, Infill, LlamaCompletion
+from kvboost_edge.server.api.dialects.llama_cpp.translate import DEFAULTS, FIELDS, completion_of, infill_of
+from kvboost_edge.server.api.dialects.translated import renamed
+from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.prompts import estimate_messages, size_of
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.turns import offered
+from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.bridge import off_loop
+from kvboost_edge.server.work.streams import dumps, dumps_long, json_response, send_json
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=JsonRoute, responses=LLAMA_ERRORS)
+
+# Of each event: its name, and the JSON of its data.
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+_STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
+
+
+@router.post("/completion", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}})
+async def completion(request: Request, body: LlamaCompletion) -> Response:
+    """Go on with a prompt: a text, token ids, or both in a row."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        with renamed(FIELDS):
+            await respond(request, send, completion_of(state, body))
+
+    return answered(request, body.model, work)
+
+
+@router.post("/infill", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}})
+async def infill(request: Request, body: Infill) -> Response:
+    """Find what stands between two texts, where the model has tokens for that."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        with renamed({**FIELDS, "prompt": "input_prefix"}):
+            await respond(request, send, infill_of(state, body))
+
+    return answered(request, body.model, work)
+
+
+@router.post("/apply-template", response_class=JSONResponse, responses={200: {"model": Templated}})
+async def apply_template(request: Request, body: ApplyTemplate) -> Response:
+    """The prompt that messages become."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        async with state.admit(request, estimate_messages(body.messages, body.tools)):
+            answer = await off_loop(lambda: _templated(state, body), size_of(body.messages, body.tools))
+        await send_json(send, answer)
+
+    return answered(request, body.model, work)
+
+
+@router.get("/props", response_class=JSONResponse, responses={200: {"model": Props}})
+async def props(request: Request) -> Response:
+    """What the server is and does unless told otherwise. Paths on its disk are nobody's business."""
+    state = state_of(request)
+    tokenizer = state.engine.tokenizer
+    settings = {"n_ctx": state.engine.runner_info.max_context, "params": {"n_predict": -1, "seed": -1, **DEFAULTS}}
+    return json_response(
+        {
+            "default_generation_settings": {"id": 0, "speculative": True, "is_processing": False, **settings},
+            "total_slots": state.admission.batch,
+            "model_alias": state.model_name,
+            "model_path": state.model_name,
+            "chat_template": tokenizer.chat_template or "",
+            "bos_token": tokenizer.special_tokens.get("bos_token", ""),
+            "eos_token": tokenizer.special_tokens.get("eos_token", ""),
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"kvboost-edge {__version__}",
+            "is_sleeping": False,
+        }
+    )
+
+
+@router.get("/slots", response_class=JSONResponse, responses={200: {"model": list[Slot]}})
+async def slots(request: Request) -> Response:
+    """As many as sequences are computed together. No slot holds a cache here: blocks do, which all requests share."""
+    state = state_of(request)
+    running = await off_loop(state.engine.num_running)
+    context = state.engine.runner_info.max_context
+    rows = [
+        dumps({"id": number, "n_ctx": context, "speculative": True, "is_processing": number < running})
+        for number in range(state.admission.batch)
+    ]
+    return Response(b"[" + b",".join(rows) + b"]", media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _templated(state: ServerState, body: ApplyTemplate) -> bytes:
+    tokenizer = state.engine.tokenizer
+    messages, tools = offered(tokenizer, [message.for_template() for message in body.messages], body.tools, None)
+    variables = body.chat_template_kwargs
+    try:
+        text = tokenizer.apply_chat_template(messages, body.add_generation_prompt, variables, tools)
+    except RequestError as error:
+        raise bad_field("messages", str(error)) from error
+    return dumps_long({"prompt": text})
