@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
 
@@ -373,6 +374,9 @@ def cache(
         dry_run=dry_run,
         as_json=as_json,
     )
+
+
+add_commands(app)
 
 
 def run(argv: list[str] | None = None) -> int:

@@ -6,8 +6,9 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from kvboost_edge.cli.render import reuse_words
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
@@ -125,6 +126,18 @@ class RemoteChat:
         """What /v1/models lists."""
         return [dict(one) for one in self._get("/v1/models")["data"]]
 
+    def last_requests(self) -> Any:
+        """What became of the last prompts of this key, /v1/requests."""
+        return self._get("/v1/requests")
+
+    def request_cache(self, request_id: str) -> Any:
+        """Why the prompt of one request was read again; "last": of the last one."""
+        return self._get(f"/v1/requests/{quote(request_id, safe='')}/cache")
+
+    def warm(self, body: Mapping[str, Any]) -> Any:
+        """Compute what prompts begin with, /v1/warm."""
+        return self._got(lambda: self._client.post("/v1/warm", json=body))
+
     def _first_model(self) -> str:
         try:
             return str(self.models()[0]["id"])
@@ -136,8 +149,11 @@ class RemoteChat:
             raise
 
     def _get(self, path: str) -> Any:
+        return self._got(lambda: self._client.get(path))
+
+    def _got(self, ask: Callable[[], httpx.Response]) -> Any:
         try:
-            response = self._client.get(path)
+            response = ask()
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if response.status_code != 200:

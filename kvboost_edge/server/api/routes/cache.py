@@ -178,8 +178,9 @@ def _token_ids(state: ServerState, body: UnpinRequest, answers: KeptAnswers) -> 
     if body.messages is not None:
         plain = [message.for_template() for message in body.messages]
         asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
+        whole = bool(body.add_generation_prompt)
         return encode_plain(
-            tokenizer, asked.messages, asked.variables, False, tools=asked.tools, find_answer=answers.find
+            tokenizer, asked.messages, asked.variables, whole, tools=asked.tools, find_answer=answers.find
         )
     return encode_text(tokenizer, body.text or "", True, "text")
 

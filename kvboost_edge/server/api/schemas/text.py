@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kvboost_edge.server.api.bounds import bounded, counted
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
@@ -81,6 +81,9 @@ class UnpinRequest(Strict):
     messages: Messages | None = None
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="true: as the whole prompt of a request with these messages, not only its beginning"
+    )
     cache_salt: CacheSalt | None = None
     model: ModelName | None = None
 
@@ -91,7 +94,7 @@ class UnpinRequest(Strict):
         self._check_of_messages("text", self.text)
 
     def _check_of_messages(self, other: str, given: object) -> None:
-        for name in ("chat_template_kwargs", "tools"):
+        for name in ("chat_template_kwargs", "tools", "add_generation_prompt"):
             if given is not None and getattr(self, name) is not None:
                 raise bad_field(name, f"{name} goes with messages, not with {other}")
 
@@ -99,15 +102,33 @@ class UnpinRequest(Strict):
 Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
 
 
+_OF_ANSWERS = frozenset({
+    *("stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
+    *("top_logprobs", "tool_choice", "parallel_tool_calls", "response_format", "user", "store", "metadata"),
+    *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+})  # fmt: skip
+"""Fields of a recorded chat request that say how it is answered, and nothing about its prompt."""
+
+
 class WarmRequest(UnpinRequest):
-    """The same, to be computed now; `pin`: it stays, for `ttl` seconds or until it is unpinned. For kvboost.mode
-    "chunk_kv_reuse": `documents`, or a text as it stands behind `position_offset` others."""
+    """The same, to be computed now; a recorded chat request will do, what concerns its answer is ignored. `pin`: it
+    stays, for `ttl` seconds or until it is unpinned. For kvboost.mode "chunk_kv_reuse": `documents`, or a text as it
+    stands behind `position_offset` others."""
 
     documents: Annotated[list[Document], counted("documents")] | None = None
     position_offset: Annotated[int, bounded("position_offset")] = 0
     priority: Annotated[int, bounded("priority")] | None = None
     pin: bool = False
     ttl: Annotated[float, bounded("ttl")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prompt_alone(cls, value: Any) -> Any:
+        """A recorded chat request without what concerns its answer."""
+        if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
+            return value
+        return {name: item for name, item in value.items() if name not in _OF_ANSWERS}
 
     @property
     def alone(self) -> str | None:

@@ -1,0 +1,85 @@
+"""`kvboost-edge warm`: a recorded request finds all full blocks of its prompt afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.cli.app import run
+from live_servers import LiveServer, serving
+from spoken_turns import TEMPLATE
+
+BLOCK = 16
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("map", "clock")
+]
+RECORDED: dict[str, Any] = {
+    "model": "fake", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7, "max_tokens": 3,
+    "tool_choice": "auto", "user": "me", "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False},
+    "messages": [{"role": "system", "content": "You are a coder."}, {"role": "user", "content": "Read the file."}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def server() -> Iterator[LiveServer]:
+    with fake_engine(num_blocks=256, max_context=2000) as engine:
+        engine.tokenizer.chat_template = TEMPLATE
+        with serving(engine, model_name="fake") as server:
+            yield server
+
+
+def asked(server: LiveServer, **more: Any) -> tuple[int, int]:
+    """Tokens of the recorded request's prompt, and how many of them were cached."""
+    body = {name: item for name, item in RECORDED.items() if not name.startswith("stream")}
+    with server.client() as client:
+        usage = client.post("/v1/chat/completions", json={**body, **more}).json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_the_request_finds_all_full_blocks(server: LiveServer, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "agent.json"
+    file.write_text(json.dumps(RECORDED))
+    command = ["warm", "--from-request", str(file), "--url", server.base_url]
+    assert run([*command, "--json"]) == 0
+    warmed = json.loads(capsys.readouterr().out)
+    tokens, cached = asked(server)
+    assert tokens == warmed["token_count"]
+    assert cached == min(tokens // BLOCK * BLOCK, tokens - 1)
+    assert run([*command, "--pin", "--ttl", "60"]) == 0
+    assert f"{tokens} prompt tokens are in the cache" in capsys.readouterr().out
+    assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
+
+
+def test_the_next_turns_begin_so_without_the_generation_prompt(server: LiveServer) -> None:
+    with server.client() as client:
+        warmed = client.post("/v1/warm", json=RECORDED).json()["token_count"]
+    later = [*RECORDED["messages"], {"role": "assistant", "content": "Done."}, {"role": "user", "content": "And?"}]
+    assert asked(server, messages=later)[1] == warmed // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "cannot be read"), ("{", "is no JSON"), ("[]", "object with messages"), ('{"prompt": "a"}', "messages")],
+)
+def test_a_file_that_is_no_request_is_named(tmp_path: Path, text: str | None, said: str, capsys: Any) -> None:
+    file = tmp_path / "agent.json"
+    if text is not None:
+        file.write_text(text)
+    assert run(["warm", "--from-request", str(file), "--url", "http://127.0.0.1:9"]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "agent.json" in error
+
+
+def test_what_may_change_a_prompt_is_not_ignored(server: LiveServer) -> None:
+    with server.client() as client:
+        for more in ({"functions": []}, {"unknown": 1}, {"chat_template": "x"}):
+            answer = client.post("/v1/warm", json={**RECORDED, **more})
+            assert (answer.status_code, next(iter(more)) in answer.text) == (400, True)
+        assert client.post("/v1/warm", json={"text": "abc", "temperature": 1}).status_code == 400
+        assert client.post("/v1/warm", json={"text": "abc", "add_generation_prompt": True}).status_code == 400
