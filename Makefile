@@ -18,7 +18,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction \
-	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-tiers real-model quality clean test-arm64 redis-server
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-embeddings bench-tiers real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -137,9 +137,16 @@ quality: setup real-model  ## perplexity, KL and same top token of the real mode
 	$(BIN)/python benchmarks/quality.py --out benchmarks/results/quality.json
 	$(BIN)/python benchmarks/quality_reuse.py --out benchmarks/results/quality-reuse.json
 
-bench-peers: setup $(PEERS)/.setup-stamp  ## against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
+bench-peers: setup $(PEERS)/.setup-stamp  ## logits and speed against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/gguf_crosscheck.py
 	$(BIN)/python benchmarks/bench_peers.py --out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
+
+bench-embeddings: setup $(PEERS)/.setup-stamp  ## texts per second made into vectors, against llama.cpp: two shapes, Q8_0 and Q4_0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/bench_embeddings.py --out benchmarks/results/embeddings-qwen3-0.6b-q8_0.json
+	$(BIN)/python benchmarks/bench_embeddings.py --quant Q4_0 --out benchmarks/results/embeddings-qwen3-0.6b-q4_0.json
+	$(BIN)/python benchmarks/bench_embeddings.py --shape embeddinggemma-300m --out benchmarks/results/embeddings-gemma-300m-q8_0.json
 
 bench-tiers: setup $(PEERS)/.setup-stamp  ## restarts from disk, what writing behind costs, an agent; beside llama.cpp's saved states
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

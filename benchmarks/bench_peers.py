@@ -45,7 +45,7 @@ _MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
 class Worker:
     """An engine's process, seen from here."""
 
-    def __init__(self, label: str, command: list[str], env: dict[str, str]) -> None:
+    def __init__(self, label: str, command: list[str], env: dict[str, str] | None) -> None:
         self.label = label
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env

@@ -1,16 +1,18 @@
 """One matrix in every integer weight format: time of one token, where weights come from memory, and rate of many.
 
-    python benchmarks/bench_weight_formats.py [--rows 17920] [--inputs 1536] [--threads 2] [--quick] [--out FILE]
+    python benchmarks/bench_weight_formats.py [--formats int4 int4t] [--rows 17920] [--inputs 1536] [--threads 2]
+                                              [--quick] [--out FILE]
 
 The shape is that of the gate and up matrix of Qwen2-1.5B. One token goes through as many copies of the matrix as take
 some 200 MB, so that no cache holds them. Both precisions of a token's codes are timed (`fine`: 16 bits, as queries and
-logits have them). Formats take turns in one process, by one team of threads; the best round counts. Ends in one JSON
-line.
+logits have them). Formats take turns in one process, by one team of threads; the best round counts, and the last column
+is the median over the rounds of the time relative to int4's of the same round. Ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +23,13 @@ from harness import alternate, parser, report
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, packed_sizes
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS, packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
-FORMATS = (*QUANTIZED, *BLOCK_FORMATS)
+FORMATS = (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)
 MEMORY = 200 << 20
 MANY = 256
 
@@ -80,11 +82,13 @@ def measure(options: argparse.Namespace, team: KernelTeam, tokens: int, *, fine:
     """Microseconds of a matrix, GB/s of its bytes, TOPS, and the time relative to int4's."""
     weights = options.rows * options.inputs
     copies = max(1, MEMORY // weights * 2) if tokens == 1 else 1
-    found = {kind: Matrices(kind, options, tokens, fine=fine, copies=copies) for kind in FORMATS}
+    formats = [kind for kind in FORMATS if kind in ("int4", *options.formats)]
+    found = {kind: Matrices(kind, options, tokens, fine=fine, copies=copies) for kind in formats}
     contenders: dict[str, Callable[[], object]] = {
         kind: lambda one=one: one.run(team) for kind, one in found.items()
     }  # fmt: skip
-    seconds = {kind: min(times) / copies for kind, times in alternate(contenders, rounds=options.rounds).items()}
+    rounds = alternate(contenders, rounds=options.rounds)
+    seconds = {kind: min(times) / copies for kind, times in rounds.items()}
     return [
         {
             "format": kind,
@@ -95,13 +99,17 @@ def measure(options: argparse.Namespace, team: KernelTeam, tokens: int, *, fine:
             "gb_s": found[kind].nbytes / seconds[kind] / 1e9,
             "tops": 2 * weights * tokens / seconds[kind] / 1e12,
             "times_int4": seconds[kind] / seconds["int4"],
+            "median_times_int4": statistics.median(
+                one / other for one, other in zip(rounds[kind], rounds["int4"], strict=True)
+            ),
         }
-        for kind in FORMATS
+        for kind in formats
     ]
 
 
 def main() -> None:
     options_parser = parser(__doc__ or "")
+    options_parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS, help="beside int4")
     options_parser.add_argument("--rows", type=int, default=17920, help="a multiple of 16")
     options_parser.add_argument("--inputs", type=int, default=1536, help="a multiple of 256")
     options_parser.add_argument("--threads", type=int, default=default_num_threads())

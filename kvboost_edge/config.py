@@ -66,6 +66,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "weights": ("auto", "int8", "int4", "int4-asym", "bf16", "f32"),
+    "rope_range": ("short", "long"),
     "reuse_gate": ("auto", "off"),
     "speculation": ("auto", "on", "off"),
 }
@@ -92,6 +93,9 @@ class EngineConfig:
     that. `weights` is the native runner's format and asks for that runner; "auto" keeps the formats of a quantized
     checkpoint and makes int8 of a float one if weights and pool take at most half of the memory, else int4; "int4-asym"
     (a scale and a minimum per group of 32) is had only by asking, or from files that are quantized so.
+    `rope_range`: models with rope of type longrope (Phi-3, Phi-4-mini) have other factors beyond their original length:
+    "short" pins the context to that length; "long" takes the factors for longer sequences, for short ones too, up to
+    the whole context (native runner). Blocks of the two are never shared.
     `pack_cache`: packed weights, and what else is found out about a model's files, are kept in the cache directory and
     mapped at later starts; False keeps and reads nothing there: the weights are converted at every start, into memory
     of this process alone (native runner).
@@ -135,6 +139,7 @@ class EngineConfig:
     revision: str | None = None
     token: str | None = dataclasses.field(default=None, repr=False)
     local_files_only: bool = False
+    rope_range: str = "short"
     pack_cache: bool = True
     tenant: str = ""
     seed: int | None = None

@@ -1,4 +1,4 @@
-"""Random blocks of Q4_K, Q5_K and Q6_K as GGUF files hold them."""
+"""Random blocks of Q4_K, Q5_K and Q6_K as GGUF files hold them, and random rows of int4t."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES
-from kvboost_edge.kernels.linear.dot import KIND_Q6K
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS
+from kvboost_edge.kernels.linear.dot import KIND_INT4T, KIND_Q6K
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, PackedRows, pack_codes
 
-__all__ = ["random_blocks"]
+__all__ = ["random_blocks", "random_table_rows"]
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -25,3 +25,16 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
         halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
         raw[:, at : at + 2] = halves.view(np.uint8)
     return raw.reshape(rows, -1)
+
+
+def random_table_rows(rows: int, inputs: int, seed: int = 0) -> PackedRows:
+    """Random codes of int4t, and tables that differ from tile to tile, with both ends of a byte in each."""
+    rng, parts = np.random.default_rng(seed), []
+    for start in range(0, rows, 16):
+        count = min(16, rows - start)
+        table = rng.integers(-128, 128, 16).astype(np.int8)
+        table[rng.permutation(16)[:2]] = -128, 127
+        codes = rng.integers(0, 16, (count, inputs)).astype(np.uint8)
+        scales = (0.01 * rng.standard_normal((count, -(-inputs // 32)))).astype(np.float16)
+        parts.append(pack_codes(codes, scales, None, KIND_INT4T, table))
+    return PackedRows(*(np.concatenate([part[index] for part in parts]) for index in range(3)))

@@ -6,6 +6,7 @@ Tensor names come from the package's own tables, so that they are an oracle for 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,69 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
-__all__ = ["ARCHS", "PERMUTED", "gguf_tensors", "q4_k_m", "write_gguf"]
+from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+from tiny_models import NESTED, save_nested_model, save_tiny_model
+
+__all__ = ["ARCHS", "FAMILIES", "PERMUTED", "gguf_tensors", "iq4_xs", "q4_k_m", "save_model", "write_gguf"]
 
 ARCHS = {
     "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
     "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "glm4": MODEL_ARCH.GLM4,
+    "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
+    "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE,
 }  # fmt: skip
+# What GGUF cannot say has to have the value that llama.cpp knows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-llama3rope": {},
+    "llama-yarn": {},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_vl": {},
+    "ministral3": {},
+    "mistral3": {"sliding_window": None},
+    "mistral3-ministral3": {},
+    "hunyuan_v1_dense": {},
+    "granitemoehybrid": {},
+    "granitemoehybrid-nope": {},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3": {},
+    "phi3-full": {"sliding_window": None},
+    "olmo2": {},
+    "olmo3": {},
+    "exaone4": {},
+    "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "ernie4_5": {},
+    "glm4": {},
+    "granite": {},
+    "smollm3": {"no_rope_layers": None},
+}
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
-PERMUTED = ("llama", "mistral", "granite", "smollm3")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
+OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
 # Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
-K_SCALES = {"Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32)}
+K_SCALES = {
+    "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32), "Q3_K": ((108,), 32 * 4),
+    "IQ4_NL": ((0,), 127), "IQ4_XS": ((0,), 32 * 127),
+}  # fmt: skip
+
+
+def save_model(name: str, directory: Path) -> Path:
+    """A tiny model of FAMILIES as its makers' directory."""
+    save = save_nested_model if name in NESTED and name != "gemma3" else save_tiny_model
+    return save(name, directory, **FAMILIES[name])
 
 
 def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -37,30 +86,50 @@ def _permute(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
 
 
+def _config(model_dir: Path) -> dict[str, Any]:
+    """As the converters' `load_hparams`: what text_config says goes before what stands around it."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return {**config, **config.get("text_config", {}), "model_type": config["model_type"]}
+
+
 def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
-    config = json.loads((model_dir / "config.json").read_text())
+    config = _config(model_dir)
     model_type = config["model_type"]
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     found = {}
     for name, tensor in sorted(load_file(model_dir / "model.safetensors").items()):
         values = tensor.astype(np.float32)
+        name = name.replace("language_model.", "")
+        if name.startswith(OTHER_PARTS):
+            continue
         if model_type in PERMUTED:
             if ".q_proj." in name:
                 values = _permute(values, heads)
             elif ".k_proj." in name:
                 values = _permute(values, kv_heads)
-        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+        if model_type in PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        name += ".weight" if name.endswith("layer_scalar") else ""
+        if "shared_mlp.input_linear" in name:
+            layer = name.split(".")[2]
+            found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)
+            continue
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         found[target] = np.ascontiguousarray(values)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(rope, config["hidden_size"] // heads)
+    if model_type == "gemma4_text":
+        found["rope_freqs.weight"] = rope_freqs(config)
+    if rope.get("rope_type") == "longrope":
+        for which in ("long", "short"):
+            found[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], dtype=np.float32)
     return found
 
 
@@ -90,28 +159,54 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if name in ("token_embd.weight", "output.weight") or "attn_v" in name else "Q4_K"
 
 
+def iq4_xs(name: str) -> str:
+    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the first layers' way
+    down."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q6_K"
+    return "Q5_K" if "attn_v" in name or name.startswith("blk.0.ffn_down") else "IQ4_XS"
+
+
 def write_gguf(
     model_dir: Path,
     path: Path,
     *,
     kind: str | Callable[[str], str] = "F32",
-    tokenizer: bool = True,
+    tokenizer: bool | None = True,
     keys: Mapping[str, Any] | None = None,
+    more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
+    dense: bool = True,
 ) -> Path:
-    """Write the model as GGUF. `kind`: the type of matrices, or a function of the GGUF name; vectors are F32. Weights
-    of K types are random.
-    `keys`: further metadata of the architecture, {"attention.scale": 0.5}. `split`: parts of so many tensors each,
-    beside `path`, which is not written then; the first one is returned."""
-    config = json.loads((model_dir / "config.json").read_text())
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]], split_max_tensors=split)
+    """Write the model as GGUF.
+
+    kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
+    tokenizer: None for a file that says there is none, as llama.cpp wants to be told.  keys: further metadata of the
+    architecture, {"attention.scale": 0.5}.  more: further tensors, F32; None for one that is left out.  split: parts of
+    so many tensors each, beside `path`, which is not written then; the first one is returned.  dense:
+    with the matrices behind the pooling of a model that attends both ways.
+    """
+    config = _config(model_dir)
+    both_ways = bool(config.get("use_bidirectional_attention"))
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHS[config["model_type"]]
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _write_sizes(writer, config)
     for key, value in (keys or {}).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{writer.arch}.{key}", value)
+        kinds = {float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
+        kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     if tokenizer:
-        _write_tokenizer(writer, model_dir, config["vocab_size"])
-    for name, values in gguf_tensors(model_dir).items():
+        _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
+    elif tokenizer is None:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(config["vocab_size"])
+    tensors = {**gguf_tensors(model_dir), **(more or {})}
+    for number in (2, 3) if both_ways and dense else ():
+        values = load_file(model_dir / f"{number}_Dense/model.safetensors")["linear.weight"]
+        tensors[f"dense_{number}.weight"] = values
+        writer.add_dense_features_dims(f"dense_{number}", values.shape[1], values.shape[0])
+    for name, values in tensors.items():
+        if values is None:
+            continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
         number = GGMLQuantizationType[chosen]
@@ -134,7 +229,8 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads] * config["num_hidden_layers"] if model_type == "granitemoehybrid" else kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -142,13 +238,32 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic":
+        base = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+        writer.add_rope_freq_base(base)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+    else:
+        writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "longrope":
+        old = config.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / old
+        writer.add_rope_scaling_orig_ctx_len(old)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(old)))
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -156,17 +271,32 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     if model_type in PATTERNED and config["sliding_window"] is not None:
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if model_type == "qwen3_vl":
+        writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
     if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if model_type == "granite":
+    if model_type == "gemma4_text":
+        write_gemma4_sizes(writer, config)
+    if model_type == "granitemoehybrid":
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(0)
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if model_type in ("granite", "granitemoehybrid"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
 
 
-def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> None:
+def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int, *, ends: bool = False) -> None:
     """As the converters' `_set_vocab_gpt2`: tokens by id, ids without a token as unused."""
     state = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -189,4 +319,6 @@ def _write_tokenizer(writer: GGUFWriter, model_dir: Path, vocab_size: int) -> No
     writer.add_eos_token_id(ids[settings["eos_token"]])
     writer.add_pad_token_id(ids[settings["pad_token"]])
     writer.add_add_bos_token(True)
+    if ends:
+        writer.add_add_eos_token(True)
     writer.add_chat_template(settings["chat_template"])

@@ -37,7 +37,7 @@ class Program:
         row = np.zeros(lt.NUM_FIELDS, np.int64)
         row[lt.F_OP] = code
         floats = np.zeros(lt.NUM_PARAMS, np.float32)
-        floats[lt.P_FACTOR] = 1.0
+        floats[[lt.P_FACTOR, lt.P_SUM_FACTOR]] = 1.0
         for field, value in fields.items():
             row[field] = value
         for field, number in (params or {}).items():

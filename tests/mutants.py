@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cuda_faults import CUDA_FAULTS
+from layer_faults import LAYER_FAULTS
 from reuse_faults import REUSE_FAULTS
+from table_faults import TABLE_FAULTS
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900
@@ -44,8 +46,7 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 KERNELS = ("tests/kernels", "tests/backends")
 CONTRACT, KVCACHE, MODELS = ("tests/backends",), ("tests/kvcache",), ("tests/models",)
 SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
-LIFECYCLE = ("tests/engine/test_lifecycle.py",)
-PER_REQUEST = ("tests/engine/test_per_request.py",)
+LIFECYCLE, PER_REQUEST = ("tests/engine/test_lifecycle.py",), ("tests/engine/test_per_request.py",)
 
 FAULTS = (
     # The kernels.
@@ -311,7 +312,7 @@ FAULTS = (
         "    if False:",
         *MODELS,
     ),
-    *(fault(*row) for row in REUSE_FAULTS),
+    *(fault(*row) for row in (*LAYER_FAULTS, *REUSE_FAULTS, *TABLE_FAULTS)),
     *(Fault(name, file, ((old, new),), (test,)) for name, file, old, new, test in CUDA_FAULTS),
 )
 

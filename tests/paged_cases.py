@@ -45,7 +45,8 @@ def attend_densely(
         scores = params.softcap * np.tanh(scores / params.softcap)
     query_at = np.arange(len(keys) - len(queries), len(keys))[:, None]
     key_at = np.arange(len(keys))
-    seen = (key_at <= query_at) & (key_at > query_at - (params.window or len(keys)))
+    ahead = getattr(params, "ahead", 0)  # a backend's params have none
+    seen = (key_at <= query_at + ahead) & (key_at > query_at - (params.window or len(keys)))
     weights = np.where(seen, np.exp(np.where(seen, scores, 0.0)), 0.0)
     total = weights.sum(-1)
     if params.sinks is not None:

@@ -59,6 +59,14 @@ class PagedDriver:
 
     def step(self, work: Sequence[tuple[Sequence_, int]]) -> list[npt.NDArray[np.float32]]:
         """One pass over the next `count` tokens of each sequence; logits of every new token, per sequence."""
+        starts = np.cumsum([0, *(count for _, count in work)]).tolist()
+        logits, _ = self.step_for(work, range(starts[-1]))
+        return [logits[first:stop] for first, stop in itertools.pairwise(starts)]
+
+    def step_for(
+        self, work: Sequence[tuple[Sequence_, int]], logit_rows: Sequence[int], state_rows: Sequence[int] = ()
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """One pass over the next `count` tokens of each sequence; logits and states of these rows of the pass."""
         copies, token_ids, positions, slots, starts = [], [], [], [], [0]
         for sequence, count in work:
             table, start = sequence.table, sequence.table.num_computed_tokens
@@ -78,14 +86,16 @@ class PagedDriver:
             block_tables=tables,
             slot_mapping=np.array(slots, np.int64),
         )
-        rows = np.arange(len(token_ids), dtype=np.int64)
-        batch = ForwardBatch(np.array(token_ids, np.int64), np.array(positions, np.int64), layout, rows)
+        states = np.full((len(state_rows), self.runner.info.hidden_size), np.nan, np.float32)
+        rows, of_states = (np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows))
+        tokens = np.array(token_ids, np.int64), np.array(positions, np.int64)
+        batch = ForwardBatch(*tokens, layout, rows, of_states, states)
         logits = self.runner.forward(batch).copy()
         for sequence, count in work:
             done = sequence.table.num_computed_tokens + count
             self.manager.commit(sequence.table, sequence.token_ids, done)
         self.manager.check_invariants([sequence.table for sequence in self.live])
-        return [logits[first:stop] for first, stop in itertools.pairwise(starts)]
+        return logits, states
 
     def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
         """Compute all that is left, at most `chunk` tokens a pass; logits of the computed tokens."""

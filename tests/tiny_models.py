@@ -11,13 +11,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
-__all__ = ["EOS_ID", "FAMILIES", "PAD_ID", "VOCAB_SIZE", "build_tiny_model", "save_tiny_model"]
+__all__ = [
+    "EOS_ID", "FAMILIES", "NESTED", "PAD_ID", "VOCAB_SIZE", "build_nested_model", "build_tiny_model",
+    "save_nested_model", "save_tiny_model",
+]  # fmt: skip
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4: each to the last one of its kind.
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_hidden_layers": 8,
+    "sliding_window": 24,
+    "layer_types": ["full_attention" if i in (2, 4, 7) else "sliding_attention" for i in range(8)],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "tie_word_embeddings": True,
+}
+
+_OF_TABLE = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -61,6 +91,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _LOCAL_GLOBAL,
         "tie_word_embeddings": True,
     },
+    "gemma4": _GEMMA4,
+    "gemma4-wide": {
+        **_GEMMA4,
+        "layer_types": _LOCAL_GLOBAL[::-1] + _LOCAL_GLOBAL[:3],
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 8.0,
+    },
     "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
     "olmo2": {},
     "olmo3": {
@@ -93,6 +135,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+    },
+    "granitemoehybrid-nope": {
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
@@ -130,6 +193,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 128.0, "factor": 1.0},
+    },
     "stablelm": {
         "use_qkv_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
@@ -137,6 +205,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 24},
     "gpt_neox": {"num_key_value_heads": None, "hidden_act": "gelu"},
 }
+
+
+# Models with a part for images: the language model's type, its fields, and those of the other part. The native runner
+# alone runs them.
+NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+         "deepstack_visual_indexes": [0]},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {name: value for name, value in FAMILIES["gemma3"].items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {name: value for name, value in _GEMMA4.items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {name: value for name, value in FAMILIES["gemma4-wide"].items() if name not in _OF_TABLE},
+        {"mm_embed_dim": 32, "patch_size": 4, "mm_posemb_size": 16},
+    ),
+    "mistral3": (
+        "mistral",
+        {"sliding_window": 24, "head_dim": 16},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+    "mistral3-ministral3": (
+        "ministral3",
+        FAMILIES["ministral3"],
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "image_size": 32, "patch_size": 16},
+    ),
+}  # fmt: skip
+
+
+def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the language model."""
+    text_type, fields, vision = NESTED[model_type]
+    model_type = model_type.partition("-")[0]
+    fields = {"model_type": text_type, **COMMON_FIELDS, **fields, **overrides}
+    tied = fields["tie_word_embeddings"]
+    config = AutoConfig.for_model(model_type, text_config=fields, vision_config=vision, tie_word_embeddings=tied)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    _sharpen(model, torch.Generator().manual_seed(seed))
+    return model.eval()
 
 
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -159,8 +289,10 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(weight.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             weight.add_(0.2 * noise)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight")):
                 weight.add_(1.0)
+            if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
+                weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
         elif weight.dim() == 1:
             weight.copy_(0.3 * noise)
         elif "embed" in name:
@@ -168,12 +300,22 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         else:
             gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value")) else 1.0
             weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
+    for name, number in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            number.copy_(0.7 + 0.6 * torch.rand(1, generator=generator))
 
 
 def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a complete model directory (safetensors) and return its path."""
-    directory = Path(directory)
-    model = build_tiny_model(model_type, seed=seed, **overrides)
+    return _save(build_tiny_model(model_type, seed=seed, **overrides), Path(directory))
+
+
+def save_nested_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+    """As `save_tiny_model`, of a model that `build_nested_model` makes."""
+    return _save(build_nested_model(model_type, seed=seed, **overrides), Path(directory))
+
+
+def _save(model: PreTrainedModel, directory: Path) -> Path:
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
     save_tokenizer(directory)

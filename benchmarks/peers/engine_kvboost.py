@@ -43,6 +43,9 @@ class Engine:
     def _generate(self, tokens: list[int], count: int) -> Any:
         return self.engine.generate(tokens, max_new_tokens=count, temperature=0.0, ignore_eos=True)
 
+    def embed(self, inputs: list[list[int]]) -> dict[str, Any]:
+        return {"vectors": self.engine.embed(inputs)[:2].tolist()}
+
     def hold(self, tokens: list[int]) -> None:
         """Have these tokens in the cache and nothing else."""
         self.engine.reset_cache()

@@ -38,7 +38,7 @@ def write_gguf(path: Path, shape: Shape, quant: str) -> None:
     rng = np.random.default_rng(0)
     for name, dims in shape.tensors():
         if len(dims) == 1:
-            writer.add_tensor(name, _vector(rng, name, dims[0]))
+            writer.add_tensor(name, _vector(rng, name, dims[0], shape))
         else:
             kind = _type_of(name, quant, shape)
             writer.add_tensor(name, _matrix(rng, dims, kind, as_blocks=not shape.in_float64), raw_dtype=kind)
@@ -61,12 +61,12 @@ def _type_of(name: str, quant: str, shape: Shape) -> _Type:
     return _Type.Q6_K if wide and more_bits(layer, shape.layers) else _Type.Q4_K
 
 
-def _vector(rng: np.random.Generator, name: str, count: int) -> npt.NDArray[np.float32]:
-    """Norms and scales are 1; of rope_freqs a quarter turns, as Gemma 4 has it; biases are small."""
+def _vector(rng: np.random.Generator, name: str, count: int, shape: Shape) -> npt.NDArray[np.float32]:
+    """Scales are 1, norms about so; of rope_freqs a quarter turns, as Gemma 4 has it; biases are small."""
     if name == "rope_freqs.weight":
         return np.where(np.arange(count) < count // 4, 1, 1e30).astype(np.float32)
     if "norm" in name or "scale" in name:
-        return np.ones(count, np.float32)
+        return np.full(count, shape.norm(name, count), np.float32)
     return 0.1 * rng.standard_normal(count, np.float32)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import gguf
 
-__all__ = ["SHAPES", "Gemma4Shape", "Ministral3Shape", "Olmo3Shape", "Shape"]
+__all__ = ["SHAPES", "EmbeddingGemmaShape", "EmbeddingShape", "Gemma4Shape", "Ministral3Shape", "Olmo3Shape", "Shape"]
 
 Tensor = tuple[str, tuple[int, ...]]
 
@@ -46,6 +46,10 @@ class Shape:
     def storage(self, name: str) -> str:
         """The type of a matrix that has its own in every file, "" for those of the file."""
         return ""
+
+    def norm(self, name: str, size: int) -> float:
+        """What the weights of a norm are."""
+        return 1.0
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         """Metadata besides name, file type and tokenizer."""
@@ -172,6 +176,10 @@ class Gemma4Shape(Shape):
         # Sizes that public files have: 8 bits where every token's logits are made, the projection left as it was.
         return {"token_embd.weight": "Q8_0", "per_layer_model_proj.weight": "BF16"}.get(name, "")
 
+    def norm(self, name: str, size: int) -> float:
+        # Scores are not divided by sqrt(head_dim) here: weights do it, as trained ones do.
+        return size**-0.5 if name.endswith("attn_q_norm.weight") else 1.0
+
     def is_full(self, index: int) -> bool:
         return (index + 1) % self.every == 0
 
@@ -230,6 +238,60 @@ class Gemma4Shape(Shape):
         yield "layer_output_scale.weight", (1,)
 
 
+@dataclasses.dataclass(frozen=True)
+class EmbeddingShape(Shape):
+    """A model that makes vectors of texts. `pooling`: 1 the mean, 3 the last token."""
+
+    pooling: int = 3
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        super().describe(writer)
+        writer.add_pooling_type(gguf.PoolingType(self.pooling))
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingGemmaShape(EmbeddingShape):
+    """EmbeddingGemma: attention both ways, five of six layers with a window, two matrices behind the mean."""
+
+    window: int = 512
+    behind: int = 3072
+
+    @property
+    def architecture(self) -> str:
+        return "gemma-embedding"
+
+    @property
+    def in_float64(self) -> bool:
+        return False
+
+    def storage(self, name: str) -> str:
+        return "F32" if name.startswith("dense_") else ""
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        super().describe(writer)
+        writer.add_sliding_window(self.window)
+        writer.add_dense_features_dims("dense_2", self.hidden, self.behind)
+        writer.add_dense_features_dims("dense_3", self.behind, self.hidden)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield "dense_2.weight", (self.behind, self.hidden)
+        yield "dense_3.weight", (self.hidden, self.behind)
+
+    def layer(self, index: int) -> Iterator[Tensor]:
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "attn_norm.weight", (self.hidden,)
+        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            yield f"attn_{name}.weight", (rows, self.hidden)
+            if name != "v":
+                yield f"attn_{name}_norm.weight", (self.head_dim,)
+        yield "attn_output.weight", (self.hidden, q_rows)
+        yield "post_attention_norm.weight", (self.hidden,)
+        yield "ffn_norm.weight", (self.hidden,)
+        yield from self.mlp(self.wide)
+        yield "post_ffw_norm.weight", (self.hidden,)
+
+
 SHAPES = {
     "0.5b": Shape(896, 24, 14, 2, 4864),
     "1.5b": Shape(1536, 28, 12, 2, 8960),
@@ -237,6 +299,14 @@ SHAPES = {
     "tiny": Shape(256, 4, 4, 2, 512, vocab=1024, context=4096),
     "ministral-3-3b": Ministral3Shape(3072, 26, 32, 8, 9216, vocab=131072, context=262144, own_head_dim=128),
     "olmo-3-7b": Olmo3Shape(4096, 32, 32, 32, 11008, vocab=100278, context=65536, own_head_dim=128, theta=5e5),
+    "qwen3-embedding-0.6b": EmbeddingShape(1024, 28, 16, 8, 3072, vocab=151669, own_head_dim=128),
+    "embeddinggemma-300m": EmbeddingGemmaShape(
+        768, 24, 3, 1, 1152, vocab=262144, context=2048, own_head_dim=256, pooling=1
+    ),
+    "embedding-tiny": EmbeddingShape(256, 4, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128),
+    "embeddinggemma-tiny": EmbeddingGemmaShape(
+        256, 6, 2, 1, 512, vocab=1024, context=2048, own_head_dim=128, pooling=1, window=64, behind=512
+    ),
     "gemma-4-e2b": Gemma4Shape(1536, 35, 8, 1, 6144, vocab=262144, context=131072, own_head_dim=512),
     "gemma-4-tiny": Gemma4Shape(
         256, 10, 4, 1, 512, vocab=1024, context=4096, own_head_dim=128, local_head_dim=64, window=64, shared=5,

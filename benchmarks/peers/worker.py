@@ -8,8 +8,9 @@ Requests: {"do": "ttft", "tokens": [...], "cached": n} (n > 0: the first n token
 {"do": "logits", "tokens": [...]}, {"do": "all_logits", "tokens": [...], "path": FILE.npy} (llama.cpp only),
 {"do": "read"} (ours only: a plain read of the weights), {"do": "ask", "tokens": [...], "count": n} (ours only: with
 what came from where), {"do": "stats"} (ours only), {"do": "save", "tokens": [...], "path": ...}, {"do": "restore", ...}
-(llama.cpp only: what is held to a file, and from there to the first token). One clock around the whole call for every
-engine. Runs in any environment: the engine is imported here and nothing of the project but it.
+(llama.cpp only: what is held to a file, and from there to the first token), {"do": "embed", "inputs": [[...], ...]}
+(ours and "llama.cpp embed": vectors of length 1; the answer has those of the first two). One clock around the whole
+call for every engine. Runs in any environment: the engine is imported here and nothing of the project but it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 _ENGINES = {
     "kvboost_edge": ("engine_kvboost", "Engine"),
     "llama.cpp": ("engine_llama", "Engine"),
+    "llama.cpp embed": ("embed_llama", "Engine"),
     "openvino": ("engine_openvino", "Engine"),
 }
 
@@ -64,6 +66,8 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         result = engine.share(request["prefix"], request["suffixes"], request["count"])
     elif what == "ask":
         result = engine.ask(request["tokens"], request["count"])
+    elif what == "embed":
+        result = engine.embed(request["inputs"])
     elif what in ("save", "restore"):
         result = getattr(engine, what)(request["tokens"], request["path"])
     elif what == "logits":
@@ -80,6 +84,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=16384, help="tokens the KV cache holds")
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits of a KV number")
+    parser.add_argument("--batch", type=int, default=512, help="llama.cpp embed only: tokens of a pass")
     parser.add_argument("--disk", help="ours only: directory of the disk tier")
     parser.add_argument("--disk-bytes", type=float, help="ours only: its cap")
     parser.add_argument("--redis", help="ours only: URL of a Redis server, whoever writes to it is believed")

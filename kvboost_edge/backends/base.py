@@ -31,10 +31,15 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """Shape of one layer's KV: heads, and the dims of a key and of a value (equal in most models)."""
+    """Shape of one layer's KV: heads, and the dim of a key and of a value.
+
+    apart: 0, or a number that layers have whose keys and values later layers attend to as well. What such a layer of a
+    quantized pool writes is not written over before the pass ends; others share the buffers of blocks that fill up.
+    """
 
     num_kv_heads: int
     head_dim: int
+    apart: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@ from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, Backen
 from kvboost_edge.backends.kernel_access import KernelAccess
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
-from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
+from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass, read_only_pass
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work
+from kvboost_edge.kernels.attention.parts import repeated_parts
 from kvboost_edge.kernels.coded import write as coded_write
 from kvboost_edge.kernels.coded.dot import coded_dot_form
 from kvboost_edge.kernels.coded.launch import paged_attention_coded
@@ -45,14 +46,34 @@ class PreparedBatch:
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads
         self.coded: QuantPass | None = None
-        self._plans: dict[tuple[int, int, int], WorkPlan] = {}
+        self._plans: dict[tuple[int, int, int, int], WorkPlan] = {}
 
-    def plan(self, heads_per_kv: int, num_kv_heads: int, window: int) -> WorkPlan:
+    def plan(self, heads_per_kv: int, num_kv_heads: int, window: int, ahead: int = 0) -> WorkPlan:
         """The work plan of one kind of layer."""
-        key = (heads_per_kv, num_kv_heads, window)
+        key = (heads_per_kv, num_kv_heads, window, ahead)
         if key not in self._plans:
-            self._plans[key] = plan_work(self.paged, *key, self._num_threads)
+            self._plans[key] = plan_work(self.paged, heads_per_kv, num_kv_heads, window, self._num_threads, ahead)
         return self._plans[key]
+
+    def narrowed(self, rows: npt.NDArray[np.int64]) -> PreparedBatch:
+        """The pass as some of its query rows see it, ascending: those that follow one another in a sequence as a
+        sequence of their own. Keys and values are written; each row attends to the same as before."""
+        paged = self.paged
+        sequence = np.searchsorted(paged.cu_seqlens_q, rows, side="right") - 1
+        starts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(sequence, prepend=-1) != 0))
+        counts = np.diff(np.append(starts, len(rows)))
+        source = sequence[starts]
+        behind = paged.cu_seqlens_q[source + 1] - rows[starts]  # rows from the first one to the end of its sequence
+        layout = BatchLayout(
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            (paged.seq_lens[source] - behind + counts).astype(np.int32),
+            paged.block_tables[source],
+            self.slot_mapping[rows],
+            repeated_parts(paged.parts, source),
+        )
+        found = PreparedBatch(layout, self._num_threads)
+        found.coded = None if self.coded is None else read_only_pass(self.coded, layout, source)
+        return found
 
 
 class CPUBackend(NumpyBlocks):

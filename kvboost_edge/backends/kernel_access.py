@@ -32,15 +32,16 @@ class Places(NamedTuple):
 
 
 class CodedBlocks(Protocol):
-    """The storage of a quantized pool whose layers have one shape."""
+    """The storage of a quantized pool."""
 
     @property
-    def codes(self) -> tuple[list[npt.NDArray[np.uint8]], CodeLayout]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in layer 0."""
+    def codes(self) -> tuple[list[npt.NDArray[np.uint8]], list[CodeLayout]]:
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in one of its blocks."""
         ...
 
-    def all_layers(self, batch: Any) -> tuple[OwnBlocks, Places]:
-        """What a prepared pass reads and writes: the own blocks of layer 0, and the places in all layers."""
+    def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
+        """What a prepared pass reads and writes of the layers of a shape, a LayerKVSpec: the own blocks of the first of
+        them, and the places of all, in order."""
         ...
 
 

@@ -21,7 +21,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks, aligned_empty
 from kvboost_edge.kernels.coded.layout import CodeLayout, code_layout
 
-__all__ = ["CodedLayer", "QuantBlocks", "QuantKernels", "QuantPass"]
+__all__ = ["CodedLayer", "QuantBlocks", "QuantKernels", "QuantPass", "read_only_pass"]
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -50,6 +50,16 @@ class CodedLayer(NamedTuple):
     codes: Bytes
     layout: CodeLayout
     own: OwnBlocks
+
+
+def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> QuantPass:
+    """What of a pass whose keys and values are written is read, for sequences `source` of it."""
+    places = {}
+    for shape, one in batch.places.items():
+        nothing = np.empty((len(one.tables), 0, 2), dtype=np.int64)
+        tables = np.ascontiguousarray(one.tables[:, source])
+        places[shape] = Places(np.empty((len(one.tables), 0), dtype=np.int64), tables, nothing, nothing)
+    return QuantPass(layout, batch.plan._replace(first=batch.plan.first[source]), places)
 
 
 class _Arena:
@@ -180,15 +190,16 @@ class QuantBlocks:
         own = OwnBlocks(self._arenas[shape].pool, batch.places[shape].tables[ordinal], batch.plan.first)
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
-    def all_layers(self, batch: QuantPass) -> tuple[OwnBlocks, Places]:
-        """What a pass reads and writes where all layers have one shape: the own blocks of layer 0, and all places."""
-        places = batch.places[self._layers[0]]
-        return OwnBlocks(self._arenas[self._layers[0]].pool, places.tables[0], batch.plan.first), places
+    def same_shape(self, shape: LayerKVSpec, batch: QuantPass) -> tuple[OwnBlocks, Places]:
+        """What a pass reads and writes of the layers of a shape: the own blocks of the first of them, and the places of
+        all, in order."""
+        places = batch.places[shape]
+        return OwnBlocks(self._arenas[shape].pool, places.tables[0], batch.plan.first), places
 
     @property
-    def codes(self) -> tuple[list[Bytes], CodeLayout]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in layer 0."""
-        return self._pools, self._layouts[0]
+    def codes(self) -> tuple[list[Bytes], list[CodeLayout]]:
+        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in one of its blocks."""
+        return self._pools, self._layouts
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Bytes of ones, which are NaN in every float16."""

@@ -301,6 +301,34 @@ def warmup(
     run_warmup(model, engine_options(option, kv_cache_bits), mode)
 
 
+class Client(enum.StrEnum):
+    """What `kvboost-edge launch` knows."""
+
+    CLAUDE = "claude"
+    CODEX = "codex"
+    OPENCODE = "opencode"
+    OPENWEBUI = "openwebui"
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="[b]Examples[/b]\n\nkvboost-edge launch claude\n\nkvboost-edge launch claude --exec -- -p 'Hello!'\n\n"
+    'eval "$(kvboost-edge launch claude)"\n\nkvboost-edge launch codex --url http://127.0.0.1:8000 --model my-model',
+)
+def launch(
+    context: typer.Context,
+    client: Annotated[Client, typer.Argument(help="The program that is to talk to the server.")],
+    url: Annotated[str, typer.Option("--url", help="The running server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option("--api-key", help="The server's key; else $KVBOOST_API_KEY is used.")] = "",
+    model: Annotated[str, typer.Option("--model", "-m", help="The server's name for it; its first unless given.")] = "",
+    execute: Annotated[bool, typer.Option("--exec", help="Run it; what follows -- is given to it.")] = False,
+) -> None:
+    """Print the environment and the command that point a coding agent or Open WebUI at a server, or run it."""
+    from kvboost_edge.cli.launch.run import run_launch
+
+    run_launch(client.value, url, api_key, model, context.args, execute=execute)
+
+
 class CacheAction(enum.StrEnum):
     """What `kvboost-edge cache` does."""
 

@@ -137,7 +137,7 @@ def _versions() -> dict[str, Any]:
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
         with found_model(model, options, Console(stderr=True)) as path:
-            checkpoint = Checkpoint.open(path)
+            checkpoint = Checkpoint.open(path, rope_range=config.rope_range)
             found = installed_route(checkpoint, config)
             return {**found, "chunk_reuse": _chunk_reuse(checkpoint, config, found)}
     except KVBoostError as error:

@@ -32,7 +32,8 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print the report of `model`; a damaged or missing file is an error that names it."""
     notes = Console(stderr=True, quiet=as_json)
     with found_model(model, options, notes) as path, notes.status(f"checking {model} …"):
-        report = {"model": model, **model_report(Checkpoint.open(path), EngineConfig.from_options(**options))}
+        config = EngineConfig.from_options(**options)
+        report = {"model": model, **model_report(Checkpoint.open(path, rope_range=config.rope_range), config)}
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
     else:

@@ -77,7 +77,7 @@ class RemoteChat:
         try:
             self._httpx: Any = importlib.import_module("httpx")
         except ImportError as error:
-            raise BackendUnavailable("chat --url needs httpx; install the extra [server]") from error
+            raise BackendUnavailable("--url needs httpx; install the extra [server]") from error
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url!r} must begin with http:// or https://, such as http://127.0.0.1:8000")
@@ -121,9 +121,13 @@ class RemoteChat:
         """The server's figures, /v1/stats."""
         return self._get("/v1/stats")
 
+    def models(self) -> list[dict[str, Any]]:
+        """What /v1/models lists."""
+        return [dict(one) for one in self._get("/v1/models")["data"]]
+
     def _first_model(self) -> str:
         try:
-            return str(self._get("/v1/models")["data"][0]["id"])
+            return str(self.models()[0]["id"])
         except (LookupError, TypeError) as error:
             self._client.close()
             raise RequestError(f"{self._url} answers, but not as an OpenAI-compatible server") from error

@@ -34,6 +34,20 @@ class Budget:
             shares.update(self._share_among(members, budget))
         return shares
 
+    def share_whole(self, running: list[Sequence], most: int) -> dict[int, int]:
+        """The same of sequences that are computed whole: by priority, the tenants' shares and arrival all tokens of
+        each that still fits, and of the first one whatever their number."""
+        turn = list(running)
+        if self._fairness.is_shared:
+            groups = itertools.groupby(running, key=_BY_PRIORITY)
+            turn = [sequence for _, group in groups for sequence in self._fairness.in_turn(group, ())]
+        shares: dict[int, int] = {}
+        for sequence in turn:
+            if not shares or sequence.num_pending <= most:
+                shares[sequence.index] = sequence.num_pending
+                most -= sequence.num_pending
+        return shares
+
     def _of_tenants(self, running: list[Sequence], most: int) -> list[tuple[list[Sequence], int]]:
         """Each tenant's running sequences and its part of the budget: by priority first, then by the tenants' shares.
 

@@ -15,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, select_path
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
-from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import Region, available_bytes
@@ -23,12 +23,13 @@ from kvboost_edge.kvcache.eviction import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import check_model_compatibility
+from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
 from kvboost_edge.models.config.file import generation_defaults, stored_dtype
 from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
+from kvboost_edge.models.weights.dense import Matrices
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.reuse.cutting import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner
@@ -43,7 +44,7 @@ __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache")
+_LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range")
 _DEFAULTS = EngineConfig()
 
 
@@ -51,7 +52,7 @@ _DEFAULTS = EngineConfig()
 class EngineParts:
     """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
     others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
-    `pooling` says how an embedding model makes vectors of texts.
+    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that.
     """
 
     runner: Runner
@@ -66,6 +67,7 @@ class EngineParts:
     max_num_seqs: int
     tiers: tuple[Tier, ...] = ()
     pooling: Pooling = UNSAID
+    dense: Matrices = ()
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
@@ -78,10 +80,14 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     model_path = locate_model(
         path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
     )
-    checkpoint = Checkpoint.open(model_path, cache_dir=None if config.pack_cache else NO_CACHE)
+    cache_dir = None if config.pack_cache else NO_CACHE
+    checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
     if checkpoint.onnx_refusal is None:  # an ONNX file is its own description; the runners say what they do not know
         check_model_compatibility(checkpoint.config, strict=config.strict)
     pooling, summary = checkpoint.pooling, checkpoint.summary()
+    if attends_both_ways(checkpoint.config):
+        _check_both_ways(checkpoint, config)
+    dense = checkpoint.dense()
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     if not device.startswith("cuda"):
@@ -93,7 +99,23 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
     parts = _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
-    return dataclasses.replace(parts, pooling=pooling)
+    return dataclasses.replace(parts, pooling=pooling, dense=dense)
+
+
+def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """ModelFormatError where nothing says how a model that attends both ways pools, ConfigError for options about
+    stored keys and values, of which it has none."""
+    if not checkpoint.pooling.source:
+        raise ModelFormatError(
+            f"{checkpoint.path}: the model attends both ways, so it makes vectors, and nothing says how it pools: "
+            "modules.json and 1_Pooling/config.json, or the key pooling_type of a GGUF file, are missing"
+        )
+    for name in ("max_cache_bytes", "disk_cache_dir", "redis_url"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} has no effect: the model attends both ways, so each text is one pass whose keys and values "
+                "are not stored; leave it out"
+            )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -188,6 +210,8 @@ def _assemble(
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
     # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.
     kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    if config.rope_range != "short":
+        kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
         tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
     return EngineParts(
@@ -202,7 +226,7 @@ def _assemble(
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        # The rope settings are part of the model's config and so of its fingerprint.
+        # The rope settings are part of the model's config and so of its fingerprint; the range is in the format.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=MemoryLedger(

@@ -45,7 +45,7 @@ class Calls:
         with self.cancelling(requests):
             queued: collections.deque[tuple[RequestHandle, list[Floats]]] = collections.deque()
             left = iter(requests)
-            while queued or len(handles) < len(requests):
+            for _ in requests:
                 for request in itertools.islice(left, window - len(queued)):
                     queued.append(self._core.submit_logits(request))
                     handles.append(queued[-1][0])

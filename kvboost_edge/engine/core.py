@@ -365,8 +365,8 @@ class EngineCore:
         """Give the blocks back, then tell the caller."""
         if self._live.pop(sequence.index, None) is None:
             return
-        if error is None and reason in ("stop", "length") and sequence.request.pin:
-            error = pin_prompt(self.scheduler.manager.pins, sequence.request, time.monotonic())
+        if error is None and reason in ("stop", "length"):
+            error = pin_prompt(self.scheduler.manager.pins, sequence, time.monotonic())
         if error is None and reason in ("stop", "length"):
             self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
         self.scheduler.finish(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -39,19 +40,19 @@ class Embedding:
 
     def __init__(self, parts: EngineParts, intake: Intake, calls: Calls) -> None:
         self.pooling = parts.pooling
+        self.size = len(parts.dense[-1]) if parts.dense else parts.runner.info.hidden_size
         self._parts, self._intake, self._calls = parts, intake, calls
         self._has_warned = False
         self._window = 2 * parts.max_num_seqs  # twice what runs at a time: somebody always waits for a free place
 
     def embed(self, texts: Sequence[Document], dimensions: int | None, options: dict[str, Any]) -> Floats:
         """See `Embeds.embed`."""
-        hidden_size = self._parts.runner.info.hidden_size
-        if not hidden_size:
+        if not self.size:
             name = self._parts.runner.info.name
             raise RequestError(f"embeddings are refused: runner {name!r} hands out no hidden states; use 'native'")
-        width = hidden_size if dimensions is None else as_int("dimensions", dimensions)
-        if not 1 <= width <= hidden_size:
-            raise RequestError(f"dimensions={dimensions!r} must be in 1..{hidden_size}, the model's hidden size")
+        width = self.size if dimensions is None else as_int("dimensions", dimensions)
+        if not 1 <= width <= self.size:
+            raise RequestError(f"dimensions={dimensions!r} must be in 1..{self.size}, the numbers of a vector")
         normalize = options.pop("normalize", True)
         if not isinstance(normalize, bool):
             raise RequestError(f"normalize={normalize!r} must be True or False")
@@ -65,7 +66,7 @@ class Embedding:
         ]
         found = np.empty((len(requests), width), np.float32)
         for number, states in enumerate(self._calls.rows(requests, handles, self._window)):
-            found[number] = _pooled(states, width, normalize)
+            found[number] = _pooled(states, self._parts.dense, width, normalize)
         return found
 
     def rerank(self, query: str, documents: Sequence[str], options: dict[str, Any]) -> list[float]:
@@ -137,14 +138,19 @@ class Embeds:
         """How the model makes vectors; `source` is "" for one that generates text."""
         return self._embedding.pooling
 
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of a vector; 0 where the runner hands out no states."""
+        return self._embedding.size
+
     def embed(self, texts: Sequence[Document], dimensions: int | None = None, **options: Any) -> Floats:
         """Unit vectors of texts or lists of token ids, float32 [len(texts), dimensions].
 
         Of each text the tokenizer's special tokens are part, so an embedding model's end of text; token ids are taken
-        as they are. dimensions: the first so many numbers alone, for models trained so (Matryoshka); None: the hidden
-        size. Options: normalize=False leaves the vectors as long as they are; `handles`, a list, gets the requests'
-        handles, to cancel them; the fields of `Terms`. RequestError names the input at fault. A model that is none for
-        embeddings gives the state of its last token, with a warning.
+        as they are. dimensions: the first so many numbers alone, for models trained so (Matryoshka); None: all,
+        `embedding_size`. Options: normalize=False leaves the vectors as long as they are; `handles`, a list, gets the
+        requests' handles, to cancel them; the fields of `Terms`. RequestError names the input at fault. A model that is
+        none for embeddings gives the state of its last token, with a warning.
         """
         return self._embedding.embed(texts, dimensions, options)
 
@@ -176,10 +182,14 @@ def _check_text(name: str, text: object) -> None:
         raise RequestError(f"{name} must be a string of at least one character")
 
 
-def _pooled(states: Floats, width: int, normalize: bool) -> Floats:
-    """The mean of states [num_tokens, hidden_size] (of one row: itself), cut to `width` numbers, of length 1 if asked.
-    In float64, row after row, so that it is the same however the rows came."""
-    vector: npt.NDArray[np.float64] = states.mean(axis=0, dtype=np.float64)[:width]
+def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool) -> Floats:
+    """The mean of states [num_tokens, hidden_size] (of one row: itself) through the matrices `dense`, cut to `width`
+    numbers, of length 1 if asked. The mean in float64, row after row, so that it is the same however the rows came;
+    each text's vector by itself, because a product of several would depend on their number."""
+    mean = states.mean(axis=0, dtype=np.float64)
+    if dense:
+        mean = functools.reduce(lambda vector, matrix: matrix @ vector, dense, mean.astype(np.float32))
+    vector: npt.NDArray[np.float64] = np.asarray(mean, np.float64)[:width]
     if normalize:
         vector = vector / max(float(np.sqrt(np.square(vector).sum())), float(np.finfo(np.float64).tiny))
     return np.asarray(vector, np.float32)

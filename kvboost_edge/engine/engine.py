@@ -72,8 +72,7 @@ class CPUPagedEngine(Embeds):
         return engine
 
     def _start(self, parts: EngineParts, config: EngineConfig) -> None:
-        self._config = config
-        self._parts = parts
+        self._config, self._parts = config, parts
         loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
         self._scheduler = Scheduler(
             parts.manager,
@@ -82,6 +81,7 @@ class CPUPagedEngine(Embeds):
             loads=loads,
             min_chunk_tokens=config.min_chunk_tokens,
             closes_blocks=parts.backend.spec.is_quantized,
+            whole=not parts.runner.info.stores_kv,
         )
         info, speculation = parts.runner.info, self._scheduler.speculation
         self._sequences = Sequences(parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.schemas import without_needless
 
 __all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "schema_of"]
 
@@ -103,7 +104,7 @@ def schema_of(value: object) -> dict[str, Any] | bool:
 def _schema_text(value: object) -> str:
     schema = schema_of(value)
     try:
-        return json.dumps(schema, allow_nan=False)
+        return json.dumps(without_needless(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json_schema is no JSON: {error}") from None
 

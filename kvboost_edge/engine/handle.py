@@ -66,12 +66,14 @@ class RequestHandle:
 
     Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()` waits for the end;
     `cancel()` ends the request within one step. An error that ended the request is raised by the iteration and by
-    `result()`. `prompt_logprobs`, if asked for, are there before the first event.
+    `result()`. `prompt_logprobs`, if asked for, and `cached_tokens` are there before the first event; `pinned_tokens`,
+    of what the request wanted pinned where there is room, with the result.
     """
 
     def __init__(self, index: int, cancel: Callable[[int], None]) -> None:
         self.index = index
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.cached_tokens = self.pinned_tokens = 0
         self._request_cancel = cancel
         self._condition = threading.Condition()
         self._events: deque[TokenEvent] = deque()

@@ -49,6 +49,8 @@ class Terms:
                  are given up last, and all the same when room is needed. Nobody waits for it; `pin` is a promise
     pin          once it is done, the full blocks of its prompt stay in the pool; only the same tenant can unpin them
     ttl          seconds after which that ends by itself, counted from the end of the request; None: never
+    pins         (tokens, seconds): of the prompt's first tokens the full blocks stay in the pool for so long once it is
+                 done, where other pins leave room; where not, nothing fails, and the handle says what was pinned
     pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the same for all its
                  requests. Below 1 there are other tenants, and no error tells of what they pinned
     recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of the engine's
@@ -66,6 +68,7 @@ class Terms:
     retention: float | None = None
     pin: bool = False
     ttl: float | None = None
+    pins: tuple[tuple[int, float], ...] = ()
     pin_share: float = 1.0
     recompute_strategy: RecomputeStrategy | str | None = None
     recompute_overlap: int | None = None
@@ -91,6 +94,9 @@ class Terms:
             raise RequestError("cache_salt='' must have at least one character; leave it out to share with your own")
         self._check_key()
         self._check_drafts()
+        for num_tokens, seconds in self.pins:
+            if as_int("pins", num_tokens) < 0 or not 0 < as_float("pins", seconds) <= _MAX_TTL:
+                raise RequestError(f"pins={self.pins!r} must be pairs of tokens and of (0, {_MAX_TTL:g}] seconds")
         priority = as_int("priority", self.priority)
         if abs(priority) > _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
@@ -201,6 +207,13 @@ class Intake:
                 f"the model makes embeddings ({self._parts.pooling.source} says so) and generates no text; use "
                 "engine.embed or /v1/embeddings, or serve a model that chats"
             )
+        if not info.stores_kv and not wants_states:
+            raise RequestError(
+                "the model attends both ways: it makes vectors of texts (engine.embed, /v1/embeddings), predicts no "
+                "token, and stores no keys and values that a prompt could find"
+            )
+        if terms.pin and not info.stores_kv:
+            raise RequestError("pin=True: the model attends both ways, and nothing of a text is kept")
         repair = self._repair(terms, params, needs_exact=prefill_only or logits_start is not None)
         root = self.root(terms)
         text, ids = encode_prompt(prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer))
@@ -229,6 +242,7 @@ class Intake:
             tokenized_at=time.perf_counter(),
             logits_start=logits_start,
             wants_states=wants_states,
+            stores_nothing=not info.stores_kv,
             prefill_only=prefill_only,
             root=root,
             tenant=tenant,
@@ -240,6 +254,7 @@ class Intake:
             retention=terms.retention,
             pin=terms.pin,
             ttl=terms.ttl,
+            pins=terms.pins,
             pin_share=terms.pin_share,
             repair=repair,
             gate="" if repair is None else _GATES[self._config.reuse_gate],
@@ -284,7 +299,7 @@ class Intake:
             if given:
                 raise RequestError(f"{next(iter(given))} is for mode='chunk_kv_reuse', and mode={str(terms.mode)!r}")
             return None
-        exact = "pin" if terms.pin else "prompt_logprobs" if params.prompt_logprobs is not None else None
+        exact = "pin" if terms.pin or terms.pins else "prompt_logprobs" if params.prompt_logprobs is not None else None
         if needs_exact or exact:
             raise RequestError(
                 f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs exact keys and "

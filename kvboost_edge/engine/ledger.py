@@ -137,6 +137,8 @@ def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, availab
     if config.num_blocks is not None or config.max_chunks is not None:
         return config.num_blocks or config.max_chunks or 0
     whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
+    if not spec.bytes_per_block:  # blocks are bookkeeping alone
+        return whole
     budget = available // _POOL_SHARE if config.max_cache_bytes is None else config.max_cache_bytes
     # Of a budget all of which were blocks: at least as many sequences as will run beside the buffers of open ones.
     gross = budget // spec.bytes_per_block

@@ -141,6 +141,7 @@ class Request:
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus `stop_token_ids`
     logits_start     None for generation; else the request returns the logits of tokens [logits_start, n)
     wants_states     of those tokens the hidden states behind the last norm instead
+    stores_nothing   all of it is one pass whose keys and values nobody finds
     prefill_only     the prompt is computed and nothing is generated
     root             where its prefix hashes start; tenant and salt are in it
     tenant           whose it is: the root without the salt
@@ -155,6 +156,7 @@ class Request:
     max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
     grammar          what its answer fits
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
+    pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins leave room
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
@@ -171,6 +173,7 @@ class Request:
     tokenized_at: float
     logits_start: int | None = None
     wants_states: bool = False
+    stores_nothing: bool = False
     prefill_only: bool = False
     tenant: bytes = b""
     weight: float = 1.0
@@ -181,6 +184,7 @@ class Request:
     retention: float | None = None
     pin: bool = False
     ttl: float | None = None
+    pins: tuple[tuple[int, float], ...] = ()
     pin_share: float = 1.0
     repair: Repair | None = None
     gate: str = ""
@@ -201,13 +205,18 @@ class Request:
     def shares_prompt(self) -> bool:
         """Whether the cache may serve all of the prompt but its last token."""
         bypassed = self.logits_start is not None or self.params.prompt_logprobs is not None
-        return self.mode is not GenerationMode.BASELINE and not bypassed
+        return self.uses_cache and not bypassed
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether the cache may serve any of it."""
+        return self.mode is not GenerationMode.BASELINE and not self.stores_nothing
 
     @property
     def publishes(self) -> bool:
         """Whether what it computes can be found by others. Who only looks at logits behind shared spans leaves the
         prompt as it was: the next look would find more of it computed."""
-        return self.repair is None or self.logits_start is None
+        return not self.stores_nothing and (self.repair is None or self.logits_start is None)
 
     @property
     def max_slots(self) -> int:

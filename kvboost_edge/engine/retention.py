@@ -10,16 +10,16 @@ gains nothing by it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvboost_edge.errors import CapacityError
+from kvboost_edge.errors import CapacityError, RequestError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.order import AGAIN, ONCE, CachedOrder
 from kvboost_edge.kvcache.pins import Pins
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.request import Request
     from kvboost_edge.engine.sequence import Sequence as RunningSequence
 
 __all__ = ["KEY_SECONDS", "MOST_KEYS", "CacheKeys", "Retention", "pin_prompt"]
@@ -139,8 +139,17 @@ class Retention:
         return block_ids[: max(kept, common)]
 
 
-def pin_prompt(pins: Pins, request: Request, now: float) -> CapacityError | None:
-    """Let the prompt of a request that still holds its blocks stay; the error if other pins leave no room."""
+def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityError | None:
+    """Let what a sequence that still holds its blocks wants pinned of its prompt stay; the error if other pins leave no
+    room for all of it. What it wants where there is room is tried, and never an error."""
+    request = sequence.request
+    for num_tokens, seconds in request.pins:
+        with contextlib.suppress(CapacityError, RequestError):
+            ids = request.prompt_ids[:num_tokens]
+            pins.add(ids, request.root, owner=request.tenant, until=now + seconds, share=request.pin_share)
+            sequence.handle.pinned_tokens = max(sequence.handle.pinned_tokens, num_tokens)
+    if not request.pin:
+        return None
     until = None if request.ttl is None else now + request.ttl
     try:
         pins.add(request.prompt_ids, request.root, owner=request.tenant, until=until, share=request.pin_share)

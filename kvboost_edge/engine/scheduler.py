@@ -65,7 +65,9 @@ class Scheduler:
         loads: Loads | None = None,
         min_chunk_tokens: int = 32,
         closes_blocks: bool = False,
+        whole: bool = False,
     ) -> None:
+        """whole: a step computes all of a sequence or nothing."""
         self.manager = manager
         self.speculation = Speculation(closes_blocks=closes_blocks)
         self.loads = Loads(manager, NoShelf()) if loads is None else loads
@@ -77,7 +79,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self._fairness = Fairness()
-        self._budget = Budget(self._fairness)
+        budget = Budget(self._fairness)
+        self._share = budget.share_whole if whole else budget.share
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +139,7 @@ class Scheduler:
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         self._admit(plan)
-        wanted = self._budget.share(self.running, self.max_batch_tokens)
+        wanted = self._share(self.running, self.max_batch_tokens)
         self._reserve(wanted, plan)
         self._draft(wanted, plan)
         plan.probed = [sequence for sequence in self.running if sequence.probe is not None]

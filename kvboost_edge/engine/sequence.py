@@ -140,7 +140,7 @@ class Sequence:
 
     @property
     def uses_cache(self) -> bool:
-        return self.request.mode is not GenerationMode.BASELINE
+        return self.request.uses_cache
 
     @property
     def most_at_once(self) -> int:
@@ -269,7 +269,7 @@ class Sequence:
         self.blocked_at = self.awaited_hash = None
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
-            self.num_cached_tokens = table.num_cached_tokens
+            self.handle.cached_tokens = self.num_cached_tokens = table.num_cached_tokens
             bypassed = not self.uses_cache or self.logits_from is not None
             self.miss_reason = "bypassed" if bypassed else table.miss_reason
 

@@ -24,6 +24,8 @@ __all__ = [
     "emit_loop",
     "emit_pair_sums",
     "emit_splat_int",
+    "has_byte_permute",
+    "has_byte_shuffle",
     "has_tile_registers",
     "int_constant",
 ]
@@ -68,6 +70,18 @@ def dot_form() -> str:
 def has_tile_registers() -> bool:
     """Whether kernels of this process are compiled with Intel's AMX, beside 512-bit VNNI."""
     return dot_form() == "vnni512" and {"amx-tile", "amx-int8"} <= _features()
+
+
+@functools.cache
+def has_byte_shuffle() -> bool:
+    """Whether kernels of this process may look up 16 bytes at once on an x86 processor of the form "plain"."""
+    return "ssse3" in _features()
+
+
+@functools.cache
+def has_byte_permute() -> bool:
+    """Whether kernels of this process, beside 512-bit VNNI, may look up bytes in a table of 64."""
+    return "avx512vbmi" in _features()
 
 
 _PROBE = """

@@ -18,8 +18,10 @@ from kvboost_edge.models.config.file import (
     read_config,
     read_generation_config,
     stored_dtype,
+    text_config,
 )
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
+from kvboost_edge.models.config.rope_range import with_long_rope
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
     fingerprint_of_files,
@@ -28,6 +30,8 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.dense import gguf_dense
+from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.onnx.check import check_onnx, onnx_types
@@ -38,7 +42,9 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.dense import Matrices, read_dense
 from kvboost_edge.models.weights.halved import HalvedSource
+from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
@@ -53,6 +59,7 @@ class Checkpoint(abc.ABC):
     """
 
     is_gguf: bool
+    rope_range = "short"
     native_refusal = ""
     """Why the native runner cannot read the files, whatever the config says; "" where it can."""
     onnx_refusal: str | None = None
@@ -65,23 +72,31 @@ class Checkpoint(abc.ABC):
         self._fingerprint = ""
 
     @staticmethod
-    def open(model: Checkpoint | Path | str, *, cache_dir: Path | None = None) -> Checkpoint:
+    def open(model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short") -> Checkpoint:
         """The checkpoint at a path that `locate_model` returned; one that is open already is returned as it is.
 
         cache_dir: where what is found out is remembered, and packed weights are kept; `NO_CACHE`: nowhere.
+        rope_range: see `EngineConfig`; `config` raises ConfigError for a model that has one range only.
         """
         if isinstance(model, Checkpoint):
             return model
         path = Path(model)
         onnx = find_onnx(path)
+        found: Checkpoint
         if onnx is not None:
-            return _OnnxFile(onnx, cache_dir)
-        return _GgufFile(path, cache_dir) if path.is_file() else _Directory(path, cache_dir)
+            found = _OnnxFile(onnx, cache_dir)
+        else:
+            found = _GgufFile(path, cache_dir) if path.is_file() else _Directory(path, cache_dir)
+        found.rope_range = rope_range
+        return found
 
-    @property
-    @abc.abstractmethod
+    @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config as transformers writes it, from config.json or from the metadata of a GGUF file."""
+        """As transformers writes it, from config.json or from the metadata of a GGUF file."""
+        return with_long_rope(self._read_config()) if self.rope_range == "long" else self._read_config()
+
+    @abc.abstractmethod
+    def _read_config(self) -> Mapping[str, Any]: ...
 
     @property
     @abc.abstractmethod
@@ -98,18 +113,27 @@ class Checkpoint(abc.ABC):
         """Size of all files that the fingerprint covers."""
         return sum(stamp.size for stamp in self._current_stamps())
 
-    @abc.abstractmethod
     def gguf_metadata(self) -> Mapping[str, Any] | None:
         """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files of a tokenizer."""
+        return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
         """As `gguf_metadata` without the arrays of strings, which are large; empty where there are files."""
         return {}
 
     @property
+    def other_parts(self) -> Mapping[str, int]:
+        """Number of tensors of each part beside the language model, such as {"visual": 316}: they are not used."""
+        return {}
+
+    @property
     def pooling(self) -> Pooling:
         """How it makes vectors of texts, where it is made for that."""
         return UNSAID
+
+    def dense(self) -> Matrices:
+        """What makes a vector of what was pooled, one after the other."""
+        return read_dense(self.pooling.dense, self.config)
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
@@ -121,7 +145,7 @@ class Checkpoint(abc.ABC):
 
     def open_source(self) -> WeightSource:
         """The tensors, as a context manager; rows of queries and keys in the order of the native runner's rope."""
-        family = FAMILIES.get(str(self.config.get("model_type")))
+        family = FAMILIES.get(str(text_config(self.config).get("model_type")))
         if family is None or not family.paired_rope:
             return self._open_files()
         spec = describe_model(self.config)
@@ -182,13 +206,13 @@ class _Directory(Checkpoint):
 
     is_gguf = False
 
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
-        config = read_config(self.path)
-        if self.pooling.source and not config.get("tie_word_embeddings") and not config.get("quantization_config"):
-            with SafetensorsSource(self.path) as source:  # its files may lack the head, which nothing uses
-                return {**config, "tie_word_embeddings": "lm_head.weight" not in source.names()}
-        return config
+    def _read_config(self) -> Mapping[str, Any]:
+        return with_found_head(read_config(self.path), self.path, is_embedding=bool(self.pooling.source))
+
+    @property
+    def other_parts(self) -> Mapping[str, int]:
+        with SafetensorsSource(self.path) as source:
+            return source.parts
 
     @functools.cached_property
     def pooling(self) -> Pooling:
@@ -206,9 +230,6 @@ class _Directory(Checkpoint):
         quantized = self.config.get("quantization_config")
         kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else stored_dtype(self.config)
         return f"safetensors {kind or 'float32'}"
-
-    def gguf_metadata(self) -> None:
-        return None
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)
@@ -239,8 +260,7 @@ class _GgufFile(Checkpoint):
         self._header = read_gguf_model(path)
         self._stamps = tuple(part.stamp for part in self._header.parts)
 
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
+    def _read_config(self) -> Mapping[str, Any]:
         return gguf_config(self._header, self._vocabulary)
 
     @functools.cached_property
@@ -252,15 +272,22 @@ class _GgufFile(Checkpoint):
     def pooling(self) -> Pooling:
         return gguf_pooling(self._header.values, self.path)
 
+    def dense(self) -> Matrices:
+        return gguf_dense(self._header, self.config)
+
     @functools.cached_property
     def _vocabulary(self) -> list[str]:
         return self._header.strings(TOKENS) if self._header.has_strings(TOKENS) else []
 
     @property
+    def other_parts(self) -> Mapping[str, int]:
+        return counted_parts(self._header.tensors)
+
+    @property
     def format(self) -> str:
         counts: dict[str, int] = {}
-        for tensor in self._header.tensors.values():
-            if len(tensor.shape) > 1:
+        for name, tensor in self._header.tensors.items():
+            if len(tensor.shape) > 1 and not is_other_part(name):
                 counts[tensor.type] = counts.get(tensor.type, 0) + math.prod(tensor.shape)
         return f"GGUF {', '.join(sorted(counts, key=lambda kind: -counts[kind]))}"
 
@@ -335,8 +362,7 @@ class _OnnxFile(Checkpoint):
     def past_layout(self) -> PastLayout:
         return past_layout(self._model, self.config)
 
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
+    def _read_config(self) -> Mapping[str, Any]:
         if isinstance(self._decoder, ModelFormatError):
             return outer_config(self._folder)
         return self._decoder.config
@@ -351,9 +377,6 @@ class _OnnxFile(Checkpoint):
     @property
     def format(self) -> str:
         return f"ONNX {', '.join(sorted(onnx_types(self._model)))}"
-
-    def gguf_metadata(self) -> None:
-        return None
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
         return read_generation_config(self.path, self.config, tokenizer_eos=tokenizer_eos)

@@ -22,7 +22,7 @@ class ForwardBatch:
     token_ids      int64 [num_tokens]   the new tokens of all sequences, one sequence after another
     positions      int64 [num_tokens]   their absolute positions
     layout         BatchLayout          where their KV goes and what they attend to
-    logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted
+    logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted, ascending
     state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted instead, without the head
     states         float32 [num_states, hidden_size]   where the pass puts those
     """
@@ -50,6 +50,7 @@ class RunnerInfo:
     kernel_path: str = "none"  # form of the project's own linear kernels that runs; "none" where others do
     copies_kv: bool = False  # holds running sequences' keys and values beside the pool too, as many bytes at most
     hidden_size: int = 0  # floats of a hidden state; 0: the runner hands out none
+    stores_kv: bool = True  # False: a text is one pass, all of it; what is wanted of it are states
     numerics: str = ""  # what else the bits of keys and values depend on: versions of what computes them
 
 

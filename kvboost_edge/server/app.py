@@ -8,7 +8,20 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
-from kvboost_edge.server.api.routes import cache, embeddings, generation, health, llama_cpp, ollama, responses, text
+from kvboost_edge.server.api.routes import (
+    anthropic,
+    cache,
+    embeddings,
+    generation,
+    health,
+    llama_cpp,
+    ollama,
+    requests,
+    responses,
+    text,
+)
+from kvboost_edge.server.doctor.doctor import Doctor
+from kvboost_edge.server.doctor.normalise import Normaliser
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
@@ -28,12 +41,14 @@ __all__ = ["ROUTERS", "create_app"]
 # Every endpoint is in one of these. Routes are tried in this order, so the busy ones come first.
 ROUTERS = (
     generation.router,
+    anthropic.router,
     responses.router,
     ollama.router,
     llama_cpp.router,
     embeddings.router,
     text.router,
     cache.router,
+    requests.router,
     health.router,
     page.router,
 )
@@ -45,8 +60,11 @@ def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
     """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
     admission = Admission(engine, settings)
     metrics = Metrics(engine, settings.model_name, admission)
-    remembered = Remembered(len(settings.all_keys))
-    state = ServerState(engine, settings, settings.model_name, metrics, admission, remembered)
+    doctor = Doctor(engine, settings.request_history, metrics.observe_cause)
+    normaliser, remembered = Normaliser(settings.normalise), Remembered(len(settings.all_keys))
+    state = ServerState(
+        engine, settings, settings.model_name, metrics, admission, remembered, doctor=doctor, normaliser=normaliser
+    )
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-__all__ = ["Told", "shape_of"]
+__all__ = ["Told", "id_headers", "shape_of"]
 
 
 class Told(Protocol):
@@ -56,3 +56,8 @@ def shape_of(path: str) -> Shape:
     if path.startswith("/api/"):
         return _ollama
     return _BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)
+
+
+def id_headers(path: str) -> tuple[bytes, ...]:
+    """The headers by which an API's clients know a request."""
+    return (b"x-request-id", b"request-id") if shape_of(path) is _anthropic else (b"x-request-id",)

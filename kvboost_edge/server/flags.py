@@ -75,6 +75,11 @@ def _kv_bits(text: str) -> int | tuple[int, ...]:
     return parts[0] if len(parts) == 1 else parts
 
 
+def _kinds(text: str) -> tuple[str, ...]:
+    """ "tools,billing", or "off" for none."""
+    return () if text == "off" else tuple(part.strip() for part in text.split(","))
+
+
 _SERVER_FLAGS = (
     _Flag("host", str, "address to listen on; beyond loopback an API key is required"),
     _Flag("port", int, "port to listen on; 0 takes a free one"),
@@ -90,6 +95,8 @@ _SERVER_FLAGS = (
     _Flag("body_seconds", _number, "seconds for the body of a request to arrive"),
     _Flag("write_seconds", _number, "seconds a client may take nothing of its answer"),
     _Flag("keep_alive_seconds", _number, "seconds until an idle connection is closed"),
+    _Flag("request_history", _number, "seconds that requests are kept in memory, to say why a prompt was read again"),
+    _Flag("normalise", _kinds, "what is put back as it was first given: tools,arguments,billing,thinking, or off"),
     _Flag("log_level", str, "least severe message to log", choices=LOG_LEVELS),
     _Flag("log_format", str, "JSON lines, or key=value for people", choices=LOG_FORMATS),
 )
@@ -99,6 +106,7 @@ _ENGINE_FLAGS = (
     _Flag("backend", str, "auto, cpu, torch, reference; 'default' and 'cpu-paged' mean auto and cpu"),
     _Flag("runner", str, "auto, native, torch"),
     _Flag("weights", str, "format of the native runner: auto, int8, int4, int4-asym, bf16, f32"),
+    _Flag("rope_range", str, "short, or long: context of longrope models beyond their original length (short)"),
     _Flag("max_cache_bytes", _bytes, "size of the pool in bytes, such as 4e9"),
     _Flag("block_size", int, "tokens of a block"),
     _Flag("num_blocks", int, "size of the pool in blocks"),

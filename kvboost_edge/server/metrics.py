@@ -76,6 +76,12 @@ class Metrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
+        self._causes = Counter(
+            "kvboost:prompt_causes",
+            "Requests by where their prompt left what was asked before.",
+            ["model_name", "cause"],
+            registry=self.registry,
+        )
         self._reuse = _ReuseMetrics(self.registry, model_name)
         self._model_name = model_name
         self.registry.register(_EngineCollector(engine, model_name, admission, self._speeds))
@@ -89,6 +95,10 @@ class Metrics:
             self._hits.labels(self._model_name, tier).inc(tokens)
         if result.miss_reason:
             self._misses.labels(self._model_name, result.miss_reason).inc()
+
+    def observe_cause(self, cause: str) -> None:
+        """Count why the rest of a request's prompt was computed, see doctor/diagnosis.py."""
+        self._causes.labels(self._model_name, cause).inc()
 
     def observe_aborted(self, num_sequences: int) -> None:
         """Count sequences that nobody waited for to the end: the client left, the deadline passed, the server ended."""

@@ -14,10 +14,14 @@ from pathlib import Path
 from kvboost_edge.config import MAX_WEIGHT
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["LOG_FORMATS", "LOG_LEVELS", "ServerSettings", "collect_api_keys", "is_loopback", "tenant_of_key"]
+__all__ = [
+    "LOG_FORMATS", "LOG_LEVELS", "NORMALISERS", "ServerSettings", "collect_api_keys", "is_loopback", "tenant_of_key",
+]  # fmt: skip
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("json", "text")
+NORMALISERS = ("tools", "arguments", "billing", "thinking")
+"""What is put back as it was first given, or left out, so that prompts begin alike; see doctor/normalise.py."""
 
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
@@ -56,6 +60,9 @@ class ServerSettings:
     header_seconds, body_seconds    a request's head and body must be complete within these
     write_seconds       a client that takes nothing for so long is dropped
     keep_alive_seconds  an idle connection is closed after these
+    request_history     so long the tokens and texts of requests are kept in memory, to say why a prompt was read again;
+                        0: not at all
+    normalise           what is put back as it was first given, see doctor/normalise.py
     """
 
     host: str = "127.0.0.1"
@@ -79,6 +86,8 @@ class ServerSettings:
     body_seconds: float = 30.0
     write_seconds: float = 30.0
     keep_alive_seconds: float = 15.0
+    request_history: float = 3600.0
+    normalise: tuple[str, ...] = NORMALISERS
     log_level: str = "info"
     log_format: str = "json"
 
@@ -92,6 +101,10 @@ class ServerSettings:
         for name in _SECONDS:
             _check_number(self, name, low=0.001, high=86_400.0)
         _check_number(self, "drain_seconds", low=0.0, high=86_400.0)
+        _check_number(self, "request_history", low=0.0, high=86_400.0)
+        unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
+        if unknown:
+            raise ConfigError(f"normalise={unknown[0]!r} is not one of {', '.join(NORMALISERS)}")
         _check_number(self, "batch_window_ms", low=0.0, high=10_000.0)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level={self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")

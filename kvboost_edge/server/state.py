@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.doctor.doctor import Doctor
+    from kvboost_edge.server.doctor.normalise import Normaliser
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
@@ -31,6 +33,8 @@ class ServerState:
     metrics: Metrics
     admission: Admission
     remembered: Remembered
+    doctor: Doctor
+    normaliser: Normaliser
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

@@ -1,4 +1,5 @@
-"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2") and sentencepiece's BPE by scores ("llama").
+"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2"), sentencepiece's BPE by scores ("llama"), and
+the same by merges ("gemma4").
 
 The result encodes as the tokenizer the file was made from. A file names its way of splitting text into words
 (tokenizer.ggml.pre) without describing it; names that are not known here are refused, since a wrong split changes
@@ -8,7 +9,7 @@ the tokens silently.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -76,12 +77,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
     Raises ModelFormatError that names the key which is missing, damaged or not known.
     """
     model = check_vocabulary_kind(metadata, name=name)
-    fields = _Fields(metadata, name)
+    # Files of Gemma 4 were written that deny its BOS, and llama.cpp does not believe them either.
+    believed = {**metadata, "tokenizer.ggml.add_bos_token": True} if model == "gemma4" else metadata
+    fields = _Fields(believed, name)
     tokens = fields.strings("tokens")
     types = [int(kind) for kind in fields.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)]
     special = _special(fields, tokens, model)
     try:
-        backend, adds_bos = _byte_level(fields, tokens, types) if model == "gpt2" else _scored(fields, tokens, types)
+        backend, adds_bos = _KINDS[model](fields, tokens, types)
         backend.add_tokens(_added_tokens(metadata, tokens, types, special))
         _check_ids(backend, fields, tokens, types)
         _add_ends(backend, fields, special, adds_bos)
@@ -96,14 +99,15 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
 
 
 def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
-    """The kind of a GGUF file's vocabulary, 'gpt2' or 'llama'. ModelFormatError where `gguf_tokenizer` would refuse the
+    """The kind of a GGUF file's vocabulary, a key of `_KINDS`. ModelFormatError where `gguf_tokenizer` would refuse the
     kind or its way of splitting text; arrays are not looked at."""
     fields = _Fields(metadata, name)
     model = fields.get("model", str)
     if model is None:
         raise fields.error("model", "is missing; the file has no tokenizer")
-    if model not in ("gpt2", "llama"):
-        raise fields.error("model", f"is {model!r}; known are 'gpt2' (byte-level BPE) and 'llama' (sentencepiece BPE)")
+    if model not in _KINDS:
+        known = "'gpt2' (byte-level BPE), 'llama' (sentencepiece BPE) and 'gemma4' (the same with merges)"
+        raise fields.error("model", f"is {model!r}; known are {known}")
     pre = fields.get("pre", str)
     if model == "gpt2" and pre is None:
         raise fields.error("pre", "is missing; the file is of a converter that is too old. Convert the model again")
@@ -139,13 +143,7 @@ def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) ->
 
 def _byte_level(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
     pre = PRE_TOKENIZERS[fields.get("pre", str)]
-    merges = []
-    for index, merge in enumerate(_merges(fields, tokens, types)):
-        # A token never holds a space (byte-level BPE writes it as another letter), so the first one separates.
-        left, separator, right = merge.partition(" ")
-        if not (left and separator and right):
-            raise fields.error("merges", f"has the entry {merge!r} (number {index}), which is not two tokens")
-        merges.append((left, right))
+    merges = _merges(fields, tokens, types)
     vocabulary = _vocabulary(fields, tokens, types)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole))
     if pre.nfc:
@@ -158,14 +156,37 @@ def _byte_level(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) ->
     return backend, pre.bos
 
 
-def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[str]:
-    """The merges; a vocabulary of single bytes needs none, and writers leave out what is empty."""
-    if "tokenizer.ggml.merges" in fields.metadata:
-        return fields.strings("merges")
-    longest = max((token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL), key=len, default="")
-    if len(longest) > 1:
-        raise fields.error("merges", f"is missing, but there are tokens such as {longest!r} that only merging gives")
-    return []
+def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[tuple[str, str]]:
+    """The merges; a vocabulary of single characters needs none, and writers leave out what is empty."""
+    if "tokenizer.ggml.merges" not in fields.metadata:
+        normal = (token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL)
+        longest = max(normal, key=len, default="")
+        if len(longest) > 1:
+            raise fields.error(
+                "merges", f"is missing, but there are tokens such as {longest!r} that only merging gives"
+            )
+        return []
+    found = []
+    for index, merge in enumerate(fields.strings("merges")):
+        # A token never holds a space (BPE writes it as another letter), so the first one separates.
+        left, separator, right = merge.partition(" ")
+        if not (left and separator and right):
+            raise fields.error("merges", f"has the entry {merge!r} (number {index}), which is not two tokens")
+        found.append((left, right))
+    return found
+
+
+def _merged(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Gemma 4's: as `_scored` with merges in the file, of the text as a whole. Ends of lines that are one token become
+    it whether there are merges or not; llama.cpp reads them so, too."""
+    merges = _merges(fields, tokens, types)
+    ends = sorted({token for token in tokens if token and not token.strip("\n")}, key=len)
+    pairs = [(one, other) for one in ends for other in ends if one + other in ends]
+    known = set(merges)
+    merges += [pair for pair in pairs if pair not in known]
+    if fields.get("add_space_prefix", bool, False):
+        raise fields.error("add_space_prefix", "is true, which is not known of this kind")
+    return _sentencepiece(fields, tokens, types, merges, prefix=False), True
 
 
 def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -187,23 +208,37 @@ def _scored(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> tup
             if left in mergeable and right in mergeable:
                 found.append((-score, -len(left), -len(right), len(found), left, right))
     found.sort()
+    prefix = fields.get("add_space_prefix", bool, True)
+    merges = [(left, right) for *_, left, right in found]
+    return _sentencepiece(fields, tokens, types, merges, prefix=prefix), True
+
+
+def _sentencepiece(
+    fields: _Fields, tokens: Sequence[str], types: Sequence[int], merges: list[tuple[str, str]], *, prefix: bool
+) -> tokenizers.Tokenizer:
+    """BPE of whole texts with spaces written as another letter, and bytes for what is no token."""
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    has_bytes = _BYTE in types
     backend = tokenizers.Tokenizer(
         models.BPE(
-            vocab=vocabulary,
-            merges=[(left, right) for *_, left, right in found],
+            vocab=_vocabulary(fields, tokens, types),
+            merges=merges,
             unk_token=unknown,
             fuse_unk=True,
-            byte_fallback=has_bytes,
+            byte_fallback=_BYTE in types,
         )
     )
-    prefix = fields.get("add_space_prefix", bool, True)
     replace = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix else replace
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return backend, True
+    return backend
+
+
+_KINDS: dict[str, Callable[[_Fields, Sequence[str], Sequence[int]], tuple[tokenizers.Tokenizer, bool]]] = {
+    "gpt2": _byte_level, "llama": _scored, "gemma4": _merged,
+}  # fmt: skip
+"""Kinds of vocabularies, by tokenizer.ggml.model: the tokenizer, and whether BOS is added where the file does not say.
+"""
 
 
 def _added_tokens(

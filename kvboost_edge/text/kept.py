@@ -33,7 +33,7 @@ __all__ = ["kept_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBTOK\0\0"
-_VERSION = 2  # of the form and of how tokenizers are built: with either changed, older files are built again
+_VERSION = 3  # of the form and of how tokenizers are built: with either changed, older files are built again
 _HEAD = len(_MAGIC) + 4 + 32
 
 

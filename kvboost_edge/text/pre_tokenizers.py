@@ -40,6 +40,14 @@ _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# Numbers in threes from their end; scripts without spaces between words.
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{309F}\x{30A0}-\x{30FF}\x{FF65}-\x{FF9F}"
+    r"\x{2F00}-\x{2FDF}\x{0E40}-\x{0E7F}\x{0E80}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}"
+    r"\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
+    _DEEPSEEK_V3[2],
+)
 # Letters with case, as the tokenizer lists them: ranges of code points, or single ones.
 _DEEPSEEK_LETTERS = "".join(
     re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", each)
@@ -96,6 +104,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         **dict.fromkeys("deepseek-r1-qwen megrez hunyuan".split(), PreTokenizer((_QWEN2,))),
         "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM), "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
         **dict.fromkeys("deepseek-v3 hunyuan-dense".split(), PreTokenizer(_DEEPSEEK_V3)),
+        "afmoe": PreTokenizer(_AFMOE),
         "tekken": PreTokenizer((_TEKKEN,), whole=True, bos=True),
         **dict.fromkeys("gpt-4o llama4 kanana2".split(), PreTokenizer((_GPT4O,))),
     }

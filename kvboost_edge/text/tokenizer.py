@@ -20,7 +20,7 @@ from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.history import with_arguments
-from kvboost_edge.text.turns.replay import with_marks
+from kvboost_edge.text.turns.replay import find_thought, with_marks
 
 __all__ = ["Tokenizer"]
 
@@ -185,7 +185,11 @@ class Tokenizer:
         return (self.decode(ids, False) if rendered.kept else rendered.text), ids
 
     def _encode_rendered(self, rendered: _Rendered, messages: Messages, find_answer: FindAnswer | None) -> list[int]:
-        answers = _kept_among(messages, find_answer) if any(len(pieces) == 1 for pieces in rendered.parts) else []
+        answers, find_answer = (
+            self._kept_among(messages, find_answer)
+            if find_answer is not None and any(len(pieces) == 1 for pieces in rendered.parts)
+            else ([], None)
+        )
         ids: list[int] = []
         for pieces, kept in itertools.zip_longest(rendered.parts, rendered.kept, fillvalue=list[Any]()):
             if len(pieces) > 1:  # some message holds a special token's text: nothing of it is parsed
@@ -196,6 +200,20 @@ class Tokenizer:
                 ids += encode_with_answers(pieces[0], answers, self, find_answer)
             ids += kept
         return ids
+
+    def _kept_among(self, messages: Messages, find_answer: FindAnswer) -> tuple[list[str], FindAnswer]:
+        """The texts of the assistant's messages whose ids are kept: few of many, each then searched for; and
+        what finds these ids. A message with thinking counts whole, and as what stands behind it."""
+        texts: list[str] = []
+        whole: dict[str, list[int]] = {}
+        for message in messages:
+            content = message.get("content")
+            if message.get("reasoning_content") and (ids := find_thought(message, find_answer)) is not None:
+                whole[self.decode(ids, False)] = ids
+                texts.append(self.decode(ids, False))
+            if message.get("role") == "assistant" and isinstance(content, str) and find_answer(content):
+                texts.append(content)
+        return texts, lambda text: whole.get(text) or find_answer(text)
 
     def _rendered(
         self,
@@ -269,12 +287,6 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.codec.token_id(text)
-
-
-def _kept_among(messages: Messages, find_answer: FindAnswer | None) -> list[str]:
-    """The texts of the assistant's messages whose ids are kept: few of many, each of which is then searched for."""
-    contents = [message.get("content") for message in messages if message.get("role") == "assistant"]
-    return [text for text in contents if find_answer is not None and isinstance(text, str) and find_answer(text)]
 
 
 def _end_with(message: dict[str, Any], mark: str) -> None:

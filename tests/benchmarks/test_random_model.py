@@ -10,7 +10,7 @@ from kvboost_edge import CPUPagedEngine
 from peers.float64_qwen import last_logits
 from peers.k_blocks import more_bits, random_q4_0, random_q4_k, random_q6_k, random_q8_0
 from peers.random_model import write_gguf
-from peers.shapes import Shape
+from peers.shapes import SHAPES, Shape
 
 QWEN2 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096)
 QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
@@ -54,3 +54,17 @@ def test_the_engine_is_close_to_float64_on_the_file(tmp_path, shape, quant):
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
         got = engine.logits(tokens, start=23)[0]
     assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.02
+
+
+@pytest.mark.parametrize("name", ["embedding-tiny", "embeddinggemma-tiny"])
+def test_files_of_embedding_models_say_how_they_pool(tmp_path, name):
+    shape = SHAPES[name]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, shape, "Q8_0")
+    tokens = np.random.default_rng(1).integers(300, shape.vocab, (3, 90)).tolist()
+    with CPUPagedEngine.from_pretrained(str(path), num_blocks=32) as engine:
+        vectors = engine.embed(tokens)
+        assert engine.pooling.kind == {1: "mean", 3: "last"}[shape.pooling]
+        assert engine.embedding_size == shape.hidden
+    assert vectors.std() > 0.01
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)

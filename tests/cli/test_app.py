@@ -15,7 +15,7 @@ import pytest
 from kvboost_edge.cli.app import run
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("generate", "chat", "demo", "doctor", "models", "inspect", "eval", "warmup")
+COMMANDS = ("generate", "chat", "demo", "doctor", "models", "inspect", "eval", "warmup", "launch")
 SMALL = ("-o", "num_blocks=64", "-o", "dtype=float32")
 
 

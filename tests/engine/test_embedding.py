@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
+from embedding_models import HIDDEN, make_embedding_model
 from gguf_models import write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
@@ -24,26 +24,9 @@ from kvboost_edge.server.__main__ import _prepare
 from tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
 from tiny_models import build_tiny_model, save_tiny_model
 
-HIDDEN = 64
 RNG = np.random.default_rng(3)
 STEM = RNG.integers(0, 250, 40).tolist()
 TEXTS = [STEM[:16] + RNG.integers(0, 250, length).tolist() for length in (1, 3, 17, 40, 90)] + [STEM, [7]]
-
-
-def make_embedding_model(directory: Path, kind: str = "lasttoken") -> Path:
-    """The files that sentence-transformers puts beside a model, and a tokenizer that ends each text by <eos>."""
-    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
-    modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in kinds]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
-    switches = {f"pooling_mode_{name}": name == kind for name in ("cls_token", "mean_tokens", "lasttoken")}
-    (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **switches}))
-    path = directory / "tokenizer.json"
-    ends = {"type": "TemplateProcessing", "pair": [],
-            "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<eos>", "type_id": 0}}],
-            "special_tokens": {"<eos>": {"id": "<eos>", "ids": [EOS_ID], "tokens": ["<eos>"]}}}  # fmt: skip
-    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": ends}))
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -274,11 +257,39 @@ def test_a_model_without_the_tokens_of_the_prompt_is_no_reranker(plain: Path, re
         reranker.rerank("", ["d"])
 
 
-def test_a_runner_without_states_says_so(plain: Path) -> None:
-    torch_options = {"runner": "torch", "weights": "auto", "num_threads": None}
-    refused = pytest.raises(RequestError, match="runner 'torch' hands out no hidden states")
-    with load(plain, **torch_options) as engine, refused:
-        engine.embed(["a"])
+TORCH = {"runner": "torch", "weights": "auto", "num_threads": None}
+
+
+@pytest.mark.parametrize("kind", ["lasttoken", "mean_tokens"])
+def test_the_torch_runner_gives_the_same_vectors(tmp_path: Path, kind: str) -> None:
+    path = make_embedding_model(save_tiny_model("qwen3", tmp_path), kind)
+    with load(path, **TORCH, max_batch_tokens=64) as engine:
+        rows = [states_of(ids)[-1] if kind == "lasttoken" else states_of(ids).mean(axis=0) for ids in TEXTS]
+        expected = np.stack([unit(row) for row in rows])
+        np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
+        handles: list[RequestHandle] = []
+        np.testing.assert_allclose(engine.embed(TEXTS, handles=handles), expected, rtol=0, atol=1e-4)
+        assert (sum(handle.result().cached_tokens for handle in handles) > 100) == (kind == "lasttoken")
+        assert engine.embedding_size == HIDDEN
+
+
+def test_the_torch_runner_answers_beside_vectors_and_leaves_its_model_as_it_was(plain: Path) -> None:
+    with load(plain, **TORCH) as engine:
+        alone = engine.generate(STEM, 20, ignore_eos=True).output_token_ids
+        handles = [engine.submit(STEM, max_new_tokens=20, ignore_eos=True) for _ in range(2)]
+        expected = np.stack([unit(states_of(ids)[-1]) for ids in TEXTS])
+        np.testing.assert_allclose(engine.embed(TEXTS), expected, rtol=0, atol=1e-4)
+        assert all(handle.result().output_token_ids == alone for handle in handles)
+        runner = engine._parts.runner
+        assert not any(module._forward_hooks for module in runner.model.modules())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2", "gpt_neox", "starcoder2", "olmoe"])
+def test_states_of_other_families_are_what_their_heads_read(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(family, tmp_path)
+    with load(path, **TORCH) as engine, torch.inference_mode():
+        states = build_tiny_model(family).base_model(torch.tensor([STEM])).last_hidden_state[0, -1].numpy()
+        np.testing.assert_allclose(engine.embed([STEM])[0], unit(states), rtol=0, atol=1e-4)
 
 
 def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain: Path, tmp_path: Path) -> None:

@@ -136,6 +136,10 @@ def test_what_is_expected_again_counts_as_used_again() -> None:
         ({"pin": True, "ttl": float("nan")}, "ttl=nan must be in"),
         ({"pin": True, "ttl": float("inf")}, "ttl=inf must be in"),
         ({"pin": True, "ttl": "long"}, "ttl='long' must be a number"),
+        ({"pins": ((16, 0),)}, "must be pairs of tokens"),
+        ({"pins": ((-1, 5.0),)}, "must be pairs of tokens"),
+        ({"pins": ((16, "long"),)}, "pins='long' must be a number"),
+        ({"pins": ((16, 5.0),), "mode": "chunk_kv_reuse"}, "pin needs exact"),
     ],
     ids=repr,
 )
@@ -291,3 +295,23 @@ def test_what_others_pinned_keeps_a_request_out_and_is_not_told(engine: CPUPaged
     assert texts[0] == texts[1]
     with pytest.raises(CapacityError, match=r"the request needs 19 blocks .* the pool has 16; lower"):
         engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)
+
+
+def test_beginnings_are_pinned_where_there_is_room_and_nothing_fails_where_not(clock: list[float]) -> None:
+    bench = Bench(16, max_num_seqs=1)
+    whole = bench.submit(PROMPT, 2, terms={"pins": ((16, 60.0), (40, 5.0))})
+    bench.run()
+    assert (whole.result(0).finish_reason, whole.pinned_tokens, whole.cached_tokens) == ("length", 40, 0)
+    assert bench.manager.pins.num_blocks == 2
+    clock[0] += 6
+    again = bench.submit(PROMPT, 2, terms={"pins": ((10, 60.0),)})
+    bench.run()
+    assert (again.cached_tokens, again.pinned_tokens) == (32, 0), "no full block"
+    assert bench.manager.pins.num_blocks == 1, "the second block's time is over"
+    large = bench.submit([7] * 160, 2, terms={"pins": ((160, 60.0), (32, 60.0))})
+    bench.run()
+    assert (large.result(0).finish_reason, large.pinned_tokens) == ("length", 32), "at most eight blocks are pinned"
+    clock[0] += 60
+    bench.submit([1], 1)
+    bench.run()
+    assert bench.manager.pins.num_blocks == 0

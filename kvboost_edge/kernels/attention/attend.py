@@ -122,7 +122,7 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: boo
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
-    hides = start + TILE > min(unit.first_position + 1, unit.high) or start < unit.low
+    hides = start + TILE > min(unit.first_position + 1 + shape.ahead, unit.high) or start < unit.low
     if shape.window > 0 and start < unit.first_position + unit.num_rows // shape.heads_per_kv - shape.window:
         hides = True
     for row in range(0, unit.num_rows, ROWS):
@@ -138,7 +138,7 @@ def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: boo
             for each in range(ROWS):
                 end = unit.first_position + (row + each) // shape.heads_per_kv + 1 - start
                 low = end - shape.window if shape.window > 0 else 0
-                hide_row(at + each * TILE * 4, max(low, unit.low - start), min(end, unit.high - start))
+                hide_row(at + each * TILE * 4, max(low, unit.low - start), min(end + shape.ahead, unit.high - start))
         softmax_rows(at, maxima + 4 * row, totals + 4 * row, unit.rescale + 4 * row)
     for row in range(0, unit.num_rows, ROWS):
         at, out, factors = unit.scores + row * TILE * 4, state + row * dim * 4, unit.rescale + row * 4

@@ -44,6 +44,7 @@ class Shape(NamedTuple):
     window: int
     softcap: float
     softmax_scale: float
+    ahead: int
 
 
 class AttentionCall(NamedTuple):

@@ -80,7 +80,7 @@ def paged_attention(
     plan: WorkPlan | None = None,
     turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
-    """Causal attention of a flat batch over its sequences' blocks.
+    """Attention of a flat batch over its sequences' blocks, causal unless the options look ahead.
 
     queries    float32 [num_tokens, num_q_heads, head_dim]
     workspace  None: one thread and buffers of its own
@@ -93,7 +93,7 @@ def paged_attention(
     heads_per_kv = check_shapes(queries, pool, options)
     check_turning(queries, batch, turning)
     if plan is None:
-        plan = plan_work(batch, heads_per_kv, pool.keys.shape[1], options.window, space.num_threads)
+        plan = plan_work(batch, heads_per_kv, pool.keys.shape[1], options.window, space.num_threads, options.ahead)
     call = make_call(queries, pool, batch, options, space, plan, turning=turning)
     if is_small(call, plan):
         attend(call)
@@ -165,6 +165,7 @@ def make_call(
         window=options.window,
         softcap=float(options.softcap),
         softmax_scale=float(options.softmax_scale),
+        ahead=options.ahead,
     )
     tables, scratch = _plain(batch.block_tables, np.int32), space.scratch(shape.scratch_floats)
     unrotated, cos, sin = (_plain(array, np.float32) for array in turning or _NO_TURNING)

@@ -84,12 +84,14 @@ class AttentionOptions(NamedTuple):
     """A query at position p sees keys at (p - window, p], window 0: all up to p. softcap 0: none.
 
     sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no value.
+    ahead: so many keys behind p are seen too, as far as the sequence goes; 0: causal. Only where no batch has parts.
     """
 
     softmax_scale: float
     window: int = 0
     softcap: float = 0.0
     sinks: Floats | None = None
+    ahead: int = 0
 
 
 class Turning(NamedTuple):
@@ -156,15 +158,19 @@ class WorkPlan(NamedTuple):
     num_steps: int
 
 
-def plan_work(batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: int, num_threads: int) -> WorkPlan:
+def plan_work(
+    batch: PagedBatch, heads_per_kv: int, num_kv_heads: int, window: int, num_threads: int, ahead: int = 0
+) -> WorkPlan:
     """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per partition.
 
     How the batch is cut decides speed only: partial results end at absolute positions and merge in order either way. A
-    sequence of several parts is always split, each part into partitions of its own.
+    sequence of several parts is always split, each part into partitions of its own. ConfigError for parts and `ahead`.
     """
+    if ahead and batch.parts is not None:
+        raise ConfigError(f"ahead={ahead}: keys behind a query are not seen where a sequence has parts")
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     lengths = np.diff(batch.cu_seqlens_q)
-    cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows)
+    cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
     if window > 0 or lengths.max(initial=0) > tile_rows:
         return _plan_items(lengths.astype(np.int64), batch.seq_lens.astype(np.int64), batch.parts, cut)
     # Steps of decoding: the same plan until a sequence begins another tile.
@@ -181,6 +187,7 @@ class _Cut(NamedTuple):
     window: int
     num_threads: int
     tile_rows: int
+    ahead: int
 
 
 @lru_cache(maxsize=64)
@@ -220,7 +227,9 @@ def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> Wor
     sequence = np.repeat(np.arange(lengths.size), tiles)
     first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(lengths[sequence] - first_row, tile_rows)
-    walks = _walks(sequence, seq_lens[sequence] - lengths[sequence] + first_row, rows, parts, cut.window)
+    position = seq_lens[sequence] - lengths[sequence] + first_row
+    seen = np.minimum(seq_lens[sequence], position + rows + cut.ahead) - position
+    walks = _walks(sequence, position, seen, parts, cut.window)
     totals = counts = walks.end_partition - walks.first_partition
     if parts is not None:
         totals = np.bincount(walks.tile, counts, sequence.size).astype(np.int64)
@@ -254,23 +263,24 @@ def _plan_items(lengths: Longs, seq_lens: Longs, parts: Parts, cut: _Cut) -> Wor
     cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
     row_steps = -(-rows * cut.heads_per_kv // 4)[walks.tile]
-    tile_steps = -(-(walks.position + rows[walks.tile] - walks.first_partition * PARTITION) // _TILE)
+    tile_steps = -(-(walks.position + seen[walks.tile] - walks.first_partition * PARTITION) // _TILE)
     num_steps = int((row_steps * np.minimum(tile_steps, counts * (PARTITION // _TILE))).sum())
     return WorkPlan(items, int(split.sum()), int(partials.sum()), tile_rows, num_steps)
 
 
-def _walks(sequence: Longs, position: Longs, rows: Longs, parts: Parts, window: int) -> _Walks:
-    """The walks of tiles of `rows` query rows, the first of them at `position` of `sequence`."""
+def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: int) -> _Walks:
+    """The walks of tiles whose first query row is at `position` of `sequence`; what is `seen` from there on is the
+    tile's rows, and more where queries look ahead."""
     if parts is None:
         first = np.maximum(position - window + 1, 0) // PARTITION if window > 0 else np.zeros_like(position)
-        return _Walks(np.arange(sequence.size), position, first, -(-(position + rows) // PARTITION), 0, 0, 0, NO_END, 0)
+        return _Walks(np.arange(sequence.size), position, first, -(-(position + seen) // PARTITION), 0, 0, 0, NO_END, 0)
     tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
     part, end = Part(*parts[number].astype(np.int64).T), valid_to(parts)[number]
     position = position[tile] - part.first_position
     valid_from, end = part.valid_from - part.first_position, np.where(end == NO_END, NO_END, end - part.first_position)
     low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
     first = low // PARTITION
-    last = np.maximum(-(-np.minimum(end, position + rows[tile]) // PARTITION), first)
+    last = np.maximum(-(-np.minimum(end, position + seen[tile]) // PARTITION), first)
     return _Walks(tile, position, first, last, part.first_index, part.first_position, valid_from, end, part.delta)
 
 

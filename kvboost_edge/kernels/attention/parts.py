@@ -18,6 +18,7 @@ __all__ = [
     "has_delta",
     "is_last",
     "own_parts",
+    "repeated_parts",
     "turned_positions",
     "valid_to",
 ]
@@ -132,3 +133,13 @@ def own_parts(num_seqs: int, parts: Parts) -> tuple[Longs, Longs]:
         return zeros, zeros
     last = Part(*parts[is_last(parts)].astype(np.int64).T)
     return last.first_index, last.first_position
+
+
+def repeated_parts(parts: Parts, source: Longs) -> Parts:
+    """The parts of sequences `source`, any number of times each, as those of sequences 0, 1, ..."""
+    if parts is None:
+        return None
+    chosen = [parts[parts[:, 0] == sequence] for sequence in source]
+    found = np.concatenate(chosen)
+    found[:, 0] = np.repeat(np.arange(len(source)), [len(rows) for rows in chosen])
+    return found

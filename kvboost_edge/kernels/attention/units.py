@@ -112,7 +112,8 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
     num_rows = item.num_rows * heads
     cu_seqlens = job.cu_seqlens_q + 4 * item.sequence
     num_queries = load_i32(cu_seqlens + 4) - load_i32(cu_seqlens)
-    first_position = load_i32(job.seq_lens + 4 * item.sequence) - num_queries + item.first_row - item.shift
+    seq_len = load_i32(job.seq_lens + 4 * item.sequence) - item.shift
+    first_position = seq_len - num_queries + item.first_row
     low = max(item.valid_from, first_position - shape.window + 1) if shape.window > 0 else item.valid_from
     query = scratch
     scores = after(query, shape.padded_rows * dim)
@@ -129,7 +130,7 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
         num_rows=num_rows,
         first_position=first_position,
         low=low,
-        high=min(item.valid_to, first_position + item.num_rows),
+        high=min(item.valid_to, min(seq_len, first_position + item.num_rows + shape.ahead)),
         query=query,
         scores=scores,
         rescale=rescale,

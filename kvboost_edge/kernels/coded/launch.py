@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.call import UNITS_DONE
 from kvboost_edge.kernels.attention.launch import (
     AttentionWorkspace,
@@ -39,7 +40,8 @@ def paged_attention_coded(
     plan: WorkPlan | None = None,
     turning: Turning | None = None,
 ) -> tuple[Floats, Floats]:
-    """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
+    """Causal attention over quantized blocks, and over the float16 copy of each query's own block. ConfigError for
+    options that look ahead.
 
     queries    float32 [num_tokens, num_q_heads, head_dim]
     codes      uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous
@@ -49,6 +51,8 @@ def paged_attention_coded(
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths are trusted.
     """
+    if options.ahead:
+        raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, own.pool, options)
     check_turning(queries, batch, turning)

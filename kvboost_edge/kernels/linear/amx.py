@@ -22,7 +22,7 @@ from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import GROUP, GroupDot
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES
-from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
+from kvboost_edge.kernels.linear.loads import emit_scales
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,
@@ -87,12 +87,14 @@ def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> N
 
 
 class _Source(NamedTuple):
-    """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the panel itself."""
+    """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the panel itself. And
+    what each tile's codes are looked up in, of KIND_INT4T."""
 
     weights: Sequence[Value]
     scales: Sequence[Value]
     minima: Sequence[Value]
     panel: Value
+    tables: Sequence[Value | None]
 
 
 class AmxTiles(IntTiles):
@@ -117,7 +119,7 @@ class AmxTiles(IntTiles):
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         pairs = ((tile.weights, tile.weights_step), (tile.scales, tile.scales_step), (tile.minima, tile.minima_step))
         weights, scales, minima = [[first, b.add(first, step)] for first, step in pairs]
-        source = _Source(weights, scales, minima, panel)
+        source = _Source(weights, scales, minima, panel, [self._table(b, at) for at in minima])
         with cgutils.for_range(b, int_constant(_TILES * self.tokens), intp=I64) as loop:
             emit_store(b, ir.Constant(V16, [0.0] * LANES), self._line(b, _FLOATS_AT, loop.index))
         zero, one = int_constant(0), int_constant(1)
@@ -157,7 +159,7 @@ class AmxTiles(IntTiles):
         self._prefetch(b, tile, places, [b.add(at, b.mul(part, scales)) for at in source.scales])
         for t, place in enumerate(places):
             for pair in range(self.quads // 2):
-                for half, quad in enumerate(emit_load_pair(b, self.kind, place, pair)):
+                for half, quad in enumerate(self._load_pair(b, place, pair, source.tables[t])):
                     line = b.add(out, int_constant((t * _QUADS + 2 * pair + half) * _LINE))
                     b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
 

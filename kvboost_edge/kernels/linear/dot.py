@@ -20,22 +20,28 @@ __all__ = [
     "CODE_BITS",
     "GROUP",
     "KIND_INT4",
+    "KIND_INT4T",
     "KIND_INT4_ASYM",
     "KIND_INT8",
     "KIND_Q4K",
     "KIND_Q5K",
     "KIND_Q6K",
     "OFFSET",
+    "WIDE_KINDS",
     "GroupDot",
 ]
 
-KIND_INT8, KIND_INT4, KIND_INT4_ASYM, KIND_Q4K, KIND_Q5K, KIND_Q6K = range(3, 9)
+KIND_INT8, KIND_INT4, KIND_INT4_ASYM, KIND_Q4K, KIND_Q5K, KIND_Q6K, KIND_INT4T = range(3, 10)
 BLOCK_KINDS = (KIND_Q4K, KIND_Q5K, KIND_Q6K)
 """Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see layout.py."""
+WIDE_KINDS = (KIND_INT8, KIND_INT4T)
+"""Kinds whose weights are bytes of any value; those of int4t are looked up by 4 bits in a table of 16."""
 GROUP = 32
-CODE_BITS = {KIND_INT8: 8, KIND_INT4: 4, KIND_INT4_ASYM: 4, KIND_Q4K: 4, KIND_Q5K: 5, KIND_Q6K: 6}
-# Stored weights are unsigned: the signed weight plus this. 0: the code itself, its minimum is taken off later.
-OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0, KIND_Q4K: 0, KIND_Q5K: 0, KIND_Q6K: 32}
+CODE_BITS = {KIND_INT8: 8, KIND_INT4: 4, KIND_INT4_ASYM: 4, KIND_Q4K: 4, KIND_Q5K: 5, KIND_Q6K: 6, KIND_INT4T: 4}
+"""Bits that are stored of a weight."""
+# Loaded weights are unsigned: the signed weight plus this. 0: the code itself, its minimum is taken off later. Bytes of
+# KIND_INT4T's tables have it added only where weights are summed so, see `GroupDot.seeded`; elsewhere they are signed.
+OFFSET = {KIND_INT8: 128, KIND_INT4: 8, KIND_INT4_ASYM: 0, KIND_Q4K: 0, KIND_Q5K: 0, KIND_Q6K: 32, KIND_INT4T: 128}
 
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _V64B = ir.VectorType(I8, 64)
@@ -69,7 +75,7 @@ class GroupDot:
         self._b, self._kind, self.form = b, kind, form or dot_form()
         # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a group of 4-bit codes,
         # at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
-        self._short = self.form in ("avx2", "plain") and kind != KIND_INT8
+        self._short = self.form in ("avx2", "plain") and kind not in WIDE_KINDS
         self._quads = _SHORT_MOST // (2 * ((1 << CODE_BITS[kind]) - 1) * 127)
         # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6 bits are signed bytes.
         self.seeded = self.form in ("vnni512", "vnni256") or self._short or (self.form, kind) == ("neon", KIND_Q6K)
@@ -83,7 +89,7 @@ class GroupDot:
         b = self._b
         if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
-        offset = OFFSET[self._kind]
+        offset = 0 if self._kind == KIND_INT4T else OFFSET[self._kind]
         signed = b.bitcast(
             b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)), V16I
         )

@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from kvboost_edge.kernels.integers import V16I, emit_loop, emit_splat_int, int_constant
-from kvboost_edge.kernels.linear.dot import BLOCK_KINDS, GROUP, OFFSET, GroupDot
+from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
-from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
+from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales, emit_table, emit_table_pair
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.vectors import (
     F32,
@@ -44,6 +44,7 @@ __all__ = [
 
 _QUADS = GROUP // 4
 _LINE = 64
+_WHOLE = 2  # the seed of a whole group, behind those of its halves
 AHEAD = 8192
 """Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or none did worse."""
 
@@ -56,7 +57,7 @@ class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
     weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym only); of block kinds
-                             see layout.py
+                             and int4t see layout.py
     weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
     runs                     tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1
@@ -182,6 +183,7 @@ class IntTiles:
         weights = [b.add(tile.weights, b.mul(tile.weights_step, int_constant(t))) for t in range(self.tiles)]
         scales = [b.add(tile.scales, b.mul(tile.scales_step, int_constant(t))) for t in range(self.tiles)]
         minima = [b.add(tile.minima, b.mul(tile.minima_step, int_constant(t))) for t in range(self.tiles)]
+        tables = [self._table(b, at) for at in minima]
         sums = [emit_zeros(b, self.tokens) for _ in range(self.tiles)]
         for index in range(self.tiles):
             for token in range(self.tokens):
@@ -191,7 +193,7 @@ class IntTiles:
             places = [emit_place(b, at, group, self.group_bytes) for at in weights]
             self._prefetch(b, tile, places, [emit_place(b, at, group, SCALE_BYTES) for at in scales])
             for part in range(self.parts):
-                dots = self._dots(b, here, places, part)
+                dots = self._dots(b, here, places, part, tables)
                 index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
                 factors = [emit_scales(b, self.kind, *at, index) for at in zip(scales, minima, strict=True)]
                 self._add_group(b, here, sums, dots, factors)
@@ -215,9 +217,25 @@ class IntTiles:
     def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
         """Address of minus OFFSET times the sum of the codes."""
         term = self._term(b, here, token)
-        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind in BLOCK_KINDS else term
+        if self.kind == KIND_INT4T:
+            part = _WHOLE
+        return b.add(term, int_constant(4 * self.tokens * (2 + part))) if self.kind >= KIND_Q4K else term
 
-    def _dots(self, b: Builder, here: Value, groups: Sequence[Value], part: int) -> list[list[Value]]:
+    def _table(self, b: Builder, minima: Value) -> Value | None:
+        """Of KIND_INT4T what its codes are looked up in, as `GroupDot` takes it."""
+        if self.kind != KIND_INT4T:
+            return None
+        return emit_table(b, minima, signed=not GroupDot(b, self.kind, self.form).seeded)
+
+    def _load_pair(self, b: Builder, at: Value, pair: int, table: Value | None) -> tuple[Value, Value]:
+        """Two quads, as `emit_load_pair`, those of KIND_INT4T looked up."""
+        if table is None:
+            return emit_load_pair(b, self.kind, at, pair)
+        return emit_table_pair(b, GroupDot(b, self.kind, self.form).form, table, at, pair)
+
+    def _dots(
+        self, b: Builder, here: Value, groups: Sequence[Value], part: int, tables: Sequence[Value | None]
+    ) -> list[list[Value]]:
         """The integer sums of a part of a group, [tile][token]."""
         dot, zero = GroupDot(b, self.kind, self.form), ir.Constant(V16I, [0] * LANES)
         places = [b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups]
@@ -228,7 +246,7 @@ class IntTiles:
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
         states = [[[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)]
         for pair in range(self.quads // 2):
-            loaded = [emit_load_pair(b, self.kind, place, pair) for place in places]
+            loaded = [self._load_pair(b, place, pair, table) for place, table in zip(places, tables, strict=True)]
             for half in range(2):
                 quads = [dot.prepare(two[half]) for two in loaded]
                 for plane in range(self.planes):

@@ -14,6 +14,9 @@ have minima):
     q6k        int8 scales [2][16], one a half          float16 d [16]               d * scale * (code - 32)
 
 The products of d and a scale, and of dmin and a minimum, are exact in float32.
+
+int4t has the lines and the scales of int4. Its nibbles choose among 16 signed bytes, the table, which stands once for
+each tile where others have minima: rows of one matrix may have different tables.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from kvboost_edge.kernels.linear.dot import (
     CODE_BITS,
     GROUP,
     KIND_INT4_ASYM,
+    KIND_INT4T,
     KIND_INT8,
     KIND_Q4K,
     KIND_Q5K,
@@ -36,6 +40,7 @@ __all__ = [
     "BLOCK_GROUPS",
     "PARTS",
     "SCALE_BYTES",
+    "TABLE_BYTES",
     "group_bytes",
     "group_bytes_kernel",
     "has_minima",
@@ -49,6 +54,8 @@ BLOCK_GROUPS = 8
 """Groups of a block of 256 inputs."""
 SCALE_BYTES = 2 * LANES
 """Bytes of a group's scales, of every kind."""
+TABLE_BYTES = 16
+"""Bytes of a tile's table: int8 by code."""
 PARTS = {kind: 2 if kind == KIND_Q6K else 1 for kind in CODE_BITS}
 """Parts of a group that have scales of their own."""
 
@@ -62,9 +69,11 @@ def group_bytes(kind: int) -> int:
 
 
 def minima_bytes(kind: int, groups: int) -> int:
-    """Bytes of a tile's minima, or of its blocks' float16 numbers; 0 where a kind has neither."""
+    """Bytes of a tile's minima, of its blocks' float16 numbers, or of its table; 0 where a kind has none of them."""
     if kind == KIND_INT4_ASYM:
         return groups * 2 * LANES
+    if kind == KIND_INT4T:
+        return TABLE_BYTES
     blocks = (groups + BLOCK_GROUPS - 1) // BLOCK_GROUPS
     if kind == KIND_Q6K:
         return blocks * 2 * LANES

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
+from kvboost_edge.kernels.integers import (
+    V16I,
+    emit_each,
+    emit_load_bytes,
+    has_byte_permute,
+    has_byte_shuffle,
+    int_constant,
+)
 from kvboost_edge.kernels.linear.dot import (
     BLOCK_KINDS,
     CODE_BITS,
@@ -25,10 +32,32 @@ from kvboost_edge.kernels.linear.layout import (
 )
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load_as_f32
 
-__all__ = ["emit_load_pair", "emit_scales"]
+__all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair"]
 
 _LINE = 64
 _LINES = GROUP // 8  # of nibbles in a group
+
+_V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32, 64))
+
+
+class _Lookup(NamedTuple):
+    """An instruction that looks up bytes in a table of 16: its name, the parts of 64 bytes it takes, their type."""
+
+    name: str
+    parts: int
+    type: ir.Type
+
+
+# By form of the dot product.
+_LOOKUPS = {
+    "vnni512": _Lookup("llvm.x86.avx512.pshuf.b.512", 1, _V64B),
+    "amx": _Lookup("llvm.x86.avx512.pshuf.b.512", 1, _V64B),
+    "vnni256": _Lookup("llvm.x86.avx2.pshuf.b", 2, _V32B),
+    "avx2": _Lookup("llvm.x86.avx2.pshuf.b", 2, _V32B),
+    "neon": _Lookup("llvm.aarch64.neon.tbl1.v16i8", 4, _V16B),
+}
+_SSSE3 = _Lookup("llvm.x86.ssse3.pshuf.b.128", 4, _V16B)
+_PERMUTE = _Lookup("llvm.x86.avx512.permvar.qi.512", 1, _V64B)
 
 Value = Any
 Builder = Any
@@ -40,7 +69,7 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 
 def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
     """Quads 2 * pair and 2 * pair + 1 of a group, or of the part of one at address `at`, as unsigned bytes, <16 x i32>
-    each."""
+    each. Of KIND_INT4T see `emit_table_pair`."""
     if kind == KIND_INT8:
         first = b.add(at, int_constant(2 * _LINE * pair))
         return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
@@ -52,6 +81,57 @@ def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, 
     above = emit_load_bytes(b, b.add(at, int_constant(_LINE * (_LINES // PARTS[kind]))))
     first, second = (_emit_above(b, kind, above, 2 * pair + index) for index in range(2))
     return b.or_(low, first), b.or_(high, second)
+
+
+def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
+    """The table of a tile of KIND_INT4T, 16 bytes at an address, four times over, <64 x i8>; with its OFFSET added if
+    not `signed`."""
+    table = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
+    if not signed:
+        table = b.xor(table, ir.Constant(_V16B, [-128] * 16))
+    return b.shuffle_vector(table, table, ir.Constant(ir.VectorType(ir.IntType(32), 64), list(range(16)) * 4))
+
+
+def emit_table_pair(b: Builder, form: str, table: Value, at: Value, pair: int) -> tuple[Value, Value]:
+    """As `emit_load_pair` of KIND_INT4T: what its codes stand for in a table (see `emit_table`), bytes, <16 x i32>.
+
+    form: of the dot product, which says with what instruction bytes are looked up.
+    """
+    both = b.bitcast(emit_load_bytes(b, b.add(at, int_constant(_LINE * pair))), _V64B)
+    mask, four = ir.Constant(_V64B, [15] * 64), ir.Constant(_V64B, [4] * 64)
+    found = _lookup_of(b, form)
+    if found is _PERMUTE:
+        # It looks at 6 bits of a byte, and the table is there four times: the bits above a code do not matter.
+        low, high = both, b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
+    else:
+        low, high = b.and_(both, mask), b.lshr(both, four)
+    if found is None:
+        return _emit_selected(b, table, low), _emit_selected(b, table, high)
+    name, count, kind = found
+    parts = [[(b.bitcast(table, V16I), kind), (b.bitcast(codes, V16I), kind)] for codes in (low, high)]
+    first, second = (b.bitcast(emit_each(b, count, name, kind, one), V16I) for one in parts)
+    return first, second
+
+
+def _lookup_of(b: Builder, form: str) -> _Lookup | None:
+    """The instruction that looks up bytes; None where there is none."""
+    if form in ("vnni512", "amx") and has_byte_permute():
+        return _PERMUTE
+    if form == "plain":
+        if b.module.triple.startswith(("aarch64", "arm64")):
+            return _LOOKUPS["neon"]
+        return _SSSE3 if has_byte_shuffle() else None
+    return _LOOKUPS[form]
+
+
+def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
+    """Looked up by the bits of the codes, one after the other: half as many bytes are left each time."""
+    orders = [ir.Constant(ir.VectorType(ir.IntType(32), 64), [code] * 64) for code in range(16)]
+    left = [b.shuffle_vector(table, table, order) for order in orders]
+    for bit in (8, 4, 2, 1):
+        is_set = b.icmp_signed("!=", b.and_(codes, ir.Constant(_V64B, [bit] * 64)), ir.Constant(_V64B, [0] * 64))
+        left = [b.select(is_set, left[bit + code], left[code]) for code in range(bit)]
+    return b.bitcast(left[0], V16I)
 
 
 def _emit_above(b: Builder, kind: int, plane: Value, quad: int) -> Value:

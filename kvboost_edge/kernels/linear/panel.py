@@ -8,9 +8,9 @@ A fine cell has two planes of codes, [2][n][32]: a code is FINE_BASE * first + s
 needs beside the codes, and depends on the kind of the weights that will read it: minus the offset of the stored weights
 times the sum of the codes, int32; for int4-asym minus that sum times the scale, float32.
 
-The block kinds (q4k, q5k, q6k) share a form, so that matrices of different ones can read one panel: the term is that of
-int4-asym, and behind the scales stand, int32 [2][n], minus the offset of q6k times the sum of each token's first 16
-codes, and of its last 16.
+The block kinds (q4k, q5k, q6k) and int4t share a form, so that matrices of different ones can read one panel: the term
+is that of int4-asym, and behind the scales stand, int32 [3][n], minus the offset of q6k times the sum of each token's
+first 16 codes, and of its last 16; and minus the offset of int4t times the sum of all 32.
 
 The panels' sizes depend on the number of tokens and on the machine; results do not depend on them.
 """
@@ -28,10 +28,10 @@ __all__ = [
     "FINE_BASE",
     "FINE_BYTES",
     "FINE_TOKENS",
-    "HALVES_BYTES",
     "LARGEST_CELL",
     "MATRIX_FINE_TOKENS",
     "MATRIX_TOKENS",
+    "SEED_BYTES",
     "SMALL_TOKENS",
     "TILES_AT_ONCE",
     "UNPACKED",
@@ -47,9 +47,9 @@ __all__ = [
 FINE_BASE = 255
 """Codes of a fine plane stay within +-127, as those of a coarse one, because the base is odd."""
 COARSE_BYTES, FINE_BYTES = GROUP + 8, 2 * GROUP + 8
-HALVES_BYTES = 8
-"""More of a block kind's cell, for each token."""
-LARGEST_CELL = FINE_BYTES + HALVES_BYTES
+SEED_BYTES = 12
+"""More of a cell of the block kinds and int4t, for each token."""
+LARGEST_CELL = FINE_BYTES + SEED_BYTES
 
 
 class _Shapes(NamedTuple):
@@ -84,7 +84,7 @@ MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 
 
 def bytes_of_cell(fine: int, kind: int) -> int:
     """Bytes that a token takes in a cell for weights of a kind."""
-    return (FINE_BYTES if fine != 0 else COARSE_BYTES) + (HALVES_BYTES if kind >= KIND_Q4K else 0)
+    return (FINE_BYTES if fine != 0 else COARSE_BYTES) + (SEED_BYTES if kind >= KIND_Q4K else 0)
 
 
 cell_bytes = kernel(bytes_of_cell)

@@ -18,6 +18,7 @@ from kvboost_edge.kernels.linear.dot import (
     GROUP,
     KIND_INT4,
     KIND_INT4_ASYM,
+    KIND_INT4T,
     KIND_INT8,
     KIND_Q4K,
     KIND_Q5K,
@@ -57,6 +58,7 @@ __all__ = [
     "GROUP",
     "INT_KINDS",
     "KIND_INT4",
+    "KIND_INT4T",
     "KIND_INT4_ASYM",
     "KIND_INT8",
     "KIND_Q4K",
@@ -71,7 +73,7 @@ __all__ = [
 ]
 
 FLOAT_TOKENS = (1, 2, 4, 8)
-INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM, *BLOCK_KINDS)
+INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM, *BLOCK_KINDS, KIND_INT4T)
 
 Value = Any
 Builder = Any

@@ -23,7 +23,7 @@ from kvboost_edge.kernels.linear.int_tiles import (
     splat_i32_at,
 )
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, has_minima
-from kvboost_edge.kernels.linear.loads import emit_load_pair, emit_scales
+from kvboost_edge.kernels.linear.loads import emit_scales
 from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
 
 __all__ = ["UnpackedTiles"]
@@ -119,6 +119,7 @@ class UnpackedTiles(IntTiles):
             emit_place(b, places.codes, group, _QUADS * _LINE),
             emit_place(b, places.scales, group, self.scale_bytes),
         )
+        table = self._table(b, tile.minima)
         with emit_loop(b, int_constant(self.parts)) as part:
             at = emit_place(b, weights, part, self.group_bytes // self.parts)
             place = emit_place(b, codes, part, _LINE * self.quads)
@@ -128,7 +129,7 @@ class UnpackedTiles(IntTiles):
             with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
                 here, out = emit_place(b, at, pair, self.group_bytes // pairs), emit_place(b, place, pair, 2 * _LINE)
                 for first_pair in range(1 if alike else pairs):
-                    for half, quad in enumerate(emit_load_pair(b, self.kind, here, first_pair)):
+                    for half, quad in enumerate(self._load_pair(b, here, first_pair, table)):
                         to = b.add(out, int_constant(_LINE * (2 * first_pair + half)))
                         b.store(quad, b.inttoptr(to, ir.PointerType()), align=_LINE)
             index = b.add(b.mul(number, int_constant(self.parts)), part)

@@ -1,7 +1,8 @@
 """Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4, int4-asym in groups of 32.
 
 The layouts are specified in layout.py and reference/weights.py. Scales and minima are float16. A stored weight is
-scale * code for the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym.
+scale * code for the signed codes of int8 and int4, and scale * code - minimum for the codes 0..15 of int4-asym. Of
+int4t it is scale * table[code]; that format, as the block formats, comes from files alone.
 
 Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py, layout.py,
 ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied with it), reference/weights.py
@@ -20,13 +21,15 @@ from numba.core import types
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.linear.dot import CODE_BITS
 from kvboost_edge.kernels.linear.fit import FITS, fit_group
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, TABLE_BYTES, group_bytes, minima_bytes
 from kvboost_edge.kernels.linear.tiles import (
     GROUP,
     INT_KINDS,
     KIND_INT4,
     KIND_INT4_ASYM,
+    KIND_INT4T,
     KIND_INT8,
     KIND_Q4K,
     KIND_Q5K,
@@ -49,6 +52,7 @@ __all__ = [
     "LARGEST",
     "NUMBERS",
     "QUANTIZED",
+    "TABLE_FORMATS",
     "PackedRows",
     "codes_entry",
     "fit_entry",
@@ -66,7 +70,9 @@ KINDS: dict[str, int] = {
 QUANTIZED = ("int8", "int4", "int4-asym")
 BLOCK_FORMATS: dict[str, int] = {"q4k": KIND_Q4K, "q5k": KIND_Q5K, "q6k": KIND_Q6K}
 """Formats of blocks that a file holds already, see blocks.py: floats are never packed in them."""
-NUMBERS: dict[str, int] = {**KINDS, **BLOCK_FORMATS}
+TABLE_FORMATS: dict[str, int] = {"int4t": KIND_INT4T}
+"""Formats of codes that are looked up in a table, from files alone too."""
+NUMBERS: dict[str, int] = {**KINDS, **BLOCK_FORMATS, **TABLE_FORMATS}
 """Every packed format -> number of its kind."""
 
 # The scale, or the minimum, must be a finite float16; bfloat16 rounds what lies above its largest number to infinity.
@@ -121,25 +127,36 @@ def pack_rows(weights: Floats, kind: int) -> PackedRows:
 
 
 def pack_codes(
-    codes: Bytes, scales: npt.NDArray[np.float16], minima: npt.NDArray[np.float16] | None, kind: int
+    codes: Bytes,
+    scales: npt.NDArray[np.float16],
+    minima: npt.NDArray[np.float16] | None,
+    kind: int,
+    table: npt.NDArray[np.int8] | None = None,
 ) -> PackedRows:
     """Pack rows that are quantized already, as they are: codes uint8 [rows, inputs] with the kind's offset (128, 8 or
-    0) in them, scales and minima float16 [rows, groups]. ConfigError where they do not fit the kind."""
+    0) in them, scales and minima float16 [rows, groups], of KIND_INT4T the weights int8 [16] that its codes stand for.
+    ConfigError where they do not fit the kind."""
     rows, inputs = codes.shape
     tiles, groups = -(-rows // LANES), -(-inputs // GROUP)
-    if kind not in FITS or (minima is not None) != (kind == KIND_INT4_ASYM):
+    if kind not in (*FITS, KIND_INT4T) or (minima is not None) != (kind == KIND_INT4_ASYM):
         raise ConfigError(
             f"codes of weight kind {kind} cannot be packed {'with' if minima is not None else 'without'} minima"
         )
-    limit = (1 << FITS[kind].bits) - 1
+    if (table is not None) != (kind == KIND_INT4T) or (table is not None and table.shape != (TABLE_BYTES,)):
+        shape = "without a table" if table is None else f"with a table of shape {table.shape}"
+        raise ConfigError(f"codes of weight kind {kind} cannot be packed {shape}")
+    bits, offset = (CODE_BITS[kind], 0) if kind == KIND_INT4T else (FITS[kind].bits, FITS[kind].offset)
+    limit = (1 << bits) - 1
     if codes.size and int(codes.max()) > limit:
         raise ConfigError(f"code {int(codes.max())} of weight kind {kind} is above {limit}")
     packed = _empty(rows, inputs, kind)
     padded = np.ascontiguousarray(codes)
     if padded.shape != (tiles * LANES, groups * GROUP):
-        padded = np.full((tiles * LANES, groups * GROUP), FITS[kind].offset, dtype=np.uint8)
+        padded = np.full((tiles * LANES, groups * GROUP), offset, dtype=np.uint8)
         padded[:rows, :inputs] = codes
-    _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), FITS[kind].bits)
+    _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), bits)
+    if table is not None:
+        packed.minima.reshape(tiles, TABLE_BYTES)[:] = table.astype(np.int8).view(np.uint8)
     for target, values in ((packed.scales, scales), (packed.minima, minima)):
         if values is not None:
             if values.shape != (rows, groups):

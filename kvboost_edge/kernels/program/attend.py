@@ -36,6 +36,7 @@ __all__ = [
     "R_NUM_CLOSED",
     "R_NUM_CONTINUED",
     "R_SIN",
+    "R_SINKS",
     "R_SLOTS",
     "R_STAGE",
     "R_UNROTATED",
@@ -84,7 +85,7 @@ def _at(path: str) -> int:
 ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
 _PLAIN, _TURN = _at("job.plain"), _at("turn")
 # Columns of rows that differ from layer to layer, or that only a pass knows.
-R_KEYS, R_VALUES = _at("job.plain.keys"), _at("job.plain.values")
+R_KEYS, R_VALUES, R_SINKS = _at("job.plain.keys"), _at("job.plain.values"), _at("job.plain.sinks")
 R_COUNTERS, R_BLOCK_TABLES = _at("job.plain.counters"), _at("job.plain.block_tables")
 R_UNROTATED, R_UNROTATED_STEP = _at("turn.unrotated"), _at("turn.unrotated_step")
 R_COS, R_SIN, R_HALF = _at("turn.cos"), _at("turn.sin"), _at("turn.half")

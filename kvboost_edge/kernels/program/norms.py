@@ -15,8 +15,17 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8, KIND_Q4K, KIND_Q6K, OFFSET
-from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, HALVES_BYTES
+from kvboost_edge.kernels.linear.dot import (
+    GROUP,
+    KIND_INT4,
+    KIND_INT4_ASYM,
+    KIND_INT4T,
+    KIND_INT8,
+    KIND_Q4K,
+    KIND_Q6K,
+    OFFSET,
+)
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,
@@ -136,12 +145,12 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
 
 
 class _Panel(NamedTuple):
-    """Where the quantized numbers of one group of one token go, addresses; `halves`: only where block kinds read."""
+    """Where the quantized numbers of one group of one token go, addresses; `seeds`: only where block kinds read."""
 
     codes: Sequence[Value]
     term: Value
     scale: Value
-    halves: Sequence[Value]
+    seeds: Sequence[Value]
 
 
 def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
@@ -192,7 +201,7 @@ def _emit_quantize(b: Builder, groups: Sequence[Sequence[Value]], panels: Sequen
     _emit_terms(b, total, scales, panels, kind)
     with b.if_then(_is_block_kind(b, kind)):
         first = _emit_total(b, firsts, LANES * rounders)
-        _emit_halves(b, first, b.sub(total, first), panels)
+        _emit_seeds(b, first, total, panels)
 
 
 def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
@@ -203,16 +212,18 @@ def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
 
 
 def _is_block_kind(b: Builder, kind: Value) -> Value:
+    """Whether a kind reads the panels of the block kinds: they themselves, and int4t."""
     return b.icmp_signed(">=", kind, int_constant(KIND_Q4K))
 
 
-def _emit_halves(b: Builder, first: Value, second: Value, panels: Sequence[_Panel]) -> None:
-    """Store what the halves of a group are seeded with; first, second: sums of their codes."""
-    offset = ir.Constant(V16I, [-OFFSET[KIND_Q6K]] * LANES)
-    for sums, half in ((first, 0), (second, 1)):
-        seeds = b.mul(sums, offset)
+def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]) -> None:
+    """Store what sums of q6k's halves of a group and of int4t's group begin with; first, total: sums of the codes of
+    the first half and of the group."""
+    kinds = (KIND_Q6K, KIND_Q6K, KIND_INT4T)
+    for part, (sums, kind) in enumerate(zip((first, b.sub(total, first), total), kinds, strict=True)):
+        seeds = b.mul(sums, ir.Constant(V16I, [-OFFSET[kind]] * LANES))
         for index, panel in enumerate(panels):
-            place = b.inttoptr(panel.halves[half], ir.PointerType())
+            place = b.inttoptr(panel.seeds[part], ir.PointerType())
             b.store(b.extract_element(seeds, _I32(4 * index)), place, align=4)
 
 
@@ -252,15 +263,15 @@ class _PanelRow(NamedTuple):
     def at(self, b: Builder, group: Value) -> _Panel:
         """Addresses for a group."""
         plain = FINE_BYTES if self.planes == 2 else COARSE_BYTES
-        more = b.select(_is_block_kind(b, self.kind), int_constant(HALVES_BYTES), int_constant(0))
+        more = b.select(_is_block_kind(b, self.kind), int_constant(SEED_BYTES), int_constant(0))
         here = b.add(self.cell, b.mul(group, b.mul(self.size, b.add(int_constant(plain), more))))
         rows = [self.place, b.add(self.place, self.size)][: self.planes]
         codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]
         behind = b.add(b.mul(self.size, int_constant(GROUP * self.planes)), b.mul(self.place, int_constant(4)))
-        term, scale, *halves = (
-            b.add(b.add(here, behind), b.mul(self.size, int_constant(4 * index))) for index in range(4)
+        term, scale, *seeds = (
+            b.add(b.add(here, behind), b.mul(self.size, int_constant(4 * index))) for index in range(5)
         )
-        return _Panel(codes, term, scale, halves)
+        return _Panel(codes, term, scale, seeds)
 
 
 def _emit_row_groups(b: Builder, x: Value, first: Value, count: int, row: _PanelRow, kind: Value) -> None:

@@ -16,11 +16,12 @@ from numba.core.types.containers import BaseTuple
 __all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "ProgramJob"]
 
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
-# in a quantized pool before keys and values are written, and after it.
+# in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
+# normed, and another row added.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
-    OP_ATTEND,
-) = range(12)  # fmt: skip
+    OP_ATTEND, OP_PER_LAYER,
+) = range(13)  # fmt: skip
 # Fields of every operation: what it is, buffers read and written and their float32 a row (0: the operation's own).
 F_OP, F_SRC, F_DST, F_SRC_STEP, F_DST_STEP = range(5)
 # Sizes: outputs (or elements of a row) and inputs; kind of the weights; the activation.
@@ -28,23 +29,32 @@ F_COUNT, F_INPUTS, F_KIND, F_ACT = range(5, 9)
 # Quantized rows: kind of the weights that will read what this writes, or 0 for no quantization; its panel; whether its
 # codes have two planes. A matrix reads F_PANEL_IN, coarse or F_FINE_IN.
 F_QUANT, F_PANEL, F_FINE, F_PANEL_IN, F_FINE_IN = range(9, 14)
-# Addresses: weights, scales, minima (of block kinds: the blocks' numbers, see linear/layout.py), bias. F_UNIT: tiles
-# (OP_GATED: groups) in a unit; F_ADD: add to the destination.
+# Addresses: weights, scales, minima (of block kinds: the blocks' numbers, of int4t its tables, see linear/layout.py),
+# bias. F_UNIT: tiles (OP_GATED: groups) in a unit; F_ADD: add to the destination.
 F_WEIGHT, F_SCALE, F_MINIMA, F_BIAS, F_UNIT, F_ADD = range(14, 20)
 # Rope: heads and dims, the norms' addresses, the table. F_LAYER: whose row of B_ROWS is used.
 F_HEADS, F_KV_HEADS, F_DIM, F_HALF, F_Q_NORM, F_K_NORM, F_NORM_ALL, F_TABLE, F_LAYER = range(20, 29)
 # OP_LINEAR: the first float of a destination's row that is written, a multiple of 16.
 F_DST_FIRST = 29
-NUM_FIELDS = 32  # four cache lines
-# Float parameters: factor of the result, eps of a norm, the cap.
-P_FACTOR, P_EPS, P_CAP, NUM_PARAMS = 0, 1, 2, 4
+# OP_ROPE: the address of ones that the norm of values has for weights, or 0; whether values are the keys before theirs.
+F_V_NORM, F_KEYS_TWICE = 30, 31
+# OP_ACT and OP_PER_LAYER: the buffer that the activation is multiplied with (0: the row's second half), or that is
+# added; its floats a row and the first of them.
+F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
+# OP_ROPE: the buffer with a factor for the queries of each position, or 0; whether norms stand behind rope.
+F_QUERY_SCALE, F_LATE_NORM = 35, 36
+NUM_FIELDS = 40  # five cache lines
+# Float parameters: factor of the result, eps of a norm, the cap; OP_ADD_NORM: factor of the sum.
+P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 
-# Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin). B_PANEL and B_INNER hold quantized rows.
+# Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
+# queries. B_PANEL and B_INNER hold quantized rows.
 # B_ROWS: attention rows of all layers, see attend.py; without them rope leaves keys and values in their buffers.
+# B_PER_LAYER: each token's input of every layer; B_TABLE_ROWS: what a table of tokens gives to it.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
-    B_ROWS, B_TABLES,
-) = range(14)  # fmt: skip
+    B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_TABLES,
+) = range(16)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
 K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18

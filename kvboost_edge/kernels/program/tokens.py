@@ -24,6 +24,7 @@ from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,
     KIND_INT4,
     KIND_INT4_ASYM,
+    KIND_INT4T,
     KIND_INT8,
     KIND_Q4K,
     KIND_Q5K,
@@ -87,7 +88,8 @@ def token_units(job: ProgramJob, op: Any) -> Any:
 
 @kernel
 def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
-    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on."""
+    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from the first tile on. Of
+    KIND_INT4T its place in the table."""
     quad = index // 4
     at = op[lt.F_WEIGHT] + group * group_bytes_kernel(kind) + lane * 4 + index % 4
     if kind == KIND_INT8:
@@ -97,7 +99,7 @@ def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
         quad %= 4
     both = _load_byte(at + quad // 2 * _LINE)
     code = both >> 4 if quad % 2 == 1 else both & 15
-    if kind < KIND_Q5K:
+    if kind < KIND_Q5K or kind == KIND_INT4T:
         return code
     above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (4 + high_shift_kernel(kind, quad))
     return code | (above & (3 if kind == KIND_Q6K else 1)) << 4
@@ -110,7 +112,7 @@ def _factors(op: Any, kind: int, tile: int, group: int, half: int, lane: int) ->
     scale_at = op[lt.F_SCALE] + (tile * groups + group) * SCALE_BYTES
     minima_at = op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + 2 * lane
     zero = np.float32(0.0)
-    if kind < KIND_Q4K:
+    if kind < KIND_Q4K or kind == KIND_INT4T:
         minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes_kernel(kind, 1)
@@ -144,8 +146,11 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
             group, place = index // GROUP, index % GROUP
             if place % LANES == 0:
                 scale, minimum = _factors(op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane)
-            code = np.float32(_code(op, kind, tile * groups + group, lane, place) - offset)
-            store_f32(out + 4 * index, fma_f32(code, scale, -minimum) * factor)
+            code = _code(op, kind, tile * groups + group, lane, place)
+            if kind == KIND_INT4T:
+                code = _load_byte(op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + code)
+                code -= 256 if code > 127 else 0
+            store_f32(out + 4 * index, fma_f32(np.float32(code - offset), scale, -minimum) * factor)
     else:
         size = 4 if kind == KIND_F32 else 2
         for index in range(count):
@@ -175,14 +180,27 @@ def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
 
 @kernel
 def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """destination += factor * norm(source)."""
+    """destination = (destination + factor * norm(source)) * factor of the sum."""
     count = op[lt.F_COUNT]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
     norm_row(source, op[lt.F_WEIGHT], count, params[lt.P_EPS], source)
     for index in range(count):
         value = fma_f32(load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index))
-        store_f32(out + 4 * index, value)
+        store_f32(out + 4 * index, value * params[lt.P_SUM_FACTOR])
+
+
+@kernel
+def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+    """Pieces of `count` floats of a row, in place: (norm(piece) + factor * another row's piece) * factor of the sum."""
+    count, step = op[lt.F_COUNT], op[lt.F_DST_STEP]
+    row = job.buffers[op[lt.F_DST]] + 4 * token * step
+    other = job.buffers[op[lt.F_BY]] + 4 * token * op[lt.F_BY_STEP]
+    for first in range(0, op[lt.F_BY_STEP], count):
+        norm_row(row + 4 * first, op[lt.F_WEIGHT], count, params[lt.P_EPS], row + 4 * first)
+        for index in range(first, first + count):
+            value = fma_f32(load_f32(other + 4 * index), params[lt.P_FACTOR], load_f32(row + 4 * index))
+            store_f32(row + 4 * index, value * params[lt.P_SUM_FACTOR])
 
 
 @kernel
@@ -194,7 +212,10 @@ def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
     if op[lt.F_OP] == lt.OP_ACT:
         out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
         left = count - first * GROUP
-        activate_vectors(source, source + 4 * count, op[lt.F_ACT], left, 2 * groups, out)
+        up = source + 4 * count
+        if op[lt.F_BY] > 0:
+            up = job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST] + first * GROUP)
+        activate_vectors(source, up, op[lt.F_ACT], left, 2 * groups, out)
         source = out
     if op[lt.F_QUANT] > 0:
         _quantize(job, op, source, token, first, groups)
@@ -211,15 +232,32 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 
 
 @kernel
+def _scale_queries(source: int, count: int, factor: float) -> None:
+    """In place; rope is linear, so this may stand before it, where attention finds queries that it turns itself."""
+    if factor != np.float32(1.0):
+        for index in range(count):
+            store_f32(source + 4 * index, load_f32(source + 4 * index) * factor)
+
+
+@kernel
 def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """Split a row of queries, keys and values; norm and rotate queries and keys; write the three buffers."""
+    """Split a row of queries, keys and values; norm them; rotate queries and keys; write the three buffers. A layer
+    that attends to another's keys and values has none."""
     heads, kv_heads, dim, half = op[lt.F_HEADS], op[lt.F_KV_HEADS], op[lt.F_DIM], op[lt.F_HALF]
     source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
     keys = source + 4 * heads * dim
     values = keys + 4 * kv_heads * dim
-    _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
-    _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    if op[lt.F_KEYS_TWICE] != 0:
+        copy_floats(keys, kv_heads * dim, values)
+    late = op[lt.F_LATE_NORM] != 0
+    if not late:
+        _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    if op[lt.F_V_NORM] != 0:
+        _heads(values, kv_heads, dim, op[lt.F_V_NORM], 1, eps)
     position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
+    if op[lt.F_QUERY_SCALE] != 0:
+        _scale_queries(source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position))
     cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
     sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
     for head in range(heads):
@@ -228,6 +266,12 @@ def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
     for head in range(kv_heads):
         out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
         rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
+    if late:
+        _heads(job.buffers[lt.B_QUERY] + 4 * token * heads * dim, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
+        key_row = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
+        _heads(key_row, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+    if kv_heads == 0:
+        return
     if job.buffers[lt.B_ROWS] != 0:
         key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
         store_token(attention_row(job, op), key, values, token)
@@ -256,6 +300,8 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
         _rope(job, op, params[lt.P_EPS], token)
     elif code == lt.OP_ADD_NORM:
         _add_norm(job, op, params, token)
+    elif code == lt.OP_PER_LAYER:
+        _per_layer(job, op, params, token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])

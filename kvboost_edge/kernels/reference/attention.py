@@ -32,7 +32,8 @@ def gather_kv(
 def paged_attention(
     queries: Floats, pool: KVPool, batch: PagedBatch, options: AttentionOptions, turning: Turning | None = None
 ) -> tuple[Floats, Floats]:
-    """Causal attention of a flat batch over its sequences' blocks, one query row at a time.
+    """Attention of a flat batch over its sequences' blocks, one query row at a time; causal unless the options look
+    ahead.
 
     queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32 [num_tokens,
     num_q_heads]). turning: for a batch that has parts with a delta, whose keys are turned by its tables.
@@ -44,9 +45,10 @@ def paged_attention(
         for row in range(first, stop):
             position = int(seq_len) - (stop - row)
             low = max(0, position - options.window + 1) if options.window > 0 else 0
-            keys, values = gather_kv(pool, batch.block_tables[sequence], low, position + 1, batch.parts, sequence)
+            stop_key = min(position + 1 + options.ahead, int(seq_len))
+            keys, values = gather_kv(pool, batch.block_tables[sequence], low, stop_key, batch.parts, sequence)
             if turning is not None:
-                keys = turn_keys(keys, deltas_of(batch.parts, sequence, np.arange(low, position + 1)), turning)
+                keys = turn_keys(keys, deltas_of(batch.parts, sequence, np.arange(low, stop_key)), turning)
             out[row], lse[row] = _attend_row(queries[row].astype(np.float64), keys, values, options)
     return out, lse
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import (
     PARTITION,
     AttentionOptions,
@@ -355,6 +356,8 @@ def paged_attention_coded(
     queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads, bytes]; returns (out
     like queries, lse float32 [num_tokens, num_q_heads]). turning: for a batch that has parts with a delta.
     """
+    if options.ahead:
+        raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
     out, lse = np.empty(queries.shape, F32), np.empty(queries.shape[:2], F32)
     num_kv_heads, size = codes.shape[1], layout.block_size
     heads_per_kv = queries.shape[1] // num_kv_heads

@@ -3,8 +3,8 @@ kernels. Slow on purpose.
 
 Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs, quads of 4 inputs of
 16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j + 1 of the same 64 bytes; float formats:
-[tile][input][16]; block formats (q4k, q5k, q6k): see linear/layout.py. Rows and groups are padded with weights that are
-0 and scales that are 0.
+[tile][input][16]; block formats (q4k, q5k, q6k) and int4t: see linear/layout.py. Rows and groups are padded with
+weights that are 0 (of int4t any) and scales that are 0.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "unpack_codes",
     "unpack_floats",
     "unpack_scales",
+    "unpack_table_codes",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -64,7 +65,7 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    in_blocks = kind in ("q4k", "q5k", "q6k")
+    in_blocks = kind in ("q4k", "q5k", "q6k", "int4t")
     if in_blocks or kind == "int4-asym":
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
@@ -78,7 +79,7 @@ def pack_panel(x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
             parts += [terms[rows, group].astype(np.int32), scales[rows, group]]
             if in_blocks:
                 halves = codes[rows, inputs].reshape(-1, 2, _GROUP // 2).sum(axis=2, dtype=np.int32)
-                parts.append(np.int32(-32) * halves.T)
+                parts += [np.int32(-32) * halves.T, np.int32(-128) * sums[rows, group]]
             cells += [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         start += size
     return np.concatenate(cells)
@@ -95,6 +96,16 @@ def unpack_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: in
     signed = quads.astype(np.int16) - (8 if bits == 4 else 128)
     ordered = signed.transpose(0, 3, 1, 2, 4).reshape(tiles * _LANES, groups * _GROUP)
     return ordered.astype(np.int8)
+
+
+def unpack_table_codes(
+    packed: npt.NDArray[np.uint8], tables: npt.NDArray[np.uint8], rows: int, inputs: int
+) -> npt.NDArray[np.int8]:
+    """Signed weights int8 [padded rows, padded inputs] of a packed int4t matrix; tables: int8 [tiles][16] as bytes."""
+    codes = unpack_codes(packed, rows, inputs, 4).astype(np.int64) + 8
+    wide = tables.view(np.int8).reshape(-1, 16).repeat(_LANES, axis=0)
+    found: npt.NDArray[np.int8] = np.take_along_axis(wide, codes, axis=1)
+    return found
 
 
 def unpack_block_codes(packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str) -> npt.NDArray[np.int8]:

@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.linear.fit import FITS, Fit
 from kvboost_edge.kernels.linear.tiles import GROUP
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, PackedRows
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, TABLE_FORMATS, PackedRows
 from kvboost_edge.kernels.reference.linear import (
     unpack_block_codes,
     unpack_block_scales,
     unpack_codes,
     unpack_floats,
     unpack_scales,
+    unpack_table_codes,
 )
 
 __all__ = ["fit_rows", "round_to_nearest", "unpack_rows"]
@@ -39,8 +40,10 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
         if offsets is not None:
             values = values - offsets.repeat(GROUP, axis=1)
         return values[:rows, :inputs]
-    bits = FITS[KINDS[weights]].bits
-    codes = unpack_codes(packed.codes, rows, inputs, bits).astype(np.float32)
+    if weights in TABLE_FORMATS:
+        codes = unpack_table_codes(packed.codes, packed.minima, rows, inputs).astype(np.float32)
+    else:
+        codes = unpack_codes(packed.codes, rows, inputs, FITS[KINDS[weights]].bits).astype(np.float32)
     scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
     if weights != "int4-asym":
         return (codes * scales)[:rows, :inputs]

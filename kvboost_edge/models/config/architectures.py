@@ -11,14 +11,18 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.json_file import read_config_object, text_config
+from kvboost_edge.models.config.json_file import read_config_object
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 
 __all__ = [
-    "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
-    "check_model_compatibility", "pin_notice", "pinned_context",
+    "LONG_RANGE", "PHI3_LENGTH", "SUPPORTED_ARCHITECTURES", "Architecture", "CompatibilityReport", "PinnedContext",
+    "attends_both_ways", "check_model_compatibility", "granite_hybrid_objections", "has_two_ranges",
+    "is_static_dynamic", "pin_notice", "pinned_context",
 ]  # fmt: skip
 
+LONG_RANGE = "kvboost-edge: rope_range=long"
+"""The key of a config that was read for sequences beyond the original length of longrope; no file has it."""
 PHI3_LENGTH = 4096
 """original_max_position_embeddings of a Phi-3 whose config does not give it."""
 
@@ -57,6 +61,10 @@ _TESTED = {
     "gemma": "scaled embeddings",
     "gemma2": "softcaps, local and global layers",
     "gemma3_text": "local and global layers with their own rope",
+    "gemma4_text": "heads by kind of layer, shared keys and values, embeddings of the layers",
+    "gemma4_unified_text": "the same without embeddings of the layers",
+    "gemma4": "the language part of a vision and audio model; text only, native runner",
+    "gemma4_unified": "the language part of a vision and audio model; text only, native runner",
     "phi3": "Phi-3 and Phi-4 with plain rope",
     "olmo2": "norms behind the blocks",
     "olmo3": "local and global layers, norms behind the blocks",
@@ -64,8 +72,14 @@ _TESTED = {
     "ernie4_5": "the dense models of ERNIE 4.5",
     "glm4": "partial rotary, norms before and behind the blocks",
     "granite": "scaled attention, residual and logits",
+    "granitemoehybrid": "Granite 4 where all layers have attention and none has experts",
     "smollm3": "layers without rope",
+    "hunyuan_v1_dense": "queries and keys normalized behind rope",
     "ministral3": "queries scaled by position",
+    "gemma3": "the language part of a vision model; text only",
+    "qwen3_vl": "the language part of a vision model; text only, native runner",
+    "qwen3_vl_text": "the same without its vision part",
+    "mistral3": "the language part of a vision model; text only, native runner",
     "granite_swa": "local and global layers, attention sinks",
     "olmoe": "mixture of experts",
     "ernie4_5_moe": "mixture of experts",
@@ -78,14 +92,12 @@ _UNTESTED = {
     "arcee": "Llama's attention",
     "cohere": "scaled logits",
     "cohere2": "local and global layers",
-    "gemma3": "the language part of a vision model; text only",
     "glm": "partial rotary",
     "gpt2": "learned positions",
     "gpt_bigcode": "learned positions, one key-value head",
     "gpt_oss": "mixture of experts, attention sinks",
     "granitemoe": "mixture of experts",
     "helium": "Llama's attention",
-    "hunyuan_v1_dense": "normalized queries and keys",
     "ministral": "local and global layers",
     "mixtral": "mixture of experts",
     "nemotron": "partial rotary",
@@ -105,13 +117,15 @@ _STATE_SPACE = "it keeps a recurrent state, not keys and values, which a block p
 _LATENT = "its latent attention stores keys and values of different widths"
 _OWN_ATTENTION = "it computes attention inside its own modules (alibi or older code) and cannot be given another one"
 _BIDIRECTIONAL = (
-    "its attention is bidirectional (as EmbeddingGemma's is), and keys and values of a pool are computed causally; for "
-    "embeddings use a causal model such as Qwen3-Embedding"
+    "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for embeddings use that, or "
+    "a causal model such as Qwen3-Embedding"
 )
+_BOTH_WAYS = ("gemma3_text",)
+_ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
-        "granitemoehybrid lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        "lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
         _STATE_SPACE,
     ),
     **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
@@ -156,10 +170,10 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     inner = text_config(config)
     found = []
     for rope in _rope_parts(inner):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind == "su" or (kind == "yarn" and inner.get("model_type") == "phi3"):
-            kind = "longrope"  # its first names
-        if kind not in ("dynamic", "longrope"):
+        kind = _kind_of(rope, inner)
+        if kind not in ("dynamic", "longrope") or (kind == "longrope" and inner.get(LONG_RANGE)):
+            continue
+        if is_static_dynamic(inner.get("model_type"), rope):
             continue
         name = "original_max_position_embeddings"
         # Some families keep it beside the rope settings; for these transformers takes that one.
@@ -175,14 +189,28 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
     return min(found, key=lambda pinned: pinned.length, default=None)
 
 
+def has_two_ranges(config: Mapping[str, Any]) -> bool:
+    """Whether rope has other factors beyond an original length."""
+    inner = text_config(config)
+    return any(_kind_of(rope, inner) == "longrope" for rope in _rope_parts(inner))
+
+
+def _kind_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind == "su" or (kind == "yarn" and config.get("model_type") == "phi3"):
+        return "longrope"  # its first names
+    return kind
+
+
 def pin_notice(config: Mapping[str, Any]) -> str:
     """That the context is shorter than the config says, and why; empty where it is not."""
     pinned, longest = pinned_context(config), text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
         return ""
+    hint = "; rope_range='long' takes the factors for longer ones (native runner)" * has_two_ranges(config)
     return (
         f"the context is pinned to {pinned.length} tokens, beyond which rope of type {pinned.rope_type!r} changes with "
-        "the length of the sequence"
+        f"the length of the sequence{hint}"
     )
 
 
@@ -215,11 +243,17 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Reasons why the model cannot run, the most telling first."""
-    inner = text_config(config)
+    try:
+        inner = text_config(config)
+    except ModelFormatError as error:
+        yield str(error)
+        return
     if config.get("is_encoder_decoder") or inner.get("is_encoder_decoder"):
         yield "it is an encoder-decoder; only decoder-only models run"
     if model_type in _REFUSED:
         yield _REFUSED[model_type]
+    if inner.get("model_type", model_type) == "granitemoehybrid":
+        yield from granite_hybrid_objections(inner)
     if model_type not in SUPPORTED_ARCHITECTURES:
         code = _remote_code(config)
         if code:
@@ -230,10 +264,27 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             packed_layout(config)
         except ModelFormatError as error:
             yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
-    if inner.get("use_bidirectional_attention") is True or inner.get("is_causal") is False:
+    if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get("is_causal") is False:
         yield _BIDIRECTIONAL
+    if inner.get("enable_moe_block") and str(inner.get("model_type")).startswith("gemma4"):
+        yield "it is a mixture of experts, whose router is not built for Gemma 4; its dense models run"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
+
+
+def attends_both_ways(config: Mapping[str, Any]) -> bool:
+    """Whether tokens see those behind them, so that texts make vectors and predict nothing."""
+    return text_config(config).get("use_bidirectional_attention") in (True, "all")
+
+
+def granite_hybrid_objections(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why a model of type granitemoehybrid is more than a dense one with attention in every layer."""
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(types, (list, tuple)) or any(kind not in _ATTENTION_LAYERS for kind in types):
+        yield _STATE_SPACE
+    experts = config.get("num_local_experts", 8)
+    if experts not in (None, 0):
+        yield f"it has num_local_experts={experts!r}; of this family only models without experts run"
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:
@@ -245,6 +296,11 @@ def _remote_code(config: Mapping[str, Any]) -> str:
         if auto_map.get(name):
             return str(auto_map[name])
     return ""
+
+
+def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
+    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import PHI3_LENGTH, pinned_context
-from kvboost_edge.models.config.file import context_length, integer_of, number_of, size_of
+from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
+from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, ministral3
+from kvboost_edge.models.config.file import context_length, number_of, size_of
+from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
+from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
+from kvboost_edge.models.config.layers import LayerShape, LayerSpec, same_shapes
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
-from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
+from kvboost_edge.models.config.windows import (
+    all_but_every,
+    all_but_first_of,
+    every_second,
+    qwen_windows,
+    same_window,
+)  # fmt: skip
 
-__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model"]
+__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model", "heads_by_layer"]
 
 Config = Mapping[str, Any]
 
@@ -32,6 +44,7 @@ class Family:
     norms        "pre": before attention and MLP; "post": behind them; "both"
     norm_offset  added to the weights of norms (Gemma stores weight - 1)
     head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
+    head_norms   what the checkpoint calls these two
     qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
     biased       attention_bias where the config does not say
     output_bias  False: the output projection never has a bias
@@ -42,15 +55,26 @@ class Family:
     paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
     partial      the part of each head that turns, where the config does not say
     no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a window in a model
-                 that has windows
+                 that has windows, "typed" all or none by position_embedding_type
     local_rope   layers with a window have a rope of their own, local_theta where the config does not say its base
     windows      windows by layer, from the config and the number of layers; None: no layer has one
+    shapes       layers' shapes, from the config and the windows; None: they are all alike
+    scale        of scores; None: 1 / sqrt(head_dim), or as the family's other flags say
+    capped       logits have a cap where the config gives one
+    value_norm   each head of the values is normed, without weights
+    layer_scalar each layer's result is multiplied by a number of its own
+    complete     fills in what the config leaves out, and says in Llama's words what it says in others
+    late_norm    norms of queries and keys stand behind rope
+    query_scaled queries are multiplied with a factor of their position
+    sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
+    layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
     unless       config keys that must have one of the given values, else the family is another model
     """
 
     norms: str = "pre"
     norm_offset: float = 0.0
     head_norm: str = ""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
     qkv_bias: bool | None = None
     biased: bool = False
     output_bias: bool = True
@@ -73,20 +97,26 @@ class Family:
     local_rope: bool = False
     local_theta: float = 10000.0
     windows: Callable[[Config, int], list[int]] | None = None
+    shapes: Callable[[Config, Sequence[int]], Sequence[LayerShape]] | None = None
+    scale: float | None = None
+    capped: bool = False
+    value_norm: bool = False
+    layer_scalar: bool = False
+    complete: Callable[[Config], Config] | None = None
+    late_norm: bool = False
+    query_scaled: bool = False
+    sinks: bool = False
+    layer_thetas: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none."""
-
-    window: int
-    rope: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything the native runner needs to know of a model besides its weights. Sizes are in elements."""
+    """Everything the native runner needs to know of a model besides its weights. Sizes are in elements.
+
+    Those of heads and of the MLP are the config's; what a layer has is in its LayerSpec. `both_ways`: tokens see those
+    behind them, so a text is one pass and predicts nothing.
+    """
 
     model_type: str
     family: Family
@@ -111,26 +141,19 @@ class ModelSpec:
     max_context: int
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeKind, ...]
+    per_layer: PerLayerInput | None
+    query_scale: QueryScale | None
+    both_ways: bool
 
+    @property
+    def first_shared(self) -> int:
+        """The first layer behind which none computes keys and values; the number of layers where the last one does."""
+        return 1 + max(index for index, layer in enumerate(self.layers) if layer.owns_kv)
 
-def _layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
-    """Windows from layer_types, or from a rule where the config has none."""
-    window = _window(config, 0)
-    rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
-    types = config.get("layer_types") or rule
-    known = {"sliding_attention": window, "full_attention": 0}
-    if not isinstance(types, (list, tuple)) or len(types) != layers or any(kind not in list(known) for kind in types):
-        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
-    if "sliding_attention" in types and window < 1:
-        raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
-    return [known[kind] for kind in types]
-
-
-def _window(config: Config, default: int) -> int:
-    """sliding_window, 0 where it is null."""
-    if "sliding_window" not in config:
-        return default
-    return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
+    @property
+    def kv_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that compute keys and values, as the pool has them."""
+        return tuple(layer for layer in self.layers if layer.owns_kv)
 
 
 def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
@@ -143,76 +166,43 @@ def _cap(config: Config, key: str, default: float) -> float:
     return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
 
 
-def _step(config: Config, keys: tuple[str, ...], default: int) -> int:
-    """The first of the keys that the config gives, as an integer of at least 1."""
-    return next((integer_of(config, key, 1) for key in keys if config.get(key) is not None), default)
-
-
-def _same_window(default: int) -> Callable[[Config, int], list[int]]:
-    """Every layer has the window of the config, or `default` where the config does not say."""
-
-    def windows(config: Config, layers: int) -> list[int]:
-        if config.get("layer_types"):
-            return _layer_windows(config, layers, lambda i: False)
-        return [_window(config, default)] * layers
-
-    return windows
-
-
-def _qwen_windows(config: Config, layers: int) -> list[int]:
-    if not config.get("use_sliding_window", False):
-        return [0] * layers
-    first = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
-    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i >= first)
-
-
-def _every_second(config: Config, layers: int) -> list[int]:
-    return _layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0)
-
-
-def _all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
-    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None without sliding_window."""
-
-    def windows(config: Config, layers: int) -> list[int]:
-        config = {"sliding_window": 4096, **config}
-        if config.get("layer_types"):
-            return _layer_windows(config, layers, lambda i: False)
-        if not _window(config, 0):
-            return [0] * layers
-        step = _step(config, keys, default)
-        return _layer_windows(config, layers, lambda i: (i + 1) % step != 0)
-
-    return windows
-
-
 _ONE_WAY = ("use_bidirectional_attention", (None, False))
+_EITHER_WAY = ("use_bidirectional_attention", (None, False, True))
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 _LLAMA = Family()
-_QWEN2 = Family(qkv_bias=True, windows=_qwen_windows)
+_QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
 _GEMMA = Family(
     norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
 )
+_GEMMA4 = dataclasses.replace(
+    _GEMMA, norms="both", norm_offset=0.0, head_norm="head", value_norm=True, layer_scalar=True, scale=1.0, capped=True,
+    local_rope=True, theta=1e6, windows=all_but_every(6), shapes=gemma4_shapes, complete=with_gemma4_defaults,
+    unless=(("use_bidirectional_attention", (None, False, "vision")), ("enable_moe_block", (None, False))),
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": _LLAMA,
-        "mistral": Family(qkv_bias=False, windows=_same_window(4096)),
+        "mistral": Family(qkv_bias=False, windows=same_window(4096)),
         "qwen2": _QWEN2,
-        "qwen3": Family(head_norm="head", head_dim=128, windows=_qwen_windows),
+        "qwen3": Family(head_norm="head", head_dim=128, windows=qwen_windows),
+        "qwen3_vl_text": Family(head_norm="head", head_dim=128, theta=5e5),
         "gemma": _GEMMA,
         "gemma2": dataclasses.replace(
-            _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=_every_second
+            _GEMMA, norms="both", query_scalar=True, softcaps=True, windows=every_second
         ),
         "gemma3_text": dataclasses.replace(
             _GEMMA, norms="both", head_norm="head", query_scalar=True, local_rope=True, theta=1e6,
-            windows=_all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
-            unless=(_ONE_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
+            windows=all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
+            unless=(_EITHER_WAY, ("attn_logit_softcapping", (None,)), ("final_logit_softcapping", (None,))),
         ),
-        "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=_same_window(0)),
+        "gemma4_text": _GEMMA4,
+        "gemma4_unified_text": _GEMMA4,
+        "phi3": Family(qkv_bias=False, fused=True, mlp=_FUSED_MLP, eps=1e-5, windows=same_window(0)),
         "olmo2": Family(norms="post", head_norm="all", eps=1e-5),
         "olmo3": Family(norms="post", head_norm="all", eps=1e-5, theta=5e5, local_rope=True, local_theta=5e5,
-                        windows=_all_but_every(4)),
+                        windows=all_but_every(4)),
         "exaone4": Family(norms="post", head_norm="head", qkv_bias=False, eps=1e-5, no_rope="full",
-                          windows=_all_but_every(4, "sliding_window_pattern")),
+                          windows=all_but_every(4, "sliding_window_pattern")),
         "ernie4_5": Family(qkv_bias=False, tied=True, head_dim=128, eps=1e-5, theta=5e5, paired_rope=True,
                            unless=(("use_bias", (None, False)),)),
         "glm4": Family(
@@ -221,8 +211,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
                         "post_mlp_layernorm"),
         ),
-        "granite": Family(multipliers=True),
-        "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=_same_window(0),
+        "granite": Family(multipliers=True, no_rope="typed"),
+        "granite_swa": Family(multipliers=True, tied=True, eps=1e-5, sinks=True, layer_thetas=True,
+                              windows=all_but_first_of(4, 128)),
+        "granitemoehybrid": Family(
+            multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+            inner="shared_intermediate_size", complete=granite_hybrid,
+        ),
+        "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
+                                   eps=1e-5, complete=hunyuan),
+        "ministral3": Family(qkv_bias=False, head_dim=128, eps=1e-5, query_scaled=True, complete=ministral3,
+                             windows=same_window(0)),
+        "smollm3": Family(tied=True, theta=2e6, no_rope="listed", windows=same_window(0),
                           unless=(("use_sliding_window", (None, False)),)),
     }
 )  # fmt: skip
@@ -232,7 +232,9 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def describe_model(config: Config) -> ModelSpec:
-    """The spec of a config.json. ModelFormatError with the reason where the native runner does not know the model."""
+    """The spec of a config.json, of a model of several parts that of its language model. ModelFormatError with the
+    reason where the native runner does not know the model."""
+    config = text_config(config)
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     if family is None:
@@ -244,32 +246,39 @@ def describe_model(config: Config) -> ModelSpec:
             raise ModelFormatError(f"{model_type}: {key}={config.get(key)!r} is not known to the native runner")
     if config.get("quantization_config"):
         packed_layout(config)
+    if family.complete is not None:
+        config = family.complete(config)
     layers, heads, hidden = (_size(config, k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     head_dim = size_of(config, "head_dim") or family.head_dim or hidden // heads
     if head_dim > _MAX_HEAD_DIM:
         raise ModelFormatError(f"head_dim={head_dim} is over {_MAX_HEAD_DIM}, the most of any model; check the config")
-    ropes, rope_of = _ropes(config, family, head_dim)
+    kv_heads, inner = size_of(config, "num_key_value_heads") or heads, _size(config, family.inner)
     windows = family.windows(config, layers) if family.windows else [0] * layers
+    shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
+    ropes, rope_of = layer_ropes(config, family, [_head_dim(shapes, windows, is_full) for is_full in (True, False)])
     attention_bias = bool(config.get("attention_bias", family.biased))
     factor = _multipliers(config, family)
     scalar: float = head_dim
     if family.query_scalar:
         scalar = _given(config, "query_pre_attn_scalar", 256.0, 1e-6, 1e9)
-    longest, pinned = context_length(config), pinned_context(config)
+    longest, pinned, vocab = context_length(config), pinned_context(config), _size(config, "vocab_size")
+    longest, both_ways = longest if pinned is None else min(longest, pinned.length), attends_both_ways(config)
     return ModelSpec(
         model_type=model_type,
         family=family,
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=_size(config, family.inner),
+        intermediate_size=inner,
         num_heads=heads,
-        num_kv_heads=size_of(config, "num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         eps=_given(config, "rms_norm_eps", family.eps, 0.0, 1.0),
         activation=_activation(config, family),
-        softmax_scale=factor.get("attention_multiplier", 1 / math.sqrt(scalar)),
+        softmax_scale=family.scale or factor.get("attention_multiplier", 1 / math.sqrt(scalar)),
         softcap=_cap(config, "attn_logit_softcapping", 50.0) if family.softcaps else 0.0,
-        logit_cap=_cap(config, "final_logit_softcapping", 30.0) if family.softcaps else 0.0,
+        logit_cap=_cap(config, "final_logit_softcapping", 30.0 if family.softcaps else 0.0)
+        if family.softcaps or family.capped
+        else 0.0,
         embedding_factor=math.sqrt(hidden) if family.scaled_embedding else factor.get("embedding_multiplier", 1.0),
         residual_factor=factor.get("residual_multiplier", 1.0),
         logit_factor=1.0 / factor.get("logits_scaling", 1.0),
@@ -279,10 +288,25 @@ def describe_model(config: Config) -> ModelSpec:
         and family.output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        max_context=longest if pinned is None else min(longest, pinned.length),
-        layers=tuple(LayerSpec(w, rope_of(i, w)) for i, w in enumerate(windows)),
+        max_context=longest,
+        layers=tuple(
+            LayerSpec.of(w, rope_of(i, w), shape, longest * both_ways)
+            for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
+        ),
         ropes=ropes,
+        both_ways=both_ways,
+        per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
+        query_scale=query_scale(rope_settings(config, family)) if family.query_scaled else None,
     )
+
+
+def heads_by_layer(config: Config) -> list[tuple[int, int]]:
+    """(head_dim, num_kv_heads) of each layer where a family's layers differ; empty where all have what the config says.
+    ModelFormatError as `describe_model`."""
+    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    if family is None or family.shapes is None:
+        return []
+    return [(layer.head_dim, layer.num_kv_heads) for layer in describe_model(config).layers]
 
 
 def _size(config: Config, name: str) -> int:
@@ -307,62 +331,10 @@ def _multipliers(config: Config, family: Family) -> dict[str, float]:
     return {"attention_multiplier": 1.0, **found}
 
 
-def _ropes(config: Config, family: Family, head_dim: int) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
-    """The ropes of a model, and which one (layer, window) has."""
-    longest = context_length(config)
-    if family.local_rope:
-        full, local = _local_rope_settings(config, family)
-        return (rope_kind(full, head_dim, longest), rope_kind(local, head_dim, longest)), lambda i, w: int(w > 0)
-    ropes = (rope_kind(_rope_settings(config, family), head_dim, longest),)
-    if not family.no_rope:
-        return ropes, lambda i, w: 0
-    if family.no_rope == "full":
-        mixed = _window({"sliding_window": 4096, **config}, 0) > 0
-        return ropes, lambda i, w: 0 if w or not mixed else -1
-    layers = _size(config, "num_hidden_layers")
-    step = _step(config, ("no_rope_layer_interval",), 4)
-    uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
-    if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
-        raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
-    return ropes, lambda i, w: 0 if uses[i] else -1
-
-
-def _rope_settings(config: Config, family: Family) -> dict[str, Any]:
-    """The newer key rope_parameters, or the older rope_theta, rope_scaling and partial_rotary_factor."""
-    older = {"rope_theta": config.get("rope_theta", family.theta)}
-    if config.get("partial_rotary_factor") is not None:
-        older["partial_rotary_factor"] = config["partial_rotary_factor"]
-    newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
-        raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
-    merged = {
-        "partial_rotary_factor": family.partial,
-        **older,
-        **{key: value for key, value in newer.items() if value is not None},
-    }
-    name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
-    if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
-        merged["rope_type"] = "longrope"  # Phi-3's first names of it
-    if merged.get("rope_type", merged.get("type")) == "longrope":
-        # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
-        merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
-    else:
-        merged[name] = merged.get(name) or outer or context_length(config)
-    return merged
-
-
-def _local_rope_settings(config: Config, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope of the full layers and of the sliding ones."""
-    newer, scaling = config.get("rope_parameters"), config.get("rope_scaling") or {}
-    if isinstance(newer, Mapping) and {"full_attention", "sliding_attention"} <= set(newer):
-        parts = newer["full_attention"], newer["sliding_attention"]
-    else:
-        parts = scaling, {}
-    if not all(isinstance(part, Mapping) for part in parts):
-        raise ModelFormatError(f"rope settings {newer or scaling!r:.200} are not known to the native runner")
-    full, local = (dict(part) for part in parts)
-    if parts[0] is scaling:
-        full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
-    full["rope_theta"] = full.get("rope_theta") or family.theta
-    local["rope_theta"] = local.get("rope_theta") or family.local_theta
-    return full, local
+def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: bool) -> int:
+    """What the layers without a window have, or those with one; of all where there are no such layers."""
+    found = {shape.head_dim for shape, window in zip(shapes, windows, strict=True) if (window == 0) == is_full}
+    found = found or {shape.head_dim for shape in shapes}
+    if len(found) > 1:
+        raise ModelFormatError(f"layers of one kind of attention have heads of {sorted(found)}, and one rope for all")
+    return found.pop()

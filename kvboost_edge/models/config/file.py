@@ -9,7 +9,8 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
-from kvboost_edge.models.config.json_file import read_config_object, read_json_object, text_config
+from kvboost_edge.models.config.json_file import read_config_object, read_json_object
+from kvboost_edge.models.config.nested import is_nested, text_config
 
 __all__ = [
     "MAX_LAYERS",
@@ -67,17 +68,21 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         raise ModelFormatError(f"{path}: quantization_config must be an object, got {type(settings).__name__}")
     if config["model_type"] not in SUPPORTED_ARCHITECTURES or config.get("is_encoder_decoder"):
         return config
-    inner = text_config(config)
+    try:
+        inner = text_config(config)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"{path}: {error}") from error
+    complete = inner is config or is_nested(config)
     for name in _REQUIRED:
         # A config of several parts leaves out what equals the defaults of its architecture.
-        if size_of(inner, name, path) is None and inner is config:
+        if size_of(inner, name, path) is None and complete:
             raise ModelFormatError(f"{path} lacks the key {name!r}")
     for name, (low, high) in _NUMBERS.items():
         if inner.get(name) is not None:
             number_of(inner, name, low, high, path)
-    if inner is config:
+    if complete:
         context_length(config, path)
-        _check_heads(config, path)
+        _check_heads(inner, path)
     return config
 
 

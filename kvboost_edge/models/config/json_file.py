@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 
-__all__ = ["read_config_object", "read_json_object", "text_config"]
+__all__ = ["read_config_object", "read_json_object"]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -35,9 +34,3 @@ def read_config_object(model_dir: Path) -> dict[str, Any]:
     if not isinstance(model_type, str) or not model_type:
         raise ModelFormatError(f"{path} lacks the key 'model_type'")
     return config
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of the config that describes the language model: the config itself, or its 'text_config'."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config

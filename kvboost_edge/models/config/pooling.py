@@ -13,7 +13,7 @@ from kvboost_edge.models.config.json_file import read_json_object
 __all__ = ["POOLING_FILES", "UNSAID", "Pooling", "gguf_pooling", "read_pooling"]
 
 POOLING_FILES = ("modules.json", "1_Pooling/config.json")
-_LISTED = ("Transformer", "Pooling", "Normalize")
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # of Dense as many as there are
 _NO_CLS = "pools the first token, which in a causal model has seen nothing; no encoder runs here"
 _NO_RANK = (
     "is a reranker with a head of its own (cls.output), which is not read; convert it as a model that generates text, "
@@ -25,10 +25,11 @@ _GGUF_REFUSED = {2: _NO_CLS, 4: _NO_RANK}
 
 class Pooling(NamedTuple):
     """`kind`: "last", the state of the last token, or "mean", that of all of them. `source`: what says so; "" where
-    nothing does, and the model is one that generates text."""
+    nothing does, and the model is one that generates text. `dense`: folders of the matrices behind it, in order."""
 
     kind: str
     source: str
+    dense: tuple[Path, ...] = ()
 
 
 UNSAID = Pooling("last", "")
@@ -39,21 +40,27 @@ def read_pooling(model_dir: Path) -> Pooling:
     path = model_dir / POOLING_FILES[0]
     if not path.is_file():
         return UNSAID
-    folder = model_dir
+    kinds: list[str] = []
+    pooling, dense = UNSAID, []
     for module in _modules(path):
-        kind = str(module.get("type")).rpartition(".")[2]
-        if kind not in _LISTED:
+        kind, folder = str(module.get("type")).rpartition(".")[2], model_dir / str(module.get("path"))
+        if kind not in _ORDER:
             raise ModelFormatError(
-                f"{path}: the module {kind!r} behind the model is not supported (known: {', '.join(_LISTED)}); its "
+                f"{path}: the module {kind!r} behind the model is not supported (known: {', '.join(_ORDER)}); its "
                 "vectors would be others"
             )
+        kinds.append(kind)
+        if kind not in ("Pooling", "Dense"):
+            continue
+        if folder.parent != model_dir or folder.name == ".." or not (folder / "config.json").is_file():
+            raise ModelFormatError(f"{path} names {folder.name}/config.json, which is missing in {model_dir}")
         if kind == "Pooling":
-            folder = model_dir / str(module.get("path"))
-    if folder == model_dir:
-        return UNSAID
-    if folder.parent != model_dir or folder.name == ".." or not (folder / "config.json").is_file():
-        raise ModelFormatError(f"{path} names {folder.name}/config.json, which is missing in {model_dir}")
-    return _described(folder / "config.json")
+            pooling = _described(folder / "config.json")
+        else:
+            dense.append(folder)
+    if kinds != sorted(kinds, key=_ORDER.index) or kinds.count("Pooling") > 1:
+        raise ModelFormatError(f"{path}: modules {kinds} are not in the order {', '.join(_ORDER)}")
+    return pooling._replace(dense=tuple(dense))
 
 
 def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:

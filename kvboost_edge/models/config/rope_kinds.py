@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import number_of
+from kvboost_edge.models.config.architectures import LONG_RANGE
+from kvboost_edge.models.config.file import integer_of, number_of
 
-__all__ = ["RopeKind", "rope_kind"]
+__all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
 # What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an angle.
 _LEAST, _MOST = 1e-9, 1e12
@@ -35,18 +36,41 @@ class RopeKind:
         return len(self.frequencies)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A query at position p is multiplied by 1 + beta * ln(1 + floor(p / length))."""
+
+    beta: float
+    length: int
+
+    def factors(self, positions: int) -> Floats:
+        """float32 [positions]. The bits of one do not depend on how many there are."""
+        steps = -(-positions // self.length)
+        values = [1 + self.beta * math.log(1 + step) for step in range(steps)]
+        return np.repeat(np.array(values, dtype=np.float32), self.length)[:positions]
+
+
+def query_scale(settings: Mapping[str, Any]) -> QueryScale:
+    """The scale of queries that a `rope_parameters` entry says (of Llama 4 and Ministral 3)."""
+    length = integer_of(settings, "original_max_position_embeddings", 1, "rope")
+    return QueryScale(number_of(settings, "llama_4_scaling_beta", 0.0, 1e3, "rope"), length)
+
+
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
     """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of a part of the head;
-    or "factors", where the frequencies are those of default, each divided by its entry of the list `factors`.
+    "proportional", where the exponents are those of the whole head and pairs beyond the part stand still; or "factors",
+    where the frequencies are those of default, each divided by its entry of the list `factors`.
 
     max_positions: the longest sequence of the config. longrope is that of its short factors, right for sequences up to
-    original_max_position_embeddings. ModelFormatError names a kind that is not one of these, or the setting that is
-    missing.
+    original_max_position_embeddings, or with LONG_RANGE that of its long ones. ModelFormatError names a kind that is
+    not one of these, or the setting that is missing.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
     part = "partial_rotary_factor"
     share = 1.0 if settings.get(part) is None else number_of(settings, part, 0.0, 1.0, f"rope of type {kind!r}")
+    if kind == "proportional":
+        return _proportional(theta, share, head_dim)
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelFormatError(f"rope: {rotary_dim} rotated channels of {head_dim} are not an even part of a head")
@@ -65,8 +89,18 @@ def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) ->
     if kind == "longrope":
         return _longrope(base, settings, max_positions)
     raise ModelFormatError(
-        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, yarn)"
+        f"rope of type {kind!r} is not known to the native runner (known: default, linear, llama3, longrope, "
+        "proportional, yarn)"
     )
+
+
+def _proportional(theta: float, share: float, head_dim: int) -> RopeKind:
+    if head_dim % 2:
+        raise ModelFormatError(f"rope of type 'proportional': a head of {head_dim} channels has no pairs")
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (np.float32(1.0) / np.power(np.float32(theta), exponents)).astype(np.float32)
+    frequencies[int(share * head_dim // 2) :] = 0.0
+    return _kind(frequencies)
 
 
 def _kind(frequencies: Floats, factor: float = 1.0) -> RopeKind:
@@ -141,5 +175,6 @@ def _longrope(base: Floats, settings: Mapping[str, Any], max_positions: int) -> 
     old = number_of(settings, "original_max_position_embeddings", 2, _MOST, "rope of type 'longrope'")
     scale = _optional(settings, "factor", max_positions / old, "longrope")
     factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(old))
-    frequencies = base / _factors(settings, "short_factor", "longrope", base.size)
+    factors = [_factors(settings, key, "longrope", base.size) for key in ("short_factor", "long_factor")]
+    frequencies = base / factors[bool(settings.get(LONG_RANGE))]
     return _kind(frequencies, _optional(settings, "attention_factor", factor, "longrope"))

@@ -5,6 +5,8 @@ float operations are llama.cpp's, so float32 values equal those of the `gguf` pa
 
     Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
     Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the file's blocks in another order
+    Q3_K -> q6k      exact: its codes and scales fit those of Q6_K, in nearly twice the bytes
+    IQ4_NL, MXFP4, IQ4_XS -> int4t   exact but for rounded scales of IQ4_XS, see tables.py
     Q5_1 -> int8     quantized again: scale = max|w| / 127 of each group of 32
 """
 
@@ -17,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.gguf.tables import TABLES, float_scales, half_scales, table_codes
 from kvboost_edge.models.weights.source import QuantRows
 
-__all__ = ["BLOCKS", "TYPE_NAMES", "BlockFormat", "dequantize", "quant_rows_of", "scales_of"]
+__all__ = ["BLOCKS", "TYPE_NAMES", "BlockFormat", "dequantize", "quant_rows_of", "refusal", "scales_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -51,6 +54,10 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q4_K": BlockFormat(256, 144, "q4k", True, (0, 2)),
     "Q5_K": BlockFormat(256, 176, "q5k", True, (0, 2)),
     "Q6_K": BlockFormat(256, 210, "q6k", True, (208,)),
+    "Q3_K": BlockFormat(256, 110, "q6k", True, (108,)),
+    "IQ4_NL": BlockFormat(32, 18, "int4t", True, (0,)),
+    "IQ4_XS": BlockFormat(256, 136, "int4t", False, (0,)),
+    "MXFP4": BlockFormat(32, 17, "int4t", True),
 }
 """The formats that are read, by name."""
 
@@ -59,8 +66,29 @@ TYPE_NAMES: dict[int, str] = {
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    42: "Q2_0",
 }  # fmt: skip
 """Numbers of tensor types in the file, also of those that are not read."""
+
+_INSTEAD = "take a Q4_K_M or IQ4_XS file of this model"
+# Beginning of a type's name -> why it is not read, and what to take.
+_REFUSED = {
+    "Q2_K": "it has a scale and a minimum for every 16 weights, and in the packed formats would be larger and less "
+    f"exact; {_INSTEAD}, or a Q3_K_M one",
+    **dict.fromkeys(
+        ("IQ1", "IQ2", "IQ3"),
+        f"its weights are points of a lattice, and as 4 or 8 bits would be larger and less exact; {_INSTEAD}",
+    ),
+    **dict.fromkeys(("TQ", "Q1_0", "Q2_0"), f"it is for models trained with two or three values; {_INSTEAD}"),
+    "NVFP4": f"its scales have 8 bits for every 16 weights, for which there is no packed format; {_INSTEAD}",
+    **dict.fromkeys(("Q8_1", "Q8_K"), "it is for numbers inside a computation, not for files; take another file"),
+}
+
+
+def refusal(name: str) -> str:
+    """Why a type that is not in BLOCKS is not read, and what to take instead."""
+    found = next((text for beginning, text in _REFUSED.items() if name.startswith(beginning)), None)
+    return found or f"known are {', '.join(BLOCKS)}; {_INSTEAD}"
 
 
 def dequantize(name: str, data: Bytes) -> Floats:
@@ -79,8 +107,12 @@ def dequantize(name: str, data: Bytes) -> Floats:
 def quant_rows_of(name: str, data: Bytes) -> QuantRows:
     """Codes and scales of rows of a quantized format, or its blocks; the kind is BLOCKS[name].kind."""
     rows, blocks = len(data), _blocks(name, data)
-    if name in ("Q4_K", "Q5_K", "Q6_K"):
-        return QuantRows(str(BLOCKS[name].kind), data, scales_of(name, data).reshape(rows, -1))
+    if name in ("Q4_K", "Q5_K", "Q6_K", "Q3_K"):
+        stored = _q3_k_as_q6_k(blocks).reshape(rows, -1) if name == "Q3_K" else data
+        return QuantRows(str(BLOCKS[name].kind), stored, scales_of(name, data).reshape(rows, -1))
+    if name in TABLES:
+        found = _rows_of(rows, "int4t", table_codes(name, blocks), half_scales(name, blocks))
+        return found._replace(table=TABLES[name])
     if name == "Q4_0":
         return _rows_of(rows, "int4", _nibbles(blocks[:, 2:]), _half(blocks, 0))
     if name == "Q4_1":
@@ -95,7 +127,8 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
 def scales_of(name: str, data: Bytes) -> npt.NDArray[np.float16]:
     """The float16 numbers of every block, [blocks, numbers of a block]."""
     blocks = _blocks(name, data)
-    return np.concatenate([_half(blocks, at) for at in BLOCKS[name].halves], axis=1)
+    none = np.empty((len(blocks), 0), dtype=np.float16)
+    return np.concatenate([none, *(_half(blocks, at) for at in BLOCKS[name].halves)], axis=1)
 
 
 def _blocks(name: str, data: Bytes) -> Bytes:
@@ -220,7 +253,44 @@ def _q6_k(blocks: Bytes) -> Floats:
     return weights
 
 
+def _q3_k_parts(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    """Of Q3_K the codes 0..7, [blocks, 256], for the weights -4..3, and 6-bit scales, [blocks, 16], 32 too large."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
+    bits = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    high = (blocks[:, None, :32] >> bits & np.uint8(1)).reshape(-1, 256)
+    nibbles = np.concatenate([blocks[:, 96:104] & np.uint8(15), blocks[:, 96:104] >> np.uint8(4)], axis=1)
+    above = (blocks[:, None, 104:108] >> shifts.reshape(1, 4, 1) & np.uint8(3)).reshape(-1, 16)
+    return low | high << np.uint8(2), nibbles | above << np.uint8(4)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    codes, scales = _q3_k_parts(blocks)
+    factors = _scale(blocks, 108) * (scales.astype(np.float32) - np.float32(32))
+    weights: Floats = factors[:, :, None] * (codes.astype(np.float32) - np.float32(4)).reshape(-1, 16, 16)
+    return weights
+
+
+def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
+    """The same weights as blocks of Q6_K, [blocks, 210]: codes 28 higher are 32 above the weight."""
+    codes, scales = _q3_k_parts(blocks)
+    halves = (codes + np.uint8(28)).reshape(-1, 2, 2, 64)
+    low = halves[:, :, 0] & np.uint8(15) | halves[:, :, 1] << np.uint8(4)
+    high = (halves >> np.uint8(4)).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    planes = [low.reshape(-1, 128), np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)]
+    return np.concatenate([*planes, scales - np.uint8(32), blocks[:, 108:110]], axis=1)
+
+
+def _from_table(name: str) -> Callable[[Bytes], Floats]:
+    def to_float(blocks: Bytes) -> Floats:
+        with np.errstate(over="ignore"):  # of MXFP4, as in the package
+            weights: Floats = float_scales(name, blocks)[:, None] * TABLES[name][table_codes(name, blocks)]
+        return weights
+
+    return to_float
+
+
 _TO_FLOAT: dict[str, Callable[[Bytes], Floats]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "Q6_K": _q6_k, "Q3_K": _q3_k, **{name: _from_table(name) for name in TABLES},
 }  # fmt: skip

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import MAX_LAYERS
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
+from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import GgufArchitecture
-from kvboost_edge.models.gguf.source import ROPE_FACTORS, architecture_of
+from kvboost_edge.models.gguf.source import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
+from kvboost_edge.models.gguf.special import SPECIAL
 
 __all__ = ["TOKENS", "gguf_config"]
 
 TOKENS = "tokenizer.ggml.tokens"
 """The key of the vocabulary."""
 
-_MAX_SIZE = 1 << 31
 _ROPE_KEYS = {
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
@@ -32,74 +32,33 @@ _COMMON_KEYS = _ROPE_KEYS | {
     "attention.layer_norm_rms_epsilon", "attention.causal", "expert_count", "expert_used_count",
     "pooling_type",
 }  # fmt: skip
+# Keys of the parts for images and sound, in files that hold these too.
+_OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
-# Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows them so, too.
-_WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-# EXAONE 4 of this depth has windows whether the file says it or not; llama.cpp knows it so, too.
-_EXAONE4_WINDOWED = 64
+# Models whose layers have sizes of their own.
+_BY_LAYER = ("gemma4_text",)
+_FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
-_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3
-
-
-class _Keys:
-    """The keys "architecture.KEY" of a file, with checks that name them."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-        self.prefix = str(header.value("general.architecture", str))
-
-    def name(self, key: str) -> str:
-        return f"{self.prefix}.{key}"
-
-    def error(self, key: str, value: Any, wanted: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.header.path}: {self.name(key)}={value!r} {wanted}")
-
-    def size(self, key: str) -> int:
-        """A size that must be there."""
-        found = self.optional_size(key)
-        if found is None:
-            raise ModelFormatError(f"{self.header.path} lacks the key {self.name(key)!r}")
-        return found
-
-    def layers(self) -> int:
-        """The number of layers, bounded: there are lists with an entry for each."""
-        found = self.size("block_count")
-        if found > MAX_LAYERS:
-            raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
-        return found
-
-    def optional_size(self, key: str, least: int = 1) -> int | None:
-        value = self.header.values.get(self.name(key))
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # one number for each layer, and all the same
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_SIZE:
-            raise self.error(key, value, f"must be an integer from {least} to {_MAX_SIZE}")
-        return value
-
-    def number(self, key: str, least: float = 0.0) -> float | None:
-        """A finite number above `least`."""
-        value = self.header.value(self.name(key), float, int)
-        if value is not None and not (math.isfinite(value) and value > least):
-            raise self.error(key, value, f"must be a number above {least:g}")
-        return None if value is None else float(value)
+_ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+            "<turn|>", "<|tool_response>")  # fmt: skip
+# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
+_SEEN_ENDINGS = ("<|tool_response>",)
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none. ModelFormatError
     names a key that is missing, contradicts another or the tensors, or whose meaning is not known."""
-    architecture, keys = architecture_of(header), _Keys(header)
+    architecture, keys = architecture_of(header), Keys(header)
     _refuse_unknown(keys, architecture)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     head_dim = keys.optional_size("attention.key_length") or _head_dim(keys, hidden, heads)
-    value_length = keys.optional_size("attention.value_length")
-    if value_length not in (None, head_dim):
-        raise keys.error("attention.value_length", value_length, f"must equal the length of keys, {head_dim}")
+    keys.check_values("", head_dim)
+    by_layer = architecture.model_type in _BY_LAYER
+    kv_heads = keys.sizes("attention.head_count_kv")[0] if by_layer else keys.optional_size("attention.head_count_kv")
     eps = keys.number("attention.layer_norm_rms_epsilon")
     if eps is None:
         raise ModelFormatError(f"{header.path} lacks the key {keys.name('attention.layer_norm_rms_epsilon')!r}")
@@ -108,10 +67,10 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         "model_type": architecture.model_type,
         "vocab_size": _vocab_size(keys, hidden),
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": keys.sizes("feed_forward_length")[0] if by_layer else keys.size("feed_forward_length"),
         "num_hidden_layers": keys.layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional_size("attention.head_count_kv") or heads,
+        "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": eps,
@@ -124,9 +83,11 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         raise keys.error("attention.head_count", heads, f"is no multiple of {config['num_key_value_heads']} key heads")
     config.update(_rope(keys, head_dim))
-    special = _SPECIAL.get(architecture.model_type)
+    special = SPECIAL.get(architecture.model_type)
     if special is not None:
         config.update(special(keys, config))
+    if architecture.both_ways:
+        config["use_bidirectional_attention"] = True
     return config
 
 
@@ -139,8 +100,9 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
             found[name] = value
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
-    for index, token in enumerate(vocabulary):
-        if token in _ENDINGS and isinstance(types, np.ndarray) and index < len(types) and types[index] == _CONTROL:
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
             endings.add(index)
     if endings:
         found["eos_token_id"] = sorted(endings)
@@ -161,32 +123,36 @@ def _token_id(header: GgufHeader, key: str) -> int | None:
     return int(value)
 
 
-def _refuse_unknown(keys: _Keys, architecture: GgufArchitecture) -> None:
+def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
     known = _COMMON_KEYS | architecture.keys
     for key in sorted(keys.header.values):
         inner = key.removeprefix(f"{keys.prefix}.")
-        if inner != key and inner not in known and not _is_neutral(inner, keys.header.values[key]):
+        if inner == key or inner in known or inner.startswith(_OTHER_KEYS):
+            continue
+        if not _is_neutral(inner, keys.header.values[key]):
             raise ModelFormatError(
                 f"{keys.header.path}: key {key!r} is not understood for this architecture; without it the model "
                 "would compute something else"
             )
     if keys.header.values.get(keys.name("expert_count")) not in (None, 0):
         raise keys.error("expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts")
-    if keys.header.value(keys.name("attention.causal"), bool) is False:
-        raise keys.error("attention.causal", False, "is not a model that generates text")
+    causal = keys.header.value(keys.name("attention.causal"), bool)
+    if causal is architecture.both_ways:
+        wanted = "contradicts the architecture" if causal else "is not a model that generates text"
+        raise keys.error("attention.causal", causal, wanted)
 
 
 def _is_neutral(key: str, value: Any) -> bool:
     return key in _NEUTRAL and not isinstance(value, (bool, np.ndarray)) and value == _NEUTRAL[key]
 
 
-def _head_dim(keys: _Keys, hidden: int, heads: int) -> int:
+def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     if hidden % heads:
         raise keys.error("embedding_length", hidden, f"is no multiple of attention.head_count={heads}")
     return hidden // heads
 
 
-def _vocab_size(keys: _Keys, hidden: int) -> int:
+def _vocab_size(keys: Keys, hidden: int) -> int:
     header = keys.header
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -206,35 +172,46 @@ def _vocab_size(keys: _Keys, hidden: int) -> int:
     return rows
 
 
-def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
+def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     """`rope_parameters`, with the part of each head that is rotated."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
         raise keys.error("rope.dimension_count", rotated, f"is not an even part of head_dim={head_dim}")
     settings["partial_rotary_factor"] = rotated / head_dim
-    for name in keys.header.tensors:
-        if name.startswith("rope_factors_"):
-            raise ModelFormatError(f"{keys.header.path}: tensor {name!r}: rope of type longrope is not read from GGUF")
     kind = keys.header.value(keys.name("rope.scaling.type"), str) or "none"
     linear = keys.number("rope.scale_linear")
-    factors = _rope_factors(keys, rotated // 2)
+    factors, short, long = (_rope_factors(keys, name, rotated // 2) for name in _FACTORS)
     if kind == "none" and linear not in (None, 1.0):
         kind = "linear"
     if factors is not None:
         if kind != "none":
             raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {ROPE_FACTORS!r}")
         settings |= {"rope_type": "factors", "factors": factors}
+    elif short is not None and long is not None:
+        if kind not in ("none", "longrope"):
+            raise keys.error("rope.scaling.type", kind, f"contradicts the tensor {SHORT_FACTORS!r}")
+        settings |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, **_longrope(keys)}
+    elif short is not None or long is not None:
+        missing = LONG_FACTORS if long is None else SHORT_FACTORS
+        raise ModelFormatError(f"{keys.header.path} lacks tensor {missing!r}, which rope of type longrope needs")
     elif kind == "linear":
         settings |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor") or linear or 1.0}
     elif kind == "yarn":
         settings |= _yarn(keys)
     elif kind != "none":
-        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn)")
+        raise keys.error("rope.scaling.type", kind, "is not known (known: none, linear, yarn, longrope with tensors)")
     return {"rope_parameters": settings}
 
 
-def _yarn(keys: _Keys) -> dict[str, Any]:
+def _longrope(keys: Keys) -> dict[str, Any]:
+    """llama.cpp's converters write what the factors multiply cosines and sines by."""
+    old = keys.size("rope.scaling.original_context_length")
+    return {"original_max_position_embeddings": old,
+            "attention_factor": keys.number("rope.scaling.attn_factor") or 1.0}  # fmt: skip
+
+
+def _yarn(keys: Keys) -> dict[str, Any]:
     factor, old = keys.number("rope.scaling.factor"), keys.optional_size("rope.scaling.original_context_length")
     # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo 3's does).
     usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
@@ -253,14 +230,14 @@ def _yarn(keys: _Keys) -> dict[str, Any]:
     return settings
 
 
-def _rope_factors(keys: _Keys, count: int) -> list[float] | None:
+def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
     """Divisors of the frequencies (Llama 3's rope is stored so)."""
-    tensor = keys.header.tensors.get(ROPE_FACTORS)
+    tensor = keys.header.tensors.get(name)
     if tensor is None:
         return None
     if tensor.shape != (count,) or tensor.type != "F32":
         raise ModelFormatError(
-            f"{keys.header.path}: tensor {ROPE_FACTORS!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
+            f"{keys.header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 ({count},)"
         )
     try:
         with open(keys.header.path_of(tensor), "rb") as file:
@@ -270,105 +247,5 @@ def _rope_factors(keys: _Keys, count: int) -> list[float] | None:
         raise ModelFormatError(f"{keys.header.path} cannot be read: {error}") from error
     values = dequantize("F32", data.reshape(1, -1))[0]
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
-        raise ModelFormatError(
-            f"{keys.header.path}: tensor {ROPE_FACTORS!r} holds values that are not positive numbers"
-        )
+        raise ModelFormatError(f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers")
     return [float(value) for value in values]
-
-
-def _gemma2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_attention_scale(config),
-        **_layer_types(keys, config, default_period=2),
-        "sliding_window": keys.optional_size("attention.sliding_window") or 4096,
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
-        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
-    }
-
-
-def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    full = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or 10000.0}
-    window = keys.optional_size("attention.sliding_window", 0)
-    types = ["full_attention"] * config["num_hidden_layers"]
-    return {
-        **_attention_scale(config),
-        **(_layer_types(keys, config, default_period=6) if window else {"layer_types": types}),
-        "sliding_window": window or None,
-        "rope_parameters": {"full_attention": full, "sliding_attention": local},
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": keys.number("final_logit_softcapping"),
-    }
-
-
-def _olmo2(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3 where there is a window; its scaled rope is that of the full layers alone."""
-    window = keys.optional_size("attention.sliding_window", 0)
-    if not window:
-        return {}
-    full = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or full["rope_theta"]}
-    return {
-        **_layer_types(keys, config, default_period=4),
-        "model_type": "olmo3",
-        "sliding_window": window,
-        "rope_parameters": {"full_attention": {"rope_type": "default", **full}, "sliding_attention": local},
-    }
-
-
-def _exaone4(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    window = keys.optional_size("attention.sliding_window", 0)
-    if window is None and layers == _EXAONE4_WINDOWED:
-        window = 4096
-    if not window:
-        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
-    return {"sliding_window": window, **_layer_types(keys, config, default_period=4)}
-
-
-def _attention_scale(config: dict[str, Any]) -> dict[str, Any]:
-    wide = config["num_hidden_layers"] == _WIDE_SCALE_LAYERS[config["model_type"]]
-    scalar = config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
-    return {"query_pre_attn_scalar": scalar}
-
-
-def _layer_types(keys: _Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
-    """Every `period`-th layer sees everything, the others a window; or as a list of truth values says."""
-    key, layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
-    given = keys.header.values.get(keys.name(key))
-    if isinstance(given, np.ndarray) and given.dtype == np.bool_:
-        if len(given) != layers:
-            raise keys.error(key, given.tolist(), f"must have an entry for each of the {layers} layers")
-        sliding = given.tolist()
-    else:
-        period = keys.optional_size(key) or default_period
-        sliding = [(index + 1) % period != 0 for index in range(layers)]
-    return {"layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]}
-
-
-def _phi3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": keys.optional_size("attention.sliding_window", 0) or None}
-
-
-def _granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    switch = "rope.scaling.finetuned"  # for this architecture it says whether there is rope at all
-    if keys.header.value(keys.name(switch), bool) is False:
-        raise keys.error(switch, False, "means layers without rope, which is not built for this architecture")
-    names = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    }
-    return {name: value for name, key in names.items() if (value := keys.number(key)) is not None}
-
-
-def _smollm3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth layer has no rope: the file does not say it, llama.cpp computes it so."""
-    return {"no_rope_layer_interval": 4}
-
-
-_SPECIAL: dict[str, Callable[[_Keys, dict[str, Any]], dict[str, Any]]] = {
-    "gemma2": _gemma2, "gemma3_text": _gemma3, "phi3": _phi3, "granite": _granite, "smollm3": _smollm3,
-    "olmo2": _olmo2, "exaone4": _exaone4,
-}  # fmt: skip

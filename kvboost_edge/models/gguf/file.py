@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
-from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES
+from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES, refusal
 
 __all__ = ["GgufHeader", "GgufPart", "GgufTensor", "read_gguf"]
 
@@ -301,7 +301,7 @@ def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ..
     kind = TYPE_NAMES.get(number)
     if kind not in BLOCKS:
         raise ModelFormatError(
-            f"{cursor.path}: {what} has the type {kind or number}, which is not read; known are {', '.join(BLOCKS)}"
+            f"{cursor.path}: {what} has the type {kind or number}, which is not read: {refusal(kind or '')}"
         )
     if min(inner_first) < 1 or math.prod(inner_first) >= 1 << 62 or inner_first[0] % BLOCKS[kind].weights:
         raise ModelFormatError(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-__all__ = ["ARCHITECTURES", "GgufArchitecture", "hf_name"]
+__all__ = ["ARCHITECTURES", "OTHER_PARTS", "GgufArchitecture", "counted_parts", "hf_name", "is_other_part"]
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {
@@ -38,7 +38,19 @@ _GLM4_NORMS = {
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+_GEMMA4 = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+_BARE = ("layer_scalar",)  # without ".weight" in transformers
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GEMMA4_OUTER = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+)\.(weight|bias)")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
@@ -49,23 +61,46 @@ class GgufArchitecture:
     layer        names inside a layer: GGUF's -> transformers'
     permuted     rows of queries and keys stand in pairs (i, i + half) there, one after the other, in halves here
     norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight)
+    outer        names outside the layers, beside those of all
     keys         metadata keys "architecture.KEY" that only some architectures have
+    dense        tensors behind the pooling, which are no part of the decoder
+    both_ways    its attention is bidirectional
     """
 
     model_type: str
     layer: Mapping[str, str]
     permuted: bool = False
     norm_offset: float = 0.0
+    outer: Mapping[str, str] = dataclasses.field(default_factory=dict)
     keys: frozenset[str] = frozenset()
+    dense: tuple[str, ...] = ()
+    both_ways: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+_DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
+_SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
         "llama": GgufArchitecture("llama", {**_MATRICES, **_PRE_NORMS}, permuted=True),
         "qwen2": GgufArchitecture("qwen2", {**_MATRICES, **_PRE_NORMS}),
         "qwen3": GgufArchitecture("qwen3", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS}),
+        "qwen3vl": GgufArchitecture(
+            "qwen3_vl_text", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS},
+            keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
+        ),
+        "mistral3": GgufArchitecture(
+            "ministral3", {**_MATRICES, **_PRE_NORMS}, permuted=True,
+            # The last two are Ollama's, of the part for images.
+            keys=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale",
+                            "image_token_index", "spatial_merge_size"}),
+        ),
+        "hunyuan-dense": GgufArchitecture(
+            "hunyuan_v1_dense",
+            {**_MATRICES, **_PRE_NORMS, "attn_q_norm": "self_attn.query_layernorm",
+             "attn_k_norm": "self_attn.key_layernorm"},
+        ),
         "gemma": GgufArchitecture("gemma", {**_MATRICES, **_PRE_NORMS}, norm_offset=1.0),
         "gemma2": GgufArchitecture(
             "gemma2", {**_MATRICES, **_BOTH_NORMS}, norm_offset=1.0, keys=frozenset(_SOFTCAPS | _WINDOW)
@@ -74,7 +109,22 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0,
             keys=frozenset({"final_logit_softcapping", "rope.freq_base_swa"} | _WINDOW),
         ),
-        "phi3": GgufArchitecture("phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window"})),
+        "gemma-embedding": GgufArchitecture(
+            "gemma3_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS}, norm_offset=1.0, both_ways=True,
+            keys=frozenset({"rope.freq_base_swa", *_WINDOW, *_DENSE_KEYS}),
+            dense=("dense_2.weight", "dense_3.weight"),
+        ),
+        "gemma4": GgufArchitecture(
+            "gemma4_text", {**_MATRICES, **_BOTH_NORMS, **_HEAD_NORMS, **_GEMMA4}, outer=_GEMMA4_OUTER,
+            keys=frozenset({
+                "final_logit_softcapping", "rope.freq_base_swa", "rope.dimension_count_swa", "attention.key_length_swa",
+                "attention.value_length_swa", "attention.shared_kv_layers", "embedding_length_per_layer_input",
+                "expert_feed_forward_length",
+            } | _WINDOW),
+        ),
+        "phi3": GgufArchitecture(
+            "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
+        ),
         "olmo2": GgufArchitecture(
             "olmo2", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset({"rope.freq_base_swa"} | _WINDOW)
         ),
@@ -86,7 +136,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         ),
         "granite": GgufArchitecture(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
-            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+            # Granite 4 without mamba layers has their sizes all the same, and no tensor of theirs.
+            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale", *_SSM_SIZES}),
         ),
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }
@@ -95,12 +146,33 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
 olmo2."""
 
 
+OTHER_PARTS = ("v.", "mm.", "a.")
+"""How names of tensors for images and sound begin, which Ollama's files hold beside the language model's."""
+
+
+def is_other_part(name: str) -> bool:
+    """Whether a tensor belongs to a part for images or sound."""
+    return name.startswith(OTHER_PARTS)
+
+
+def counted_parts(names: Iterable[str]) -> dict[str, int]:
+    """How many of the tensors each other part has."""
+    counts: dict[str, int] = {}
+    for name in names:
+        if is_other_part(name):
+            part = name.partition(".")[0]
+            counts[part] = counts.get(part, 0) + 1
+    return counts
+
+
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
     """transformers' name of a tensor; None where the architecture has no such tensor."""
     found = _LAYER.fullmatch(name)
     if found is not None:
         inner = architecture.layer.get(found[2])
-        return None if inner is None else f"model.layers.{found[1]}.{inner}.{found[3]}"
+        if inner is None:
+            return None
+        return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
     found = _WHOLE.fullmatch(name)
-    outer = None if found is None else _OUTER.get(found[1])
+    outer = None if found is None else _OUTER.get(found[1]) or architecture.outer.get(found[1])
     return None if found is None or outer is None else f"{outer}.{found[2]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -11,14 +13,21 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name
+from kvboost_edge.models.gguf.keys import Keys
+from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
+from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.file_bytes import FileBytes
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
-__all__ = ["ROPE_FACTORS", "GgufSource", "architecture_of"]
+__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "GgufSource", "architecture_of"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config."""
+
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+"""The same of longrope, for its two ranges."""
+
+_LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
@@ -30,11 +39,6 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(f"{header.path} lacks the key 'general.architecture'; it holds no model")
-    if name == "gemma-embedding":
-        raise ModelFormatError(
-            f"{header.path}: EmbeddingGemma is not supported: its attention is bidirectional, and keys and values of a "
-            "pool are computed causally; use a causal embedding model such as Qwen3-Embedding"
-        )
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ModelFormatError(f"{header.path}: general.architecture={name!r} is not read from GGUF (known: {known})")
@@ -50,7 +54,8 @@ class GgufSource:
         self._heads = _head_counts(header) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in header.tensors.items():
-            if name == ROPE_FACTORS:
+            is_outside = name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or name in self.architecture.dense
+            if is_outside or is_other_part(name):
                 continue
             found = hf_name(self.architecture, name)
             if found is None:
@@ -59,6 +64,7 @@ class GgufSource:
                     f"{header.value('general.architecture', str)}"
                 )
             self._tensors[found] = tensor
+        self._lock, self._lost = threading.Lock(), set[str]()
         self._files: list[FileBytes] = []
         for path, stamp in header.parts:
             try:
@@ -106,10 +112,36 @@ class GgufSource:
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         tensor = self._tensor(name)
-        return quant_rows_of(tensor.type, self._bytes(name, tensor, start, stop))
+        data = self._bytes(name, tensor, start, stop)
+        found = quant_rows_of(tensor.type, data)
+        if tensor.type in WORKED_OUT and not np.isfinite(found.scales).all():
+            raise ModelFormatError(
+                f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504 in rows {start} to {stop - 1}, "
+                f"the largest that {found.kind!r} holds; give weights='f32' or 'bf16'"
+            )
+        if tensor.type in WORKED_OUT:
+            self._note_lost(name, count_lost(tensor.type, data.reshape(-1, BLOCKS[tensor.type].nbytes)))
+        return found
+
+    def _note_lost(self, name: str, groups: int) -> None:
+        """Say once of a tensor that weights of it become zeros."""
+        with self._lock:
+            is_new = groups > 0 and name not in self._lost
+            self._lost |= {name} if is_new else set()
+        if is_new:
+            _LOG.warning("%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
+                         *(self._path, name, 12 * 2.0**-25))  # fmt: skip
 
     def file_of(self, name: str) -> Path:
         return self._files[self._tensor(name).part].path
+
+    def stored_rows(self, name: str) -> StoredRows:
+        tensor = self._tensor(name)
+        file = self._files[tensor.part]
+        if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
+            raise ModelFormatError(f"{file.path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone")
+        row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
+        return StoredRows(file.path, file.stamp, tensor.type, tensor.start, row_bytes)
 
     def _tensor(self, name: str) -> GgufTensor:
         found = self._tensors.get(name)
@@ -135,14 +167,9 @@ class GgufSource:
 
 def _head_counts(header: GgufHeader) -> dict[str, int]:
     """Heads by the ending of a tensor's name, for the tensors whose rows are reordered."""
-    prefix = header.value("general.architecture", str)
-    heads = header.value(f"{prefix}.attention.head_count", int)
-    if heads is None or heads < 1:
-        raise ModelFormatError(f"{header.path}: key '{prefix}.attention.head_count' must be a positive integer")
-    kv_heads = header.value(f"{prefix}.attention.head_count_kv", int)
-    kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1:
-        raise ModelFormatError(f"{header.path}: key '{prefix}.attention.head_count_kv' must be a positive integer")
+    keys = Keys(header)
+    heads = keys.size("attention.head_count")
+    kv_heads = keys.optional_size("attention.head_count_kv") or heads
     return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}
 
 

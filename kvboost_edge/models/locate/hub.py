@@ -22,8 +22,9 @@ __all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
 
 _LOG = logging.getLogger(__name__)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# Subfolders hold other formats of the same weights, but for 1_Pooling; `consolidated` is a second copy of them.
-_UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!P]*/*", "consolidated*"]
+# Subfolders hold other formats of the same weights, but for what sentence-transformers numbers (1_Pooling, 2_Dense);
+# `consolidated` is a second copy of them.
+_UNWANTED = ["[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_[!PD]*/*", "consolidated*"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # GGUF files beside a model that are none themselves: of its images, and of its quantization.
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)

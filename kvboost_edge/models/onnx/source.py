@@ -25,7 +25,7 @@ from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.graph import Rows
 from kvboost_edge.models.onnx.tensors import Matrix, as_float32
 from kvboost_edge.models.weights.file_bytes import FileBytes
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["OnnxSource", "tensors_of"]
 
@@ -125,6 +125,9 @@ class OnnxSource:
 
     def file_of(self, name: str) -> Path:
         return self._path if name in self._zeros else self._parts(name)[0].matrix.weight.path
+
+    def stored_rows(self, name: str) -> StoredRows:
+        raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} is of an ONNX file: no row is read alone")
 
     def kind(self, name: str) -> str | None:
         if name in self._zeros:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, pack_rows, packed_sizes
 from kvboost_edge.models.config.quant_config import GROUP
+from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly, is_quantized
 from kvboost_edge.models.weights.source import WeightSource
 
@@ -17,6 +18,8 @@ __all__ = ["ConversionError", "conversion_error", "log_conversions"]
 
 _LOG = logging.getLogger(__name__)
 _SAMPLE_BYTES = 4 << 20
+_MUCH = 1.2
+_ROWS, _INPUTS = 1024, 4096  # of a matrix whose size is told
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +41,11 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
     stored = source.rows(name, 0, rows)
     if holds_exactly(kind, source.kind(name)):
         packed = source.quant_rows(name, 0, rows)
-        zero = {"int8": 128, "int4": 8, "int4-asym": 0}[packed.kind]
-        values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width]
-        values = values * (packed.codes.astype(np.float32) - zero)
+        if packed.table is not None:
+            codes = packed.table[packed.codes].astype(np.float32)
+        else:
+            codes = packed.codes.astype(np.float32) - {"int8": 128, "int4": 8, "int4-asym": 0}[packed.kind]
+        values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width] * codes
         if packed.minima is not None:
             values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
         error, energy = float(np.square(values - stored).sum()), float(np.square(stored).sum())
@@ -52,7 +57,9 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
 
 def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
     """One line for each (type in the file, packed format) of a quantized checkpoint that is not exact: how many
-    tensors, and the error of the first one. A tensor beside a wider one in one matrix takes the wider one's format."""
+    tensors, and the error of the first one. A tensor beside a wider one in one matrix takes the wider one's format.
+    Of those that are exact a line where they take more than `_MUCH` times their bytes in the file; floats were asked
+    for."""
     if not is_quantized(source):
         return
     found: dict[tuple[str, str], list[str]] = {}
@@ -64,3 +71,10 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
         if error > 0:
             _LOG.info("%s: %d tensors become %s with a relative error of %.2g (%s)",
                       *(kind, len(names), packed, error, names[0]))  # fmt: skip
+            continue
+        block = BLOCKS.get(kind)
+        stored = 0.0 if block is None or block.kind is None else block.nbytes / block.weights
+        each = sum(packed_sizes(_ROWS, _INPUTS, NUMBERS[packed])) / (_ROWS * _INPUTS)
+        if stored and packed not in ("f32", "bf16") and each > _MUCH * stored:
+            _LOG.info("%s: %d tensors become %s exactly, in %.2f bytes a weight; the file has %.2f (%s)",
+                      *(kind, len(names), packed, each, stored, names[0]))  # fmt: skip

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, packed_sizes
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS, packed_sizes
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.weights.source import WeightSource
@@ -19,9 +19,11 @@ __all__ = [
     "check_tensors",
     "holds_exactly",
     "is_quantized",
+    "kinds_of",
     "pack_plan",
     "plan_bytes",
     "plan_label",
+    "row_tables",
     "run_name",
 ]
 
@@ -37,11 +39,13 @@ WEIGHT_FORMATS = tuple(_KINDS_OF)
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
-# From narrow to wide: int4 fits int4-asym and int8 exactly. Float matrices of a quantized checkpoint go to 8 bit.
-_WIDENING = ("int4", "int4-asym", "int8")
+# From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized checkpoint do, too.
+_WIDENING = ("int4", "int4t", "int4-asym", "q4k", "q5k", "q6k", "int8")
 # (format of the tensor, format of the entry) where every stored weight keeps its value.
-_EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS)}
-_EXACT |= {("int4", "int4-asym"), ("int4", "int8"), ("q4k", "q5k")}
+_EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)}
+_EXACT |= {("int4", "int4-asym"), ("int4", "int8"), ("q4k", "q5k"), ("int4", "int4t"), ("int4t", "int8")}
+# Formats whose matrices read the same quantized inputs.
+_ALIKE = {*BLOCK_FORMATS, *TABLE_FORMATS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class PackEntry:
     """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    "f32", "bf16", "int8", "int4", "int4-asym", "q4k", "q5k", "q6k", or "vector"
+    kind    "f32", "bf16", "int8", "int4", "int4-asym", "int4t", "q4k", "q5k", "q6k", or "vector"
     offset  added to a vector's values
     """
 
@@ -82,7 +86,8 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 
     weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or STORED, for a
     `source` that is quantized: each matrix keeps the format of its tensors; one made of several takes the widest of
-    theirs, but queries, keys and values in different block formats become several entries, see `run_name`.
+    theirs, but queries, keys and values in different block formats, int4t among them, become several entries, see
+    `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -96,6 +101,10 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
     inner, outer = _KINDS_OF[weights]
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
+    if spec.per_layer is not None:
+        rows = (("model.per_layer_model_projection.weight", len(spec.layers) * spec.per_layer.width),)
+        plan.append(PackEntry("ple_in", outer, rows, spec.hidden_size))
+        plan.append(_vector(spec, "ple_in_norm", "model.per_layer_projection_norm.weight", spec.per_layer.width))
     for index in range(len(spec.layers)):
         plan += _layer_plan(spec, inner, index)
     plan.append(_vector(spec, "norm", "model.norm.weight", spec.hidden_size))
@@ -119,6 +128,11 @@ def plan_bytes(plan: Sequence[PackEntry]) -> int:
     return sum(size for entry in plan for size in entry.sizes)
 
 
+def kinds_of(plan: Sequence[PackEntry]) -> set[int]:
+    """Kinds of the matrices, as the kernels number them."""
+    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
+
+
 def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
     """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
     if weights != STORED:
@@ -127,7 +141,7 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
 
 
 def run_name(name: str, index: int) -> str:
-    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format each."""
+    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format or int4t each."""
     return name if index == 0 else f"{name}+{index}"
 
 
@@ -135,19 +149,20 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
     if entry.kind == VECTOR:
         return [entry]
     kinds = [source.kind(tensor) or "int8" for tensor, _ in entry.parts]
-    unknown = set(kinds) - {*_WIDENING, *BLOCK_FORMATS}
+    unknown = set(kinds) - set(_WIDENING)
     if unknown:
-        known = (*QUANTIZED, *BLOCK_FORMATS)
-        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {known}")
-    if entry.name.endswith(".qkv") and set(kinds) <= set(BLOCK_FORMATS):
+        raise ModelFormatError(f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}")
+    # Tensors may have different tables, and a tile of int4t has one.
+    in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
+    if entry.name.endswith(".qkv") and set(kinds) <= _ALIKE:
         runs = _runs(entry, kinds)
-        if all(run.rows % LANES == 0 for run in runs[:-1]):
+        if all(run.rows % LANES == 0 for run in runs[:-1]) and (in_tiles or "int4t" not in kinds):
             return runs
-    return [dataclasses.replace(entry, kind=_widest(set(kinds)))]
+    return [dataclasses.replace(entry, kind=_widest(set(kinds), in_tiles=in_tiles))]
 
 
 def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
-    """Neighbouring tensors of one format each; the matrices read the same inputs, which block formats take alike."""
+    """Neighbouring tensors of one format each; the matrices read the same inputs, which these formats take alike."""
     runs: list[PackEntry] = []
     for kind, part in zip(kinds, entry.parts, strict=True):
         if runs and runs[-1].kind == kind:
@@ -158,51 +173,75 @@ def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
     return runs
 
 
-def _widest(kinds: set[str]) -> str:
-    """The narrowest format that holds all of them; int8 does it with an error where nothing else is common."""
-    for wide in ("q4k", "q5k", "q6k"):
-        if all((kind, wide) in _EXACT for kind in kinds):
-            return wide
-    return "int8" if kinds & set(BLOCK_FORMATS) else max(kinds, key=_WIDENING.index)
+def _widest(kinds: set[str], *, in_tiles: bool) -> str:
+    """The narrowest format that holds all of them; int8 does it with an error where nothing else is common.
+
+    in_tiles: whether every tensor starts with a tile.
+    """
+    formats = [kind for kind in _WIDENING if in_tiles or kind != "int4t"]
+    return next((wide for wide in formats if all((kind, wide) in _EXACT for kind in kinds)), "int8")
 
 
 def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
     return PackEntry(name, VECTOR, ((tensor, count),), offset=spec.family.norm_offset)
 
 
+def row_tables(spec: ModelSpec) -> list[PackEntry]:
+    """What is read from the checkpoint row by row as tokens come, and never packed; `kind` has no meaning."""
+    if spec.per_layer is None:
+        return []
+    rows = (("model.embed_tokens_per_layer.weight", spec.per_layer.rows),)
+    return [PackEntry("ple_table", "f32", rows, len(spec.layers) * spec.per_layer.width)]
+
+
 def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
-    source, to = f"model.layers.{index}.", f"layer{index}."
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, wide = spec.hidden_size, spec.intermediate_size
-    qkv: tuple[tuple[str, int], ...]
+    source, to, layer = f"model.layers.{index}.", f"layer{index}.", spec.layers[index]
+    q_rows, hidden, wide = spec.num_heads * layer.head_dim, spec.hidden_size, layer.intermediate_size
     gate_up: tuple[tuple[str, int], ...]
-    if spec.family.fused:
-        qkv = (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
-    else:
-        qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
     if spec.family.mlp:
         gate_up, down = ((spec.family.mlp[0], 2 * wide),), spec.family.mlp[1]
     else:
         gate_up, down = (("mlp.gate_proj", wide), ("mlp.up_proj", wide)), "mlp.down_proj"
     matrices = [
-        ("qkv", qkv, hidden, spec.qkv_bias),
+        ("qkv", _qkv(spec, index), hidden, spec.qkv_bias),
         ("out", (("self_attn.o_proj", hidden),), q_rows, spec.output_bias),
         ("gate_up", gate_up, hidden, spec.mlp_bias),
         ("down", ((down, hidden),), wide, spec.mlp_bias),
     ]
+    norms = _norm_names(spec)
+    if spec.per_layer is not None:
+        width = spec.per_layer.width
+        matrices.append(("ple_gate", (("per_layer_input_gate", width),), hidden, False))
+        matrices.append(("ple_out", (("per_layer_projection", hidden),), width, False))
+        norms["ple_norm"] = "post_per_layer_input_norm"
     plan = []
     for name, parts, inputs, has_bias in matrices:
         plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
         if has_bias:
             plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
-    for name, tensor in _norm_names(spec).items():
+    for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
+    if spec.family.sinks:
+        plan.append(PackEntry(f"{to}sinks", VECTOR, ((f"{source}self_attn.sinks", spec.num_heads),)))
     if spec.family.head_norm:
-        every = spec.family.head_norm == "all"
-        for name, rows in (("q_norm", q_rows), ("k_norm", kv_rows)):
-            tensor = f"{source}self_attn.{name}.weight"
-            plan.append(_vector(spec, to + name, tensor, rows if every else spec.head_dim))
+        every, kv_rows = spec.family.head_norm == "all", layer.num_kv_heads * layer.head_dim
+        called = zip(("q_norm", "k_norm"), spec.family.head_norms, (q_rows, kv_rows), strict=True)
+        for name, tensor, rows in list(called)[: 2 if layer.owns_kv else 1]:
+            norm = f"{source}self_attn.{tensor}.weight"
+            plan.append(_vector(spec, to + name, norm, rows if every else layer.head_dim))
+    if spec.family.layer_scalar:
+        plan.append(PackEntry(f"{to}scalar", VECTOR, ((f"{source}layer_scalar", 1),)))
     return plan
+
+
+def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
+    """The tensors whose rows are a layer's queries, keys and values, those of them that it computes."""
+    layer = spec.layers[index]
+    q_rows, kv_rows = spec.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    if spec.family.fused:
+        return (("self_attn.qkv_proj", q_rows + 2 * kv_rows),)
+    parts = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    return parts[: (3 if layer.has_values else 2) if layer.owns_kv else 1]
 
 
 def _named(source: str, parts: tuple[tuple[str, int], ...], what: str) -> tuple[tuple[str, int], ...]:
@@ -221,10 +260,11 @@ def _norm_names(spec: ModelSpec) -> dict[str, str]:
     return {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm", **after}
 
 
-def check_tensors(plan: Sequence[PackEntry], source: WeightSource) -> None:
-    """Every tensor of the plan is there with its shape, and the checkpoint has no weights the plan does not use."""
+def check_tensors(plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()) -> None:
+    """Every tensor of the plan, and of the tables that are not packed, is there with its shape, and the checkpoint has
+    no weights that are not used."""
     used = set()
-    for entry in plan:
+    for entry in (*plan, *tables):
         for tensor, rows in entry.parts:
             expected = (rows, entry.inputs) if entry.kind != VECTOR else (rows,)
             if source.shape(tensor) != expected:
@@ -232,5 +272,16 @@ def check_tensors(plan: Sequence[PackEntry], source: WeightSource) -> None:
             used.add(tensor)
     ignored = {"lm_head.weight"}  # a tied head that was saved all the same
     left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
+    left -= {name for name in left if _is_of_sharing_layer(name, used)}
     if left:
         raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")
+
+
+def _is_of_sharing_layer(name: str, used: set[str]) -> bool:
+    """Whether a tensor makes keys and values of a layer that attends to another's: files have them all the same."""
+    layer, _, rest = name.partition(".self_attn.")
+    return (
+        rest in ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_norm.weight")
+        and f"{layer}.self_attn.q_proj.weight" in used
+        and f"{layer}.self_attn.k_proj.weight" not in used
+    )

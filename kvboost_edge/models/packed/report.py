@@ -11,7 +11,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import Packable, Progress
-from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan, plan_bytes
+from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan, plan_bytes, row_tables
 from kvboost_edge.models.packed.stream import pack_stream, read_rows
 from kvboost_edge.models.weights.source import WeightSource
 
@@ -73,8 +73,9 @@ def weight_error(model: Packable, weights: str, *, progress: Progress | None = N
     the native runner does not know and for weights the format cannot hold.
     """
     with model.open_source() as source:
-        plan = pack_plan(describe_model(model.config), weights, source)
-        check_tensors(plan, source)
+        spec = describe_model(model.config)
+        plan = pack_plan(spec, weights, source)
+        check_tensors(plan, source, row_tables(spec))
         return measure_plan(plan, source, weights, progress=progress)
 
 

@@ -21,6 +21,7 @@ from kvboost_edge.kernels.linear.weights import (
     BLOCK_FORMATS,
     LARGEST,
     NUMBERS,
+    TABLE_FORMATS,
     PackedRows,
     pack_codes,
     pack_rows,
@@ -134,6 +135,11 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
     number = NUMBERS[entry.kind]
     if entry.kind in BLOCK_FORMATS:
         return pack_blocks(_joined([_stored(source, *part, entry.kind).codes for part in piece.parts]), number)
+    if entry.kind in TABLE_FORMATS:
+        # Of one tensor: in these entries each starts with a tile, where pieces are cut.
+        (part,) = piece.parts
+        rows = _stored(source, *part, entry.kind)
+        return pack_codes(rows.codes, rows.scales, None, number, rows.table)
     kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _, _ in piece.parts]
     if not any(kept):
         return pack_rows(read_rows(piece, source), number)
@@ -164,7 +170,7 @@ def _pack_vector(piece: Piece, source: WeightSource) -> PackedRows:
 
 def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> Floats:
     rows = source.rows(tensor, start, stop)
-    largest = LARGEST["f32" if kind == VECTOR else kind]
+    largest = LARGEST.get(kind, LARGEST["f32"])  # formats that floats are not packed in hold what the file holds
     low, high = float(rows.min()), float(rows.max())  # both are NaN if any weight is
     if -largest <= low and high <= largest:
         return rows
@@ -187,6 +193,10 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
     elif rows.kind == "int4" and kind == "int4-asym":
         with np.errstate(over="ignore"):  # infinity is found below
             rows = rows._replace(kind=kind, minima=rows.scales * np.float16(8.0))
+    elif rows.kind == "int4" and kind == "int4t":
+        rows = rows._replace(kind=kind, table=np.arange(-8, 8, dtype=np.int8))
+    elif rows.table is not None and kind == "int8":
+        rows = rows._replace(kind=kind, codes=rows.table.view(np.uint8)[rows.codes] ^ np.uint8(128), table=None)
     elif rows.kind == "q4k" and kind == "q5k":
         rows = rows._replace(kind=kind, codes=_with_fifth_bits(rows.codes))
     if not all(np.isfinite(halves).all() for halves in rows[2:] if halves is not None):

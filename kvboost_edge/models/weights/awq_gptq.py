@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.quant_config import GROUP, packed_layout
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["PackedQuantSource"]
 
@@ -114,6 +114,12 @@ class PackedQuantSource:
     def file_of(self, name: str) -> Path:
         module = self._module(name)
         return self._files.file_of(name if module is None else f"{module}.qweight")
+
+    def stored_rows(self, name: str) -> StoredRows:
+        module = self._module(name)
+        if module is not None:
+            raise self._error(module, "qweight", "has rows as columns: none can be read alone")
+        return self._files.stored_rows(name)
 
     def _module(self, name: str) -> str | None:
         module = name.removesuffix(".weight")

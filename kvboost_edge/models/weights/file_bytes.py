@@ -6,6 +6,9 @@ process (SIGBUS), and its pages do not count as this process's memory.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ __all__ = ["FileBytes"]
 
 
 class FileBytes:
-    """An open file, read at any place from any number of threads. Both methods raise ModelFormatError that names it."""
+    """An open file, read at any place from any number of threads. All raise ModelFormatError that names it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,6 +44,23 @@ class FileBytes:
         if done < len(raw):
             raise ModelFormatError(
                 f"{self.path} was cut short while it was read: it ends {len(raw) - done} bytes early"
+            )
+
+    def announce(self, starts: Iterable[int], count: int) -> None:
+        """Tell the system that `count` bytes from each of the places will be read: a disk reads them together then."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # a file system may have no use for it
+                for start in starts:
+                    os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
+
+    def check_unchanged(self) -> None:
+        """ModelFormatError where the file was written to, or cut short, since it was opened. One that was moved, or
+        whose name another has now, is still read."""
+        now = os.fstat(self._file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (self.stamp.size, self.stamp.modified_ns):
+            raise ModelFormatError(
+                f"{self.path} was changed while its model is open ({self.stamp.size} bytes then, {now.st_size} now); "
+                "put the file back and load the model again"
             )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.source import QuantRows, WeightSource
+from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource
 
 __all__ = ["HalvedSource"]
 
@@ -67,7 +67,12 @@ class HalvedSource:
         found = self._source.quant_rows(name, first, int(stored.max()) + 1)
         pick = stored - first
         minima = None if found.minima is None else found.minima[pick]
-        return QuantRows(found.kind, found.codes[pick], found.scales[pick], minima)
+        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima)
+
+    def stored_rows(self, name: str) -> StoredRows:
+        if name.endswith(_TURNED):
+            raise ModelFormatError(f"{self.file_of(name)}: tensor {name!r} has its rows in another order")
+        return self._source.stored_rows(name)
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Where rows [start, stop) are in the source."""

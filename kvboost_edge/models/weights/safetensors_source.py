@@ -12,32 +12,49 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.file_bytes import FileBytes
+from kvboost_edge.models.weights.parts import counted_parts, text_names
 from kvboost_edge.models.weights.safetensors_check import TensorEntry, read_header, weight_files
-from kvboost_edge.models.weights.source import QuantRows
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = ["SafetensorsSource"]
 
 Floats = npt.NDArray[np.float32]
+_Entries = dict[str, tuple[TensorEntry, FileBytes]]
 _DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32}
 
 
 class SafetensorsSource:
-    """The float tensors of a model directory, as float32. A context manager; headers are checked on opening."""
+    """The float tensors of a model directory, as float32. A context manager; headers are checked on opening.
+
+    Of a model of several parts those of its language model, under the names it has alone; `parts`: how many tensors
+    each other part has.
+    """
 
     def __init__(self, model_dir: Path | str) -> None:
         self._stack = contextlib.ExitStack()
-        self._entries: dict[str, tuple[TensorEntry, FileBytes]] = {}
+        self._entries: _Entries = {}
         try:
             for path in weight_files(Path(model_dir)):
                 file = FileBytes(path)
                 self._stack.callback(file.close)
                 self._entries.update((entry.name, (entry, file)) for entry in read_header(path))
+            self.parts = counted_parts(self._entries)
+            self._entries = self._language_part(self._entries)
             if "embed_tokens.weight" in self._entries:  # of the model without its head, as embedding models are saved
                 self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
             self._stack.close()
             raise
+
+    def _language_part(self, entries: _Entries) -> _Entries:
+        """The tensors of the language model under the names it has alone."""
+        found: _Entries = {}
+        for name, to in text_names(entries).items():
+            if to in found:
+                raise ModelFormatError(f"{entries[name][1].path}: tensor {name!r} is there a second time as {to!r}")
+            found[to] = entries[name]
+        return found
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -95,6 +112,13 @@ class SafetensorsSource:
 
     def file_of(self, name: str) -> Path:
         return self._find(name)[1].path
+
+    def stored_rows(self, name: str) -> StoredRows:
+        entry, file = self._entry(name)
+        if len(entry.shape) != 2 or not entry.shape[0]:
+            raise ModelFormatError(f"{file.path}: tensor {name!r} of shape {entry.shape} has no rows to be read alone")
+        row_bytes = (entry.stop - entry.start) // entry.shape[0]
+        return StoredRows(file.path, file.stamp, entry.dtype, entry.start, row_bytes)
 
     def _entry(self, name: str) -> tuple[TensorEntry, FileBytes]:
         found = self._find(name)

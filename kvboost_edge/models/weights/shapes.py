@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.families import heads_by_layer
 from kvboost_edge.models.config.file import size_of
-from kvboost_edge.models.config.json_file import text_config
+from kvboost_edge.models.config.nested import text_config
+from kvboost_edge.models.weights.parts import is_other_part
 
 __all__ = ["check_shapes"]
 
@@ -18,8 +20,7 @@ Shapes = Mapping[str, tuple[Path, tuple[int, ...]]]
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight$")
 _HEAD = re.compile(r"^(language_model\.)?(lm_head|embed_out|output)\.weight$")
 _LAYER = re.compile(r"(^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_ATTENTION = re.compile(r"(^|\.)layers\.\d+\.self_attn\.([qkvo])_proj\.weight$")
-_VISION = re.compile(r"(^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector)\.")
+_ATTENTION = re.compile(r"(^|\.)layers\.(\d+)\.self_attn\.([qkvo])_proj\.weight$")
 
 
 def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json") -> None:
@@ -29,7 +30,7 @@ def check_shapes(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by
     `model` is the directory or file that is the whole model, `said_by` where the config comes from.
     """
     inner = text_config(config)
-    own = {name: found for name, found in shapes.items() if not _VISION.search(name)}
+    own = {name: found for name, found in shapes.items() if not is_other_part(name)}
     _check_vocabulary(own, inner, model, said_by)
     _check_layers(own, inner, model, said_by)
     _check_attention(own, inner, said_by)
@@ -78,19 +79,19 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
     hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
     if hidden is None or heads is None:
         return
-    kv_heads = size_of(config, "num_key_value_heads") or heads
-    head_dim = size_of(config, "head_dim") or hidden // heads
-    rows = {"q": (heads, "num_attention_heads"), "k": (kv_heads, "num_key_value_heads")}
-    rows["v"] = rows["k"]
+    of_all = size_of(config, "head_dim") or hidden // heads, size_of(config, "num_key_value_heads") or heads
+    by_layer = heads_by_layer(config)
     for name, (path, shape) in shapes.items():
         match = _ATTENTION.search(name)
         if match is None:
             continue
-        if match[2] == "o":
+        head_dim, kv_heads = by_layer[int(match[2])] if by_layer else of_all
+        if match[3] == "o":
             expected, key = (hidden, heads * head_dim), "num_attention_heads"
+        elif match[3] == "q":
+            expected, key = (heads * head_dim, hidden), "num_attention_heads"
         else:
-            count, key = rows[match[2]]
-            expected = (count * head_dim, hidden)
+            expected, key = (kv_heads * head_dim, hidden), "num_key_value_heads"
         if shape != expected:
             raise ModelFormatError(
                 f"{path}: tensor {name!r} has shape {shape}, but {said_by} says {expected} "

@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["QuantRows", "WeightSource", "WeightSummary"]
+from kvboost_edge.host.file_memo import FileStamp
+
+__all__ = ["QuantRows", "StoredRows", "WeightSource", "WeightSummary"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -24,14 +26,30 @@ class QuantRows(NamedTuple):
 
     kind    "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4-asym": scale * code - minimum
             "q4k", "q5k", "q6k": blocks of 256 inputs as GGUF files hold them, Q4_K, Q5_K and Q6_K
+            "int4t": scale * table[code]
     codes   uint8 [rows, inputs]: 0..255 for int8, else 0..15; of blocks their bytes [rows, bytes of a row]
     scales  float16 [rows, groups];  minima: the same for "int4-asym", else None. Of blocks: all float16 numbers in them
+    table   int8 [16] for "int4t", else None
     """
 
     kind: str
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float16]
     minima: npt.NDArray[np.float16] | None = None
+    table: npt.NDArray[np.int8] | None = None
+
+
+class StoredRows(NamedTuple):
+    """Where the rows of a tensor lie in their file, one behind the other: row i begins at byte start + i * row_bytes.
+
+    `stamp`: of the file the source has open.  `type`: as `WeightSource.type_of`
+    """
+
+    path: Path
+    stamp: FileStamp
+    type: str
+    start: int
+    row_bytes: int
 
 
 class WeightSource(Protocol):
@@ -69,6 +87,11 @@ class WeightSource(Protocol):
 
     def file_of(self, name: str) -> Path:
         """The file a tensor is in, for messages."""
+        ...
+
+    def stored_rows(self, name: str) -> StoredRows:
+        """Where its rows are, for who reads them alone. ModelFormatError where they are not stored as rows, one behind
+        the other and in this order."""
         ...
 
 

@@ -20,6 +20,7 @@ from kvboost_edge.runners.native.program import Sizes
 __all__ = ["Buffers"]
 
 _KEPT_ROWS = 64  # of logits: a step of decoding, not all rows of a prompt
+_MORE_POSITIONS = 1024  # made ahead, so that not every token makes a table
 _SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the last row
 
 
@@ -32,6 +33,7 @@ class Buffers:
         self._capacity = 0
         self._arrays: dict[int, npt.NDArray[Any]] = {}
         self._logits = aligned_empty((0, self.sizes.logits), np.float32)
+        self._query_factors = np.empty(0, dtype=np.float32)
         self._tables = [RopeTable(np.array(rope.frequencies, dtype=np.float32), rope.factor) for rope in spec.ropes]
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
@@ -39,13 +41,17 @@ class Buffers:
         tokens, positions, what attention returned, and the logits."""
         if num_tokens > self._capacity:
             self._grow(num_tokens)
-        found = np.zeros(lt.B_TABLES + 2 * len(self._tables), dtype=np.int64)
+        found = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
         for number, array in self._arrays.items():
             found[number] = array.ctypes.data
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             found[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
             found[lt.B_TABLES + 2 * index + 1] = table.sin.ctypes.data
+        if self._spec.query_scale is not None:
+            if num_positions > len(self._query_factors):
+                self._query_factors = self._spec.query_scale.factors(num_positions + _MORE_POSITIONS)
+            found[-1] = self._query_factors.ctypes.data
         return found
 
     def turning(self) -> dict[int, Any]:
@@ -69,10 +75,14 @@ class Buffers:
         turning = Turning(keys, self._tables[rope].cos, self._tables[rope].sin)
         return turn_keys(keys.transpose(1, 0, 2).astype(np.float64), deltas, turning).transpose(1, 0, 2)
 
-    def rows(self, number: int, num_tokens: int, heads: int) -> npt.NDArray[np.float32]:
-        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, head_dim], contiguous."""
-        dim = self._spec.head_dim
+    def rows(self, number: int, num_tokens: int, heads: int, dim: int) -> npt.NDArray[np.float32]:
+        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, dim], contiguous."""
         return self._arrays[number][: num_tokens * heads * dim].reshape(num_tokens, heads, dim)
+
+    @property
+    def query(self) -> npt.NDArray[np.float32]:
+        """The query buffer, of a layer as `rows` has it."""
+        return self._arrays[lt.B_QUERY]
 
     def hidden(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first rows of the hidden state, float32 [num_tokens, padded hidden size]."""
@@ -83,6 +93,11 @@ class Buffers:
         """The first rows of what a norm left, float32 [num_tokens, hidden size]."""
         row = self.sizes.hidden
         return self._arrays[lt.B_NORMED][: num_tokens * row].reshape(num_tokens, row)[:, : self._spec.hidden_size]
+
+    def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
+        """The first rows of the layers' inputs, float32 [num_tokens, padded]."""
+        row = self.sizes.per_layer
+        return self._arrays[lt.B_PER_LAYER][: num_tokens * row].reshape(num_tokens, row)
 
     def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """The first of the rows that queries, keys and values of a layer are made in, float32 [num_tokens, padded]."""
@@ -98,14 +113,15 @@ class Buffers:
         return self._logits[:num_rows]
 
     def _grow(self, num_tokens: int) -> None:
-        spec, sizes = self._spec, self.sizes
+        sizes = self.sizes
         floats = {
             lt.B_HIDDEN: sizes.hidden,
             lt.B_NORMED: sizes.normed,
             lt.B_WIDE: sizes.wide,
-            lt.B_QUERY: spec.num_heads * spec.head_dim,
-            lt.B_KEY: spec.num_kv_heads * spec.head_dim,
-            lt.B_VALUE: spec.num_kv_heads * spec.head_dim,
+            lt.B_QUERY: sizes.query,
+            lt.B_KEY: sizes.key,
+            lt.B_VALUE: sizes.key,
+            lt.B_PER_LAYER: sizes.per_layer,
         }
         self._arrays = {
             number: aligned_empty((num_tokens * row + _SLACK,), np.float32) for number, row in floats.items()

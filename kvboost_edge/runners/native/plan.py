@@ -14,6 +14,8 @@ from kvboost_edge.runners.base import ModelTraits
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
+    "LATE_NORM",
+    "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
     "missing_package",
@@ -26,8 +28,11 @@ __all__ = [
 WORKS_WITH = "backend='cpu'"
 AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
+LATE_NORM = "queries and keys of this family are normed behind rope, so stored keys cannot be turned to other positions"
+"""Why its keys are attended only where they were computed."""
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
+STORES_NOTHING = "the model attends both ways, so each text is one pass whose keys and values are not stored"
 _GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
 _ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
@@ -37,6 +42,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
+        f"rope_range={config.rope_range!r}": config.rope_range != "short",
         "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")
@@ -61,10 +67,14 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
     """Where a pass is one call of a kernel attention finds the queries before rotation, and turns them."""
     spec = describe_model(model_config)
+    if spec.both_ways:
+        return STORES_NOTHING
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
-    width = spec.num_heads * spec.head_dim
-    if width % _GROUP:
+    if spec.family.late_norm:
+        return LATE_NORM
+    width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
+    if width:
         return f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries before rotation"
     return None
 
@@ -103,8 +113,17 @@ def choose_weights(
 
 
 def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED) -> KVSpec:
-    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`."""
-    layers = tuple(LayerKVSpec(spec.num_kv_heads, spec.head_dim) for _ in spec.layers)
+    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized to `bits`; of a model
+    that attends both ways nothing, and ConfigError for bits."""
+    if spec.both_ways:
+        if bits != _UNQUANTIZED:
+            raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
+        return KVSpec((), block_size, "float32")
+    given = {layer.kv for layer in spec.layers if not layer.owns_kv}
+    layers = tuple(
+        LayerKVSpec(layer.num_kv_heads, layer.head_dim, layer.kv + 1 if layer.kv in given else 0)
+        for layer in spec.kv_layers
+    )
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
     return KVSpec(layers, block_size, dtype, bits)
 

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
@@ -16,7 +17,7 @@ from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry, run_name
 
-__all__ = ["LayerProgram", "Sizes", "build_program"]
+__all__ = ["LayerProgram", "Sizes", "attention_params", "build_program"]
 
 # Where weights stream from memory long runs are best: 2 units a thread instead of 8 raise GB/s by a fifth to a half.
 _UNITS_PER_THREAD = 2
@@ -30,23 +31,32 @@ _ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """Floats in a row of each buffer, padded so that vectors and groups may run over the end of what counts."""
+    """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
+    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded."""
 
     hidden: int
     normed: int
     wide: int
-    attended: int
+    query: int
+    key: int
+    attended: tuple[int, ...]
+    per_layer: int
     logits: int
     groups: int
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Sizes:
-        q_rows = spec.num_heads * spec.head_dim
-        hidden, inner, attended = (_up(n, GROUP) for n in (spec.hidden_size, spec.intermediate_size, q_rows))
-        qkv = q_rows + 2 * spec.num_kv_heads * spec.head_dim
-        wide = _up(max(qkv, 2 * spec.intermediate_size, spec.hidden_size), GROUP) + 2 * GROUP
-        groups = max(hidden, inner, attended) // GROUP
-        return cls(hidden, max(hidden, inner), wide, attended, _up(spec.vocab_size, LANES), groups)
+        query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+        key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
+        qkv = max((spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
+        inner = max(layer.intermediate_size for layer in spec.layers)
+        width = 0 if spec.per_layer is None else spec.per_layer.width
+        hidden, normed = _up(spec.hidden_size, GROUP), _up(max(spec.hidden_size, inner, width), GROUP)
+        wide = _up(max(qkv, 2 * inner, spec.hidden_size, width), GROUP) + 2 * GROUP
+        attended = tuple(_up(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
+        groups = max(normed, *attended) // GROUP
+        per_layer = _up(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
+        return cls(hidden, normed, wide, query, key, attended, per_layer, _up(spec.vocab_size, LANES), groups)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,15 +64,20 @@ class LayerProgram:
     """ops int64 [num_ops, NUM_FIELDS] and params float32 [num_ops, NUM_PARAMS].
 
     `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
-    prepares layer i. The last one finishes the last layer and computes logits: it needs the rows of these only; run up
-    to `normed` it leaves the hidden state behind the last norm in B_NORMED. Between two parts stand the layer's
-    OP_CLOSE and OP_ATTEND, for passes that run it in the program.
+    prepares layer i. The last one finishes the last layer and computes logits; run up to `normed` it leaves the hidden
+    state behind the last norm in B_NORMED. Between two parts stand the layer's OP_CLOSE, where it has keys and values
+    of its own, and OP_ATTEND, for passes that run it in the program.
+
+    From part `narrow` on no keys and values are computed: it and all behind it need the rows of logits only.
+    ones: weights of norms that have none, to which operations point
     """
 
     ops: npt.NDArray[np.int64]
     params: npt.NDArray[np.float32]
     parts: tuple[tuple[int, int], ...]
+    narrow: int
     normed: int
+    ones: npt.NDArray[np.float32]
 
 
 def _is_fine(name: str) -> bool:
@@ -79,13 +94,16 @@ class _Builder:
         self.spec, self.packed, self.num_threads = spec, packed, num_threads
         self.entries = {entry.name: entry for entry in plan}
         self.sizes = Sizes.of(spec)
+        self.ones = np.ones(max(layer.head_dim for layer in spec.layers), dtype=np.float32)
         self.rows: list[dict[int, int]] = []
         self.floats: list[dict[int, float]] = []
 
     def add(self, op: int, fields: dict[int, int], **params: float) -> None:
-        names = {"factor": lt.P_FACTOR, "eps": lt.P_EPS, "cap": lt.P_CAP}
+        names = {"factor": lt.P_FACTOR, "eps": lt.P_EPS, "cap": lt.P_CAP, "sum_factor": lt.P_SUM_FACTOR}
         self.rows.append({lt.F_OP: op, **fields})
-        self.floats.append({lt.P_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}})
+        self.floats.append(
+            {lt.P_FACTOR: 1.0, lt.P_SUM_FACTOR: 1.0, **{names[name]: value for name, value in params.items()}}
+        )
 
     def kind(self, name: str) -> int:
         return NUMBERS[self.entries[name].kind]
@@ -104,6 +122,18 @@ class _Builder:
         weights = {lt.F_KIND: self.kind("embed"), lt.F_WEIGHT: self.packed.address("embed")}
         scale = {lt.F_SCALE: self.packed.address("embed.scales"), lt.F_MINIMA: self.packed.address("embed.minima")}
         self.add(lt.OP_EMBED, {**fields, **weights, **scale}, factor=self.spec.embedding_factor)
+        if self.spec.per_layer is not None:
+            self.per_layer_inputs(self.spec.per_layer.width)
+
+    def per_layer_inputs(self, width: int) -> None:
+        """Of the embedding and of the rows of the table, which have a scale of their own: B_PER_LAYER."""
+        spec, hidden = self.spec, (lt.B_HIDDEN, self.sizes.hidden)
+        self.quantize(*hidden, spec.hidden_size, "ple_in")
+        self.linear("ple_in", hidden, (lt.B_PER_LAYER, self.sizes.per_layer), factor=spec.hidden_size**-0.5)
+        fields = {lt.F_DST: lt.B_PER_LAYER, lt.F_DST_STEP: self.sizes.per_layer, lt.F_COUNT: width}
+        fields |= {lt.F_BY: lt.B_TABLE_ROWS, lt.F_BY_STEP: len(spec.layers) * width}
+        fields |= {lt.F_WEIGHT: self.packed.address("ple_in_norm")}
+        self.add(lt.OP_PER_LAYER, fields, eps=spec.eps, factor=width**0.5, sum_factor=2**-0.5)
 
     def norm(self, weight: str, reader: str) -> None:
         """Norm of the hidden state for the matrix `reader`."""
@@ -162,27 +192,33 @@ class _Builder:
         else:
             self.norm(f"{layer}attn_in", f"{layer}qkv")
         self.linear(f"{layer}qkv", source, (lt.B_WIDE, sizes.wide))
-        self.add(lt.OP_CONTINUE, {lt.F_LAYER: index})
-        rope = spec.layers[index].rope
+        own = spec.layers[index]
+        if own.owns_kv:
+            self.add(lt.OP_CONTINUE, {lt.F_LAYER: index})
+        rope = own.rope
         fields = {
             lt.F_SRC: lt.B_WIDE,
             lt.F_SRC_STEP: sizes.wide,
             lt.F_HEADS: spec.num_heads,
-            lt.F_KV_HEADS: spec.num_kv_heads,
-            lt.F_DIM: spec.head_dim,
+            lt.F_KV_HEADS: own.num_kv_heads if own.owns_kv else 0,
+            lt.F_DIM: own.head_dim,
             lt.F_HALF: spec.ropes[rope].half if rope >= 0 else 0,
             lt.F_Q_NORM: self.packed.address(f"{layer}q_norm"),
             lt.F_K_NORM: self.packed.address(f"{layer}k_norm"),
+            lt.F_V_NORM: self.ones.ctypes.data if spec.family.value_norm else 0,
+            lt.F_KEYS_TWICE: int(own.owns_kv and not own.has_values),
             lt.F_NORM_ALL: {"": 0, "head": 1, "all": 2}[spec.family.head_norm],
             lt.F_TABLE: lt.B_TABLES + 2 * max(rope, 0),
+            lt.F_QUERY_SCALE: lt.B_TABLES + 2 * len(spec.ropes) if spec.query_scale else 0,
+            lt.F_LATE_NORM: int(spec.family.late_norm),
             lt.F_LAYER: index,
         }
         self.add(lt.OP_ROPE, fields, eps=spec.eps)
 
     def after_attention(self, index: int) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        attended = (lt.B_ATTENDED, sizes.attended)
-        self.quantize(*attended, spec.num_heads * spec.head_dim, f"{layer}out")
+        attended = (lt.B_ATTENDED, sizes.attended[index])
+        self.quantize(*attended, spec.num_heads * spec.layers[index].head_dim, f"{layer}out")
         self.into_hidden(f"{layer}out", attended, f"{layer}attn_out")
         source = (lt.B_NORMED, sizes.hidden)
         if spec.family.norms == "post":
@@ -190,11 +226,32 @@ class _Builder:
             self.quantize(*source, spec.hidden_size, f"{layer}gate_up")
         else:
             self.norm(f"{layer}mlp_in", f"{layer}gate_up")
-        self.gated(layer, source)
+        scalar = self.scalar(layer)
+        self.gated(layer, source, spec.layers[index].intermediate_size, 1.0 if spec.per_layer else scalar)
+        if spec.per_layer is not None:
+            self.per_layer(layer, index, spec.per_layer.width, scalar)
 
-    def gated(self, layer: str, source: Rows) -> None:
-        """Gate and up, the activation, and down."""
-        spec, sizes, inner = self.spec, self.sizes, self.spec.intermediate_size
+    def scalar(self, layer: str) -> float:
+        """What the layer's result is multiplied with."""
+        if not self.spec.family.layer_scalar:
+            return 1.0
+        return float(self.packed.array(f"{layer}scalar").view(np.float32)[0])
+
+    def per_layer(self, layer: str, index: int, width: int, scalar: float) -> None:
+        """The layer's own input, gated by the hidden state, and the way back into it."""
+        hidden, wide = (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
+        names, rows = (f"{layer}ple_gate", f"{layer}ple_out"), (lt.B_NORMED, _up(width, GROUP))
+        self.quantize(*hidden, self.spec.hidden_size, names[0])
+        self.linear(names[0], hidden, wide)
+        steps = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
+        by = {lt.F_BY: lt.B_PER_LAYER, lt.F_BY_STEP: self.sizes.per_layer, lt.F_BY_FIRST: index * width}
+        fields = {lt.F_COUNT: width, lt.F_ACT: _ACTIVATIONS[self.spec.activation], **self.panel(names[1], lt.B_INNER)}
+        self.add(lt.OP_ACT, {**steps, **by, **fields})
+        self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
+
+    def gated(self, layer: str, source: Rows, inner: int, scalar: float) -> None:
+        """Gate and up, the activation, and down; the hidden state is then multiplied with `scalar`."""
+        sizes, spec = self.sizes, self.spec
         names = (f"{layer}gate_up", f"{layer}down")
         rows = (lt.B_NORMED, _up(inner, GROUP))
         fields = {lt.F_COUNT: inner, lt.F_ACT: _ACTIVATIONS[spec.activation], **self.panel(names[1], lt.B_INNER)}
@@ -205,10 +262,13 @@ class _Builder:
             self.linear(names[0], source, (lt.B_WIDE, sizes.wide))
             steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: sizes.wide, lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
             self.add(lt.OP_ACT, {**steps, **fields})
-        self.into_hidden(names[1], rows, f"{layer}mlp_out", panel=lt.B_INNER)
+        self.into_hidden(names[1], rows, f"{layer}mlp_out", panel=lt.B_INNER, sum_factor=scalar)
 
-    def into_hidden(self, name: str, source: Rows, norm: str, *, panel: int = lt.B_PANEL) -> None:
-        """Add a matrix's result to the hidden state, through a norm where the family has one behind."""
+    def into_hidden(
+        self, name: str, source: Rows, norm: str, *, panel: int = lt.B_PANEL, sum_factor: float = 1.0
+    ) -> None:
+        """Add a matrix's result to the hidden state, through a norm where the family has one behind. `sum_factor`:
+        only with such a norm."""
         spec, hidden, wide = self.spec, (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
         if spec.family.norms == "pre":
             self.linear(name, source, hidden, add=True, factor=spec.residual_factor, panel=panel)
@@ -216,7 +276,8 @@ class _Builder:
         self.linear(name, source, wide, panel=panel)
         fields = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1]}
         count = {lt.F_COUNT: spec.hidden_size, lt.F_WEIGHT: self.packed.address(norm)}
-        self.add(lt.OP_ADD_NORM, {**fields, **count}, eps=spec.eps, factor=spec.residual_factor)
+        factors = {"factor": spec.residual_factor, "sum_factor": sum_factor}
+        self.add(lt.OP_ADD_NORM, {**fields, **count}, eps=spec.eps, **factors)
 
     def head(self) -> int:
         """The last norm and the head; the number of the operation behind the norm."""
@@ -240,7 +301,8 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     for index in range(len(spec.layers)):
         builder.before_attention(index)
         parts.append((first, len(builder.rows)))
-        builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
+        if spec.layers[index].owns_kv:
+            builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
         builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
         builder.after_attention(index)
@@ -251,4 +313,18 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
-    return LayerProgram(ops, params, tuple(parts), normed)
+    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, builder.ones)
+
+
+def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:
+    """The constants of attention of each layer; sinks are float32 [num_heads], views of `packed`."""
+
+    def sinks(layer: int) -> npt.NDArray[np.float32] | None:
+        if not spec.family.sinks:
+            return None
+        return packed.array(f"layer{layer}.sinks").view(np.float32)[: spec.num_heads]
+
+    return [
+        AttentionParams(spec.softmax_scale, layer.window, spec.softcap, sinks(index))
+        for index, layer in enumerate(spec.layers)
+    ]

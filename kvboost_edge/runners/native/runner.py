@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, Backend
+from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.kernels.attention.parts import has_delta, turned_positions
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
-from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
@@ -31,13 +31,15 @@ from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
-from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_label
+from kvboost_edge.models.packed.plan import PackEntry, check_tensors, kinds_of, pack_plan, plan_label, row_tables
+from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.numerics import describe_numerics
-from kvboost_edge.runners.native.plan import native_kv_spec
-from kvboost_edge.runners.native.program import build_program
+from kvboost_edge.runners.native.pass_texts import PassTexts
+from kvboost_edge.runners.native.plan import LATE_NORM, STORES_NOTHING, native_kv_spec
+from kvboost_edge.runners.native.program import attention_params, build_program
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 
 __all__ = ["NativeRunner", "load"]
@@ -45,6 +47,18 @@ __all__ = ["NativeRunner", "load"]
 _LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
+
+
+class _Rest(NamedTuple):
+    """What is left of a pass when some of its rows go on: the buffers, what attention returned for all rows, and the
+    layers that attend from there on."""
+
+    batch: ForwardBatch
+    prepared: Any
+    addresses: Longs
+    attended: Floats
+    layers: range
 
 
 class NativeRunner:
@@ -60,18 +74,20 @@ class NativeRunner:
         num_threads: int = 1,
         block_size: int = 16,
         kv_bits: tuple[int, int] = (16, 16),
+        table: RowTable | None = None,
     ) -> None:
-        self._spec, self._packed = spec, packed
+        self._spec, self._packed, self._table = spec, packed, table
         self._program = build_program(spec, plan, packed, num_threads)
         self._buffers = Buffers(spec)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
-        self.kinds = _kinds_of(plan)
+        self.kinds = kinds_of(plan)
         self._kernels = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
         self._backend: Backend | None = None
         self._whole: WholePass | None = None
-        self._params = [AttentionParams(spec.softmax_scale, layer.window, spec.softcap) for layer in spec.layers]
+        self._texts: PassTexts | None = None
+        self._params = attention_params(spec, packed)
         self.info = RunnerInfo(
             name="native",
             architecture=spec.model_type,
@@ -83,6 +99,7 @@ class NativeRunner:
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
             hidden_size=spec.hidden_size,
+            stores_kv=not spec.both_ways,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
@@ -106,10 +123,17 @@ class NativeRunner:
         spec, notice = describe_model(checkpoint.config), pin_notice(checkpoint.config)
         if notice:
             _LOG.warning("%s: %s", checkpoint.path, notice)
+        parts = checkpoint.other_parts
+        if parts:
+            _LOG.info(
+                "%s: text only; not used are the tensors of %s",
+                checkpoint.path,
+                ", ".join(f"{part} ({count})" for part, count in sorted(parts.items())),
+            )
         with checkpoint.open_source() as source:
             plan = pack_plan(spec, weights, source)
-            check_tensors(plan, source)
-            program, *entries = pass_entries(_kinds_of(plan), quantized=kv_bits != (16, 16))
+            check_tensors(plan, source, row_tables(spec))
+            program, *entries = pass_entries(kinds_of(plan), quantized=kv_bits != (16, 16))
             compile_ahead([program, *packing_entries(plan, source), *entries], default_num_threads())
         packed = load_packed(
             checkpoint,
@@ -119,10 +143,24 @@ class NativeRunner:
             num_threads=num_threads,
             progress=progress,
         )
-        return cls(spec, plan, packed, weights=weights, num_threads=num_threads, block_size=block_size, kv_bits=kv_bits)
+        tables = [RowTable.open(checkpoint, one.parts[0][0], one.rows, one.inputs) for one in row_tables(spec)]
+        return cls(
+            spec,
+            plan,
+            packed,
+            weights=weights,
+            num_threads=num_threads,
+            block_size=block_size,
+            kv_bits=kv_bits,
+            table=tables[0] if tables else None,
+        )
 
     @property
     def moved_keys_refusal(self) -> str | None:
+        if self._spec.both_ways:
+            return STORES_NOTHING
+        if self._spec.family.late_norm:
+            return LATE_NORM
         # Where a pass is one call of a kernel attention finds the queries before rotation.
         if self._whole is not None:
             return None
@@ -144,9 +182,13 @@ class NativeRunner:
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
-        self._whole = None
-        if self._spec.num_heads * self._spec.head_dim == self._buffers.sizes.attended:
-            self._whole = WholePass.of(backend, self._params)
+        self._whole, self._texts, layers = None, None, self._spec.layers
+        if self._spec.both_ways:
+            self._texts = PassTexts(self._spec, access)
+            self._kernels = kernel_table(self.kinds, None if self._texts.whole is None else False)
+            return
+        if all(self._spec.num_heads * layer.head_dim % GROUP == 0 for layer in layers):
+            self._whole = WholePass.of(backend, self._params, [layer.kv for layer in layers])
         self._kernels = kernel_table(self.kinds, None if self._whole is None else self._whole.is_quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
@@ -160,136 +202,167 @@ class NativeRunner:
             raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
         if self._whole is None:
             refuse_deltas(batch.layout, f"the native runner, layer by layer on backend {backend.name!r},")
-        prepared = backend.prepare(batch.layout)
-        addresses = self._addresses(batch, tokens, positions)
-        query = self._buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads)
-        if self._whole is not None:
-            memory = self._prepare_whole(self._whole, batch, prepared, addresses, self._program.parts[-1][1])
-            return self._forward_whole(memory, addresses, batch)
-        attended = query
+        if spec.family.late_norm:
+            refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
+        prepared: Any = (self._texts or backend).prepare(batch.layout)
+        whole = self._whole if self._texts is None else self._texts.whole
+        addresses, _held = self._addresses(batch, tokens, positions)
+        if whole is not None:
+            return self._forward_whole(whole, batch, prepared, addresses)
+        attended = np.empty((0, 0), dtype=np.float32)
         for layer, part in enumerate(self._program.parts[:-1]):
             self._run(part, addresses, num_tokens)
-            attended = self._attend(backend, layer, query, prepared)
+            attended = self._attend(self._texts or backend, layer, num_tokens, prepared)
             addresses = addresses.copy()  # a helper of the last call may still look at the old ones
             addresses[lt.B_ATTENDED] = attended.ctypes.data
-        return self._outputs(batch, addresses, attended)
+        return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
 
-    def deviations(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> Floats:
-        """See `Runner.deviations`: values are read where the second layer's rope left them, in its wide row."""
+    def deviations(self, batch: ForwardBatch, rows: Longs, slots: Longs) -> Floats:
+        """See `Runner.deviations`: values are read where the rope of the second layer that has some left them, in its
+        wide row."""
         spec = self._spec
-        if len(spec.layers) < 2:
+        if len(spec.kv_layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
-        whole, _ = self._run_begin(batch, self._program.parts[1][1])
-        first, width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        second = [index for index, layer in enumerate(spec.layers) if layer.owns_kv][1]
+        layer = spec.layers[second]
+        whole, _ = self._run_begin(batch, second, self._program.parts[second][1])
+        first, width = (spec.num_heads + layer.num_kv_heads) * layer.head_dim, layer.num_kv_heads * layer.head_dim
         computed = self._buffers.wide(len(batch.token_ids))[rows, first : first + width]
-        stored = whole.stored_values(1, slots).reshape(len(rows), width)
+        stored = whole.stored_values(second, slots).reshape(len(rows), width)
         distances: Floats = np.square(computed - stored).sum(axis=1)
         return distances
 
-    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> Floats:
+    def masses(self, batch: ForwardBatch, rows: Longs, stored: StoredKeys) -> Floats:
         """See `Runner.masses`: queries and lse are where attention found and left them."""
         layer = asked_layer([one.window for one in self._spec.layers])
         behind = self._program.parts[layer + 1][0]
-        whole, memory = self._run_begin(batch, behind - int(len(rows) == 0))  # the operation before is attention
+        # The operation before is attention.
+        whole, memory = self._run_begin(batch, layer, behind - int(len(rows) == 0))
         if not len(rows):
             return np.zeros(len(stored.slots), dtype=np.float32)
-        queries = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads)[rows]
+        dim = self._spec.layers[layer].head_dim
+        queries = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads, dim)[rows]
         keys = self._buffers.turned(layer, whole.stored_keys(layer, stored.slots), stored.deltas).astype(np.float32)
         return attended_masses(
             queries, memory.lse[rows], batch.positions[rows], keys, stored.positions, self._params[layer]
         )
 
-    def _run_begin(self, batch: ForwardBatch, end: int) -> tuple[WholePass, PassMemory]:
-        """Run operations [0, end) alone."""
+    def _run_begin(self, batch: ForwardBatch, layer: int, end: int) -> tuple[WholePass, PassMemory]:
+        """Run operations [0, end), which go as far as `layer`, alone; on all rows."""
         backend, whole = self._backend, self._whole
         if backend is None or whole is None:
             raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
         tokens, positions = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions))
-        addresses = self._addresses(batch, tokens, positions)
-        memory = self._prepare_whole(whole, batch, backend.prepare(batch.layout), addresses, end)
+        addresses, _held = self._addresses(batch, tokens, positions)
+        prepared = backend.prepare(batch.layout)
+        memory = self._prepare_whole(whole, batch, prepared, addresses, (0, end), range(layer + 1))
         self._run((0, end), addresses, len(tokens), memory.counters)
         return whole, memory
 
-    def _addresses(
-        self, batch: ForwardBatch, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """The buffers of a pass; `tokens` and `positions` must outlive it."""
+    def _addresses(self, batch: ForwardBatch, tokens: Longs, positions: Longs) -> tuple[Longs, list[Any]]:
+        """The buffers of a pass, and what must outlive it as `tokens` and `positions` must."""
         num_positions, parts = int(positions.max()) + 1, batch.layout.parts
         if parts is not None:
             num_positions = max(num_positions, turned_positions(parts, batch.layout.seq_lens))
         addresses = self._buffers.addresses(len(tokens), num_positions)
         addresses[lt.B_TOKENS], addresses[lt.B_POSITIONS] = tokens.ctypes.data, positions.ctypes.data
-        return addresses
+        if self._table is None:
+            return addresses, []
+        rows = self._table.rows(tokens)
+        addresses[lt.B_TABLE_ROWS] = rows.ctypes.data
+        return addresses, [rows]
 
     def _prepare_whole(
-        self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: npt.NDArray[np.int64], end: int
+        self,
+        whole: WholePass,
+        batch: ForwardBatch,
+        prepared: Any,
+        addresses: Longs,
+        part: tuple[int, int],
+        layers: range,
     ) -> PassMemory:
-        """Memory for operations [0, end), entered into the addresses."""
-        query = self._buffers.rows(lt.B_QUERY, len(batch.token_ids), self._spec.num_heads)
+        """Memory for operations [first, end), which attend in some layers, entered into the addresses."""
         turning = self._buffers.turning() if has_delta(batch.layout.parts) else {}
-        memory = whole.prepare(query, prepared, self._num_counters(0, end), turning)
+        heads, widest = self._spec.num_heads, max(self._buffers.sizes.attended)
+        counters = self._num_counters(*part)
+        memory = whole.prepare(self._buffers.query, heads, prepared, counters, turning, layers, widest)
         addresses[lt.B_ROWS], addresses[lt.B_ATTENDED] = memory.rows, memory.attended.ctypes.data
         return memory
 
-    def _forward_whole(self, memory: PassMemory, addresses: npt.NDArray[np.int64], batch: ForwardBatch) -> Floats:
-        """The layers with their attention in one call of the program, the head too where it has the same rows."""
-        parts, num_tokens, num_rows = self._program.parts, len(batch.token_ids), len(batch.logit_rows)
-        num_states = len(batch.state_rows)
-        if num_rows == num_tokens and not num_states and np.array_equal(batch.logit_rows, np.arange(num_tokens)):
+    def _forward_whole(self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: Longs) -> Floats:
+        """The layers with their attention in one call of the program; a second one for what needs the rows of logits
+        only, where these are not all."""
+        parts, narrow, num_tokens = self._program.parts, self._program.narrow, len(batch.token_ids)
+        end, num_states = parts[-1][1], len(batch.state_rows)
+        if np.array_equal(batch.logit_rows, np.arange(num_tokens)) and not num_states:
+            memory = self._prepare_whole(whole, batch, prepared, addresses, (0, end), range(len(parts) - 1))
             logits = self._buffers.logits(num_tokens)
             addresses[lt.B_LOGITS] = logits.ctypes.data
-            self._run((0, parts[-1][1]), addresses, num_tokens, memory.counters)
+            self._run((0, end), addresses, num_tokens, memory.counters)
             return logits[:, : self._spec.vocab_size]
-        # The operation before the last part is attention: a piece of a prompt whose logits nobody wants needs none.
-        self._run((0, parts[-1][0] - int(num_rows + num_states == 0)), addresses, num_tokens, memory.counters)
-        return self._outputs(batch, addresses, memory.attended)
+        # The operation before a part is attention: a piece of a prompt whose logits nobody wants needs none.
+        first = parts[narrow][0] - int(len(batch.logit_rows) + num_states == 0)
+        memory = self._prepare_whole(whole, batch, prepared, addresses, (0, first), range(narrow))
+        self._run((0, first), addresses, num_tokens, memory.counters)
+        width = self._buffers.sizes.attended[narrow - 1]
+        attended = memory.attended[: num_tokens * width].reshape(num_tokens, width)
+        return self._outputs(batch, addresses, attended, narrow, prepared)
 
-    def _attend(self, backend: Backend, layer: int, query: Floats, prepared: Any) -> Floats:
-        """Store keys and values; what attention returns, rows padded to whole groups."""
-        key, value = (self._buffers.rows(b, len(query), self._spec.num_kv_heads) for b in (lt.B_KEY, lt.B_VALUE))
-        backend.write_kv(layer, key, value, prepared)
-        out, _ = backend.attention(layer, query, prepared, self._params[layer])
+    def _attend(self, backend: Backend | PassTexts, layer: int, num_tokens: int, prepared: Any) -> Floats:
+        """Store keys and values, where the layer has some; what attention returns, rows padded to whole groups."""
+        own, buffers = self._spec.layers[layer], self._buffers
+        query = buffers.rows(lt.B_QUERY, num_tokens, self._spec.num_heads, own.head_dim)
+        if own.owns_kv:
+            both = (lt.B_KEY, lt.B_VALUE)
+            key, value = (buffers.rows(b, num_tokens, own.num_kv_heads, own.head_dim) for b in both)
+            backend.write_kv(own.kv, key, value, prepared)
+        out, _ = backend.attention(own.kv, query, prepared, self._params[layer])
         rows: Floats = np.ascontiguousarray(out, dtype=np.float32).reshape(len(query), -1)
-        width = self._buffers.sizes.attended
+        width = buffers.sizes.attended[layer]
         if rows.shape[1] == width:
             return rows
         padded = np.zeros((len(query), width), dtype=np.float32)
         padded[:, : rows.shape[1]] = rows
         return padded
 
-    def _outputs(self, batch: ForwardBatch, addresses: npt.NDArray[np.int64], attended: Floats) -> Floats:
-        """What follows the last attention, for the rows whose logits or states are wanted only."""
-        first, end = self._program.parts[-1]
+    def _outputs(
+        self, batch: ForwardBatch, addresses: Longs, attended: Floats, part: int, prepared: Any = None
+    ) -> Floats:
+        """What follows the attention before a part, for the rows whose logits or states are wanted only. prepared: the
+        pass, where layers behind it attend."""
+        program = self._program
+        first, end = program.parts[part][0], program.parts[-1][1]
         rows, states = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows))
         logits = self._buffers.logits(len(rows))
+        rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
         if len(states):
-            self._run_rows((first, self._program.normed), states, addresses, attended)
+            self._run_rows((first, program.normed), states, rest)
             batch.states[:] = self._buffers.normed(len(states))
         if len(rows):
-            addresses = addresses.copy()
             addresses[lt.B_LOGITS] = logits.ctypes.data
-            self._run_rows((first, end), rows, addresses, attended)
+            self._run_rows((first, end), rows, rest)
         return logits[:, : self._spec.vocab_size]
 
-    def _run_rows(
-        self, part: tuple[int, int], rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64], attended: Floats
-    ) -> None:
-        """Operations behind the last attention, on copies of these rows."""
-        addresses = addresses.copy()
-        hidden, attended = self._buffers.hidden(len(attended))[rows], attended[rows]
+    def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
+        """Operations behind the attention before a part, on copies of these rows, in ascending order."""
+        addresses, num_tokens, counters = rest.addresses.copy(), len(rest.attended), None
+        hidden, attended = self._buffers.hidden(num_tokens)[rows], rest.attended[rows]
+        inputs = self._buffers.per_layer(num_tokens)[rows]
+        positions = np.ascontiguousarray(rest.batch.positions[rows], dtype=np.int64)
+        if len(rest.layers):
+            assert self._whole is not None
+            prepared = rest.prepared.narrowed(rows)
+            memory = self._prepare_whole(self._whole, rest.batch, prepared, addresses, part, rest.layers)
+            counters, memory.attended[: attended.size] = memory.counters, attended.reshape(-1)
+            attended = memory.attended
         addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
-        self._run(part, addresses, len(rows))
+        addresses[lt.B_PER_LAYER], addresses[lt.B_POSITIONS] = inputs.ctypes.data, positions.ctypes.data
+        self._run(part, addresses, len(rows), counters)
 
     def _num_counters(self, first: int, end: int) -> int:
         return lt.COUNTERS_PER_OP * (end - first + 1)
 
-    def _run(
-        self,
-        part: tuple[int, int],
-        addresses: npt.NDArray[np.int64],
-        num_tokens: int,
-        counters: npt.NDArray[np.int64] | None = None,
-    ) -> None:
+    def _run(self, part: tuple[int, int], addresses: Longs, num_tokens: int, counters: Longs | None = None) -> None:
         """Operations [first, end); `counters`: zeros, at least as many as they need."""
         first, end = part
         if counters is None:
@@ -303,13 +376,10 @@ class NativeRunner:
     def close(self) -> None:
         """End the helper threads, let go of the backend and unmap the weights."""
         self._own_team.close()
-        self._backend, self._team, self._whole = None, self._own_team, None
+        self._backend, self._team, self._whole, self._texts = None, self._own_team, None, None
         self._packed.close()
-
-
-def _kinds_of(plan: list[PackEntry]) -> set[int]:
-    """Kinds of the matrices, as the kernels number them."""
-    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
+        if self._table is not None:
+            self._table.close()
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec
+from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import PreparedBatch
 from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
 from kvboost_edge.kernels.attention.call import AttentionCall
@@ -25,14 +25,15 @@ from kvboost_edge.kernels.reference.coded import decode_block
 __all__ = ["PassMemory", "WholePass"]
 
 Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
 
 
 class PassMemory(NamedTuple):
     """What the operations of one pass write to and read from.
 
     counters  int64: those of the program, then the attention rows, then the counters of the attention calls
-    rows      address of the attention rows
-    attended  float32 [num_tokens, num_heads * head_dim], where attention writes
+    rows      address of the attention row that layer 0 has, or would have
+    attended  float32, where attention writes; of a layer [num_tokens, num_heads * head_dim]
     lse       float32 [num_tokens, num_heads], and there
     held      calls and arrays that the rows point to
     """
@@ -45,10 +46,10 @@ class PassMemory(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """Where the rows of a pass find keys and values.
+    """Where the rows of a pass find keys and values of one shape.
 
     pool     what attention reads as floats
-    batch    the pass, with the block tables of layer 0 in that pool
+    batch    the pass, with the block tables of the shape's first layer in that pool
     columns  index of a row -> its number, or one for each layer
     held     arrays that the columns point to
     """
@@ -59,103 +60,160 @@ class _Storage(NamedTuple):
     held: list[Any]
 
 
-class WholePass:
-    """The attention operations of all layers on one backend."""
+class _Members(NamedTuple):
+    """Some of a model's layers whose pools have one shape, counted from the first layer of a range: `layers`, and
+    `kinds`, by their constants of attention. `places`: which of the pool's layers of that shape they read."""
 
-    def __init__(self, access: KernelAccess, spec: KVSpec, params: Sequence[AttentionParams]) -> None:
+    shape: LayerKVSpec
+    layers: list[int]
+    places: Longs
+    kinds: dict[AttentionOptions, list[int]]
+
+
+class WholePass:
+    """The attention operations of all layers on one backend. `kv`: the pool's layer that each of them reads."""
+
+    def __init__(
+        self,
+        access: KernelAccess,
+        spec: KVSpec,
+        params: Sequence[AttentionParams | AttentionOptions],
+        kv: Sequence[int],
+    ) -> None:
         self._space, self._pools, self._coded = access
-        self._shape, self._num_layers, self._block_size = spec.layers[0], len(spec.layers), spec.block_size
+        self._spec, self._kv = spec, list(kv)
+        # What arrays hold is no part of a kind.
+        self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
         self._fixed: dict[int, Any] = {}
         if self._coded is None:
-            self._fixed[la.R_KEYS] = [pool.keys.ctypes.data for pool in self._pools]
-            self._fixed[la.R_VALUES] = [pool.values.ctypes.data for pool in self._pools]
+            self._fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
+            self._fixed[la.R_VALUES] = np.array([self._pools[index].values.ctypes.data for index in kv])
         else:
-            pools, layout = self._coded.codes
-            self._stage = aligned_empty((self._space.num_threads, layout.dim * layout.block_size), np.float32)
-            self._fixed[la.R_CODES] = [pool.ctypes.data for pool in pools]
-            self._fixed[la.R_STAGE] = self._stage.ctypes.data
-            self._fixed |= {la.R_LAYOUT + index: number for index, number in enumerate(layout)}
-        self._kinds: dict[AttentionParams, list[int]] = {}
-        for layer, one in enumerate(params):
-            self._kinds.setdefault(one, []).append(layer)
+            pools, layouts = self._coded.codes
+            largest = max(layout.dim for layout in layouts) * spec.block_size
+            self._stage = aligned_empty((self._space.num_threads, largest), np.float32)
+            self._fixed[la.R_CODES] = np.array([pools[index].ctypes.data for index in kv])
+            self._fixed[la.R_STAGE] = np.full(len(kv), self._stage.ctypes.data)
+            for index, numbers in enumerate(np.array([layouts[index] for index in kv]).T):
+                self._fixed[la.R_LAYOUT + index] = numbers
+        self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
+        self._fixed[la.R_SINKS] = np.array([0 if sinks is None else sinks.ctypes.data for sinks in self._sinks])
+        self._ranges: dict[range, list[_Members]] = {}
 
     @classmethod
-    def of(cls, backend: Backend, params: Sequence[AttentionParams]) -> WholePass | None:
-        """None where the backend has other kernels, or a pool that differs from layer to layer."""
+    def of(cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]) -> WholePass | None:
+        """None where the backend has other kernels."""
         access = backend.kernel_access
-        if access is None or len(set(backend.spec.layers)) != 1:
-            return None
-        return cls(access, backend.spec, params)
+        return None if access is None else cls(access, backend.spec, params, kv)
 
     @property
     def is_quantized(self) -> bool:
         """Whether the pool is."""
         return self._coded is not None
 
-    def stored_keys(self, layer: int, slots: npt.NDArray[np.int64]) -> Floats:
-        """What the pool holds as keys of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
-        head_dim]."""
+    def stored_keys(self, layer: int, slots: Longs) -> Floats:
+        """What the pool holds of a layer's keys at slots of full blocks, float32 [num_slots, num_kv_heads, head_dim],
+        whichever layer computed them."""
         if self._coded is None:
-            blocks, offsets = np.divmod(slots, self._block_size)
-            return from_storage(self._pools[layer].keys[blocks, :, :, offsets])
+            blocks, offsets = np.divmod(slots, self._spec.block_size)
+            return from_storage(self._pools[self._kv[layer]].keys[blocks, :, :, offsets])
         return self._decoded(self._coded, layer, slots, 0)
 
-    def stored_values(self, layer: int, slots: npt.NDArray[np.int64]) -> Floats:
+    def stored_values(self, layer: int, slots: Longs) -> Floats:
         """The same of values."""
         if self._coded is None:
-            blocks, offsets = np.divmod(slots, self._block_size)
-            return from_storage(self._pools[layer].values[blocks, :, offsets])
+            blocks, offsets = np.divmod(slots, self._spec.block_size)
+            return from_storage(self._pools[self._kv[layer]].values[blocks, :, offsets])
         return self._decoded(self._coded, layer, slots, 1)
 
-    def _decoded(self, coded: CodedBlocks, layer: int, slots: npt.NDArray[np.int64], which: int) -> Floats:
+    def _decoded(self, coded: CodedBlocks, layer: int, slots: Longs, which: int) -> Floats:
         """Keys (0) or values (1)."""
-        blocks, offsets = np.divmod(slots, self._block_size)
-        (pools, layout), heads = coded.codes, range(self._shape.num_kv_heads)
-        found = np.empty((len(slots), self._shape.num_kv_heads, self._shape.head_dim), dtype=np.float32)
+        blocks, offsets = np.divmod(slots, self._spec.block_size)
+        pools, layouts = coded.codes
+        pool, layout = pools[self._kv[layer]], layouts[self._kv[layer]]
+        found = np.empty((len(slots), pool.shape[1], layout.head_dim), dtype=np.float32)
         for block in np.unique(blocks).tolist():
-            tokens = np.stack([decode_block(pools[layer][block, head], layout)[which] for head in heads], axis=1)
-            found[blocks == block] = tokens[offsets[blocks == block]]
+            heads = [decode_block(pool[block, head], layout)[which] for head in range(pool.shape[1])]
+            found[blocks == block] = np.stack(heads, axis=1)[offsets[blocks == block]]
         return found
 
     def prepare(
-        self, queries: Floats, prepared: PreparedBatch, num_counters: int, turning: Mapping[int, Any]
+        self,
+        query: Floats,
+        num_heads: int,
+        prepared: PreparedBatch,
+        num_counters: int,
+        turning: Mapping[int, Any],
+        layers: range,
+        attended_floats: int,
     ) -> PassMemory:
-        """Memory for a pass whose program needs `num_counters` counters; queries float32 [tokens, heads, head_dim].
+        """Memory for a pass over some layers whose program needs `num_counters` counters, and whose attention leaves up
+        to `attended_floats` floats a token.
 
-        turning: see `Buffers.turning`; empty where no part of the batch has a delta
+        query    float32, where the queries of a layer are, [num_tokens, num_heads, head_dim]
+        turning  see `Buffers.turning`; empty where no part of the batch has a delta
         """
-        num_layers, num_kv_heads = self._num_layers, self._shape.num_kv_heads
-        storage = self._plain(prepared) if self._coded is None else self._open(self._coded, prepared)
         more = None if self._coded is None else coded_scratch_floats
+        num_layers, num_tokens = len(layers), len(prepared.slot_mapping)
         calls: list[AttentionCall] = []
-        for params in self._kinds:
-            plan = prepared.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
-            options = AttentionOptions(*params)
-            call = make_call(queries, storage.pool, storage.batch, options, self._space, plan, more)
-            calls.append(call._replace(out=calls[0].out, lse=calls[0].lse) if calls else call)
+        owners: list[list[int]] = []
+        storages: list[tuple[_Members, _Storage]] = []
+        for members in self._members(layers):
+            shape, storage = members.shape, self._storage(members, layers, prepared)
+            queries = query[: num_tokens * num_heads * shape.head_dim].reshape(num_tokens, num_heads, shape.head_dim)
+            for options, own in members.kinds.items():
+                plan = prepared.plan(num_heads // shape.num_kv_heads, shape.num_kv_heads, options.window, options.ahead)
+                calls.append(make_call(queries, storage.pool, storage.batch, options, self._space, plan, more))
+                owners.append(own)
+            storages.append((members, storage))
+        out, lse = np.empty(num_tokens * attended_floats, dtype=np.float32), calls[0].lse
+        calls = [call._replace(out=out[: call.out.size].reshape(call.out.shape), lse=lse) for call in calls]
         each = -(-max(call.counters.size for call in calls) // 8) * 8
         memory = np.zeros(num_counters + num_layers * (la.ROW_NUMBERS + each), dtype=np.int64)
         rows = memory[num_counters : num_counters + num_layers * la.ROW_NUMBERS].reshape(num_layers, la.ROW_NUMBERS)
-        for call, layers in zip(calls, self._kinds.values(), strict=True):
-            rows[layers] = la.row_of(call)
-        for index, numbers in (self._fixed | storage.columns | dict(turning)).items():
-            rows[:, index] = numbers
+        for call, own in zip(calls, owners, strict=True):
+            rows[own] = la.row_of(call)
+        for index, numbers in self._fixed.items():
+            rows[:, index] = numbers[layers.start : layers.stop]
+        for members, storage in storages:
+            for index, numbers in storage.columns.items():
+                rows[members.layers, index] = numbers
+        for index, numbers in turning.items():
+            rows[:, index] = numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
         first = rows.ctypes.data + 8 * num_layers * la.ROW_NUMBERS
         rows[:, la.R_COUNTERS] = first + 8 * each * np.arange(num_layers)
-        held = [*calls, *storage.held]
-        return PassMemory(memory, rows.ctypes.data, calls[0].out.reshape(len(queries), -1), calls[0].lse, held)
+        held = [*calls, *(storage.held for _, storage in storages)]
+        return PassMemory(memory, rows.ctypes.data - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
 
-    def _plain(self, prepared: PreparedBatch) -> _Storage:
+    def _members(self, layers: range) -> list[_Members]:
+        """The layers of a range by the shapes of their pools, worked out once."""
+        found = self._ranges.get(layers)
+        if found is None:
+            by_shape: dict[LayerKVSpec, dict[AttentionOptions, list[int]]] = {}
+            for layer in layers:
+                kinds = by_shape.setdefault(self._spec.layers[self._kv[layer]], {})
+                kinds.setdefault(self._params[layer], []).append(layer - layers.start)
+            found = self._ranges[layers] = [self._one_shape(shape, kinds, layers) for shape, kinds in by_shape.items()]
+        return found
+
+    def _one_shape(self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range) -> _Members:
+        own = sorted(layer for members in kinds.values() for layer in members)
+        places = [self._spec.layers[: self._kv[layers.start + layer]].count(shape) for layer in own]
+        return _Members(shape, own, np.array(places, dtype=np.int64), kinds)
+
+    def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
+        if self._coded is not None:
+            return self._open(self._coded, members, prepared)
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)
-        return _Storage(self._pools[0], prepared.paged, {la.R_SLOTS: slots.ctypes.data}, [slots])
+        pool = self._pools[self._kv[layers.start + members.layers[0]]]
+        return _Storage(pool, prepared.paged, {la.R_SLOTS: slots.ctypes.data}, [slots])
 
-    def _open(self, coded: CodedBlocks, prepared: PreparedBatch) -> _Storage:
+    def _open(self, coded: CodedBlocks, members: _Members, prepared: PreparedBatch) -> _Storage:
         """Attention reads the open blocks as floats, and what is written goes there."""
         assert prepared.coded is not None
-        own, places = coded.all_layers(prepared.coded)
+        own, places = coded.same_shape(members.shape, prepared.coded)
         tables = np.ascontiguousarray(prepared.paged.block_tables, dtype=np.int32)
         first = np.ascontiguousarray(own.first, dtype=np.int32)
-        layers = np.arange(self._num_layers)
         columns = {
             la.R_CODED_TABLES: tables.ctypes.data,
             la.R_MAX_BLOCKS: tables.shape[1],
@@ -170,6 +228,6 @@ class WholePass:
             la.R_CLOSED: places.closed,
         }
         for index, array in of_layer.items():
-            columns[index] = array.ctypes.data + array.strides[0] * layers
+            columns[index] = array.ctypes.data + array.strides[0] * members.places
         batch = prepared.paged._replace(block_tables=own.tables)
         return _Storage(own.pool, batch, columns, [tables, first, places])

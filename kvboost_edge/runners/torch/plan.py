@@ -9,12 +9,13 @@ from typing import Any
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.models.config.architectures import rope_types
+from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
 from kvboost_edge.runners.base import ModelTraits
 
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
+    "BOTH_WAYS",
     "WORKS_WITH",
     "choose_weights",
     "compute_dtype",
@@ -27,6 +28,7 @@ __all__ = [
 WORKS_WITH = "every backend"
 AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
+BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
 _QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel")}
@@ -43,8 +45,11 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Of an ONNX file; else None: what transformers cannot run shows when it is loaded."""
-    return None if model.onnx_refusal is None else "transformers does not load ONNX files"
+    """Of an ONNX file and a model that attends both ways; else None: what transformers cannot run shows when it is
+    loaded."""
+    if model.onnx_refusal is not None:
+        return "transformers does not load ONNX files"
+    return BOTH_WAYS if attends_both_ways(model.config) else None
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:

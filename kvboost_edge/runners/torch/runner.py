@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +24,13 @@ from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, pinned_context
+from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES, attends_both_ways, pinned_context
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
 from kvboost_edge.runners.torch.attention import AttentionHook, LayerPlan, LookPass, PagedPass, ProbePass, Seen
 from kvboost_edge.runners.torch.eager_check import check_against_eager
-from kvboost_edge.runners.torch.plan import compute_dtype
+from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
 from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
 
 __all__ = ["TorchRunner", "load"]
@@ -59,6 +61,8 @@ class TorchRunner:
     ) -> None:
         """kv_bits: of keys and of values in the pool; (16, 16): the model's own dtype."""
         config = model.config.get_text_config()
+        if attends_both_ways(config.to_dict()):
+            raise ModelFormatError(BOTH_WAYS)
         self.model = model.eval()
         self._kind = type(model).__name__
         self._hook = AttentionHook(model)
@@ -68,7 +72,8 @@ class TorchRunner:
         if model.dtype not in _NAMES:
             raise ModelFormatError(f"{self._kind} computes in {model.dtype}; supported: {', '.join(_DTYPES)}")
         longest = _context_length(config, max_context)
-        self._layers, self._turning, vocab_size = self._probe(int(config.num_hidden_layers), longest)
+        with self._watched() as states:
+            self._layers, self._turning, vocab_size = self._probe(int(config.num_hidden_layers), longest)
         self.info = RunnerInfo(
             name="torch",
             architecture=model_type or model.config.model_type,
@@ -82,6 +87,7 @@ class TorchRunner:
                 _NAMES[model.dtype] if kv_bits == (16, 16) else "float16",
                 kv_bits,
             ),
+            hidden_size=_state_size(model, states),
             numerics=f"torch {torch.__version__} transformers {version('transformers')} {torch.get_num_threads()}",
         )
         known = SUPPORTED_ARCHITECTURES.get(self.info.architecture)
@@ -206,7 +212,7 @@ class TorchRunner:
         self._backend = backend
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
+        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills `batch.states`."""
         backend = self._backend
         if backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
@@ -214,12 +220,32 @@ class TorchRunner:
         if refusal is not None:
             refuse_deltas(batch.layout, "the torch runner")
         paged = PagedPass(backend, batch.layout, self._layers, [] if refusal else self._turning.layers)
-        with torch.inference_mode(), self._hook.active(paged):
+        wanted = self._watched() if len(batch.state_rows) else contextlib.nullcontext()
+        with torch.inference_mode(), self._hook.active(paged), wanted as states:
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
             paged.check_complete(self._kind)
+            if states is not None:
+                batch.states[:] = _numpy(states[-1][0][torch.from_numpy(batch.state_rows).to(self.device)])
+                paged.blank_broken(batch.states, batch.state_rows)
             result: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).numpy()
             paged.blank_broken(result, batch.logit_rows)
         return result
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[list[torch.Tensor]]:
+        """What passes of this thread find behind the last norm, [1, num_tokens, hidden_size] each."""
+        found: list[torch.Tensor] = []
+        thread = threading.get_ident()  # the owner of the model may run it in another one
+
+        def take(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                found.append(output[0])
+
+        handle = self.model.base_model.register_forward_hook(take)
+        try:
+            yield found
+        finally:
+            handle.remove()
 
     def _run(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]
@@ -249,6 +275,15 @@ class TorchRunner:
         `info` may be read afterwards."""
         self.unbind()
         vars(self).pop("model", None)
+
+
+def _state_size(model: PreTrainedModel, states: list[torch.Tensor]) -> int:
+    """Numbers of a state that the head reads as it is; 0 where the model keeps no such thing apart."""
+    head = model.get_output_embeddings()
+    if model.base_model is model or head is None or not states:
+        return 0
+    size = int(states[0].shape[-1])
+    return size if head.weight.shape[-1] == size else 0
 
 
 def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

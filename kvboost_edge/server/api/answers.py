@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from kvboost_edge.server.doctor.shown import PromptCache
+
 __all__ = [
     "ERRORS",
     "BlockCounts",
@@ -81,6 +83,11 @@ class Timings(_Answer):
     draft_n_accepted: int
 
 
+def _only_when_asked(name: str) -> ConfigDict:
+    """The field is always there where it is asked for, and never null."""
+    return ConfigDict(json_schema_extra=lambda schema: schema["required"].remove(name))
+
+
 class Costs(_Answer):
     """What ran, where the time went, and where the cached tokens came from. `approximate`: some tokens were shared at
     other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same."""
@@ -105,10 +112,18 @@ class Costs(_Answer):
     seeds: list[int]
 
 
+class Explained(Costs):
+    """The same, and with kvboost.explain what became of the first prompt."""
+
+    model_config = _only_when_asked("cache")
+
+    cache: PromptCache
+
+
 class _Figures(_Answer):
     usage: Usage
     timings: Timings
-    kvboost: Costs
+    kvboost: Explained
 
 
 class _Head(_Figures):
@@ -123,11 +138,6 @@ class CompletionLogprobs(_Answer):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-
-
-def _only_when_asked(name: str) -> ConfigDict:
-    """The field is always there where it is asked for, and never null."""
-    return ConfigDict(json_schema_extra=lambda schema: schema["required"].remove(name))
 
 
 class _TokenIds(_Answer):

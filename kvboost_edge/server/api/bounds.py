@@ -54,6 +54,8 @@ BOUNDS: dict[str, Bound] = {
     "position_offset": Bound(0, 2**24),
     "dimensions": Bound(1, 2**16),
     "top_n": Bound(1, 2**16),
+    "anthropic_temperature": Bound(0, 1, integer=False),
+    "budget_tokens": Bound(1, 2**24),
     "ttl": Bound(0, 10**9, integer=False, open_low=True),  # seconds
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
@@ -93,6 +95,7 @@ COUNTS: dict[str, Bound] = {
     "template_name": Bound(1, 64),
     "template_text": Bound(0, 4096),
     "model": Bound(1, 1024),
+    "cache_marks": Bound(0, 4),  # cache_control in one of Anthropic's bodies
     "label": Bound(0, 1024),  # user and other neutral texts
     "metadata": Bound(0, 16),
     "metadata_name": Bound(1, 64),

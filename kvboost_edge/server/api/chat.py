@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
@@ -11,16 +13,17 @@ from kvboost_edge.server.api.checks import check_logprobs, check_mode, check_pri
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
 from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling
-from kvboost_edge.server.api.prompts import encode_messages, estimate_messages, size_of
-from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
+from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
+from kvboost_edge.server.doctor.asked import normal
+from kvboost_edge.server.doctor.records import Asked
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
-from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
 
-__all__ = ["chat_order"]
+__all__ = ["chat_order", "encode_asked"]
 
 _SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
 
@@ -35,17 +38,11 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
     texts = TokenTexts(tokenizer) if body.logprobs else None
     check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
 
-    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
-        ids = encode_messages(
-            tokenizer,
-            body.messages,
-            body.chat_template_kwargs,
-            body.add_generation_prompt is not False,
-            tools=body.tools,
-            continue_final=body.continues,
-            find_answer=find_answer,
+    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
+        ids, asked = encode_asked(
+            state, answers, body.messages, body, body.add_generation_prompt is not False, continues=body.continues
         )
-        return [EncodedPrompt(ids, turn=turn_of(tokenizer, body, ids))]
+        return [EncodedPrompt(ids, turn=turn_of(tokenizer, body, ids), asked=asked)]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
@@ -60,6 +57,7 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
         return ChatChoice(index, tokenizer, texts, reader, with_ids=bool(body.return_token_ids))
 
     limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
+    own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage)
     return Order(
         estimate=estimate_messages(body.messages, body.tools) + body.num_choices * limit,
         num_prompts=1,
@@ -76,8 +74,33 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
             retention=body.retention,
         ),
         streams=bool(body.stream),
-        writer=writer or OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage),
+        writer=writer or own,
+        explain=own.explain if body.explain else None,
     )
+
+
+def encode_asked(
+    state: ServerState,
+    answers: KeptAnswers,
+    messages: Sequence[ChatMessage],
+    body: ChatRequest,
+    add_generation_prompt: bool,
+    *,
+    continues: bool = False,
+) -> tuple[list[int], Asked]:
+    """Token ids of messages with the tools and variables of a body, as the model is asked; slow for long ones."""
+    plain, tokenizer = [message.for_template() for message in messages], state.engine.tokenizer
+    asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
+    ids = encode_plain(
+        tokenizer,
+        asked.messages,
+        asked.variables,
+        add_generation_prompt,
+        tools=asked.tools,
+        continue_final=continues,
+        find_answer=answers.find,
+    )
+    return ids, asked.described
 
 
 class ChatChoice:

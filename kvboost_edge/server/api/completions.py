@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
@@ -15,9 +16,9 @@ from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spellin
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.doctor.records import Asked, Field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
-from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["completion_order"]
@@ -40,7 +41,7 @@ def completion_order(
     ranked = body.num_sequences > body.num_choices
     texts = None if body.logprobs is None else TokenTexts(tokenizer)
 
-    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
+    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
         prompts = [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
         rows = sum((len(prompt.token_ids) if body.echo else 0) + (wanted or 0) for prompt in prompts)
         check_logprobs(rows * body.num_sequences, body.logprobs, "logprobs")
@@ -62,6 +63,7 @@ def completion_order(
 
     limit = min(wanted or 0, state.engine.runner_info.max_context)
     sequences = len(body.prompt) * body.num_sequences
+    own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen)
     return Order(
         estimate=sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt) + sequences * limit,
         num_prompts=len(body.prompt),
@@ -78,14 +80,15 @@ def completion_order(
             retention=body.retention,
         ),
         streams=bool(body.stream),
-        writer=writer or OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen),
+        writer=writer or own,
+        explain=own.explain if body.explain else None,
     )
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest, vocab_size: int) -> EncodedPrompt:
     if isinstance(prompt, str):
         ids = encode_text(tokenizer, prompt, body.add_special_tokens, "prompt")
-        return EncodedPrompt(ids, prompt)
+        return EncodedPrompt(ids, prompt, asked=Asked((Field("prompt", prompt),)))
     if max(prompt) >= vocab_size:
         raise bad_field("prompt", f"token id {max(prompt)} is outside of the model's vocabulary 0..{vocab_size - 1}")
     text = tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 from starlette.requests import Request
@@ -11,13 +12,14 @@ from starlette.types import Send
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import state_of
 from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.bridge import Job, Running, finished, merged, off_loop, running, wait_all
 from kvboost_edge.server.work.streams import EventStream, send_json
 
-__all__ = ["AnswerWriter", "Order", "respond"]
+__all__ = ["AnswerWriter", "Order", "respond", "watched"]
 
 _FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
 
@@ -48,6 +50,11 @@ class AnswerWriter(Protocol):
 
     def end(self) -> None: ...
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that are reasoning; known once it is written."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -57,6 +64,7 @@ class Order:
     num_prompts, job  what is computed
     streams           the answer is a stream
     writer            writes it
+    explain           is told what became of the first prompt, before its end is written; None: nobody asks
     """
 
     estimate: int
@@ -64,6 +72,7 @@ class Order:
     job: Job
     streams: bool
     writer: AnswerWriter
+    explain: Callable[[Diagnosis], None] | None = None
 
 
 async def respond(request: Request, send: Send, order: Order) -> None:
@@ -74,14 +83,17 @@ async def respond(request: Request, send: Send, order: Order) -> None:
     state = state_of(request)
     async with (
         state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
-        running(state.engine, order.job, ticket) as run,
+        running(state.engine, order.job, ticket) as started,
+        watched(request, ticket, order.job, started) as run,
     ):
         results = await wait_all(ticket, run.handles)
+        await _diagnosed(order, run, results[0])
         if len(results) > 1 or results[0].logprobs is not None or results[0].generated_tokens > _FEW_TOKENS:
             # Ten thousands of tokens take a while to write down with their alternatives, or to take apart.
             body = await off_loop(lambda: order.writer.whole(run, results))
         else:
             body = order.writer.whole(run, results)
+        _reasoned(order.writer, run)
     await send_json(send, body)
 
 
@@ -90,9 +102,10 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
     try:
         async with (
             state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
-            running(state.engine, order.job, ticket) as run,
+            running(state.engine, order.job, ticket) as started,
+            watched(request, ticket, order.job, started) as run,
         ):
-            await _stream(ticket, order.writer, run, stream)
+            await _stream(ticket, order, run, stream)
             await stream.end()
     except Exception as error:
         if not stream.started:
@@ -104,7 +117,34 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
             await stream.fail(api_error)
 
 
-async def _stream(ticket: Ticket, writer: AnswerWriter, run: Running, stream: EventStream) -> None:
+@asynccontextmanager
+async def watched(request: Request, ticket: Ticket, job: Job, run: Running) -> AsyncGenerator[Running]:
+    """The same with the doctor's eye on the first prompt; one that does not end inside is left to it."""
+    prompt, doctor = run.prompts[0], state_of(request).doctor
+    watch = doctor.watch(request.scope["kvboost"]["id"], ticket.tenant, job.cache_salt, prompt.token_ids, prompt.asked)
+    try:
+        yield dataclasses.replace(run, watch=watch)
+    finally:
+        if not watch.finished:
+            doctor.left(watch, run.handles[0])
+
+
+def _reasoned(writer: AnswerWriter, run: Running) -> None:
+    if run.watch is not None and len(run.handles) == 1:
+        run.watch.reasoned(writer.num_reasoning_tokens)
+
+
+async def _diagnosed(order: Order, run: Running, result: GenerationResult) -> None:
+    """What became of the first prompt is known, and told to a writer that asks."""
+    assert run.watch is not None
+    run.watch.finish(result)
+    explained = run.watch.explained() if order.explain is not None else None
+    if order.explain is not None and explained is not None:
+        order.explain(await off_loop(explained))
+
+
+async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStream) -> None:
+    writer = order.writer
     writer.begin(run)
     opened: set[int] = set()
     num_open = len(run.handles)
@@ -113,6 +153,8 @@ async def _stream(ticket: Ticket, writer: AnswerWriter, run: Running, stream: Ev
             for index, item in batch:
                 if isinstance(item, GenerationResult):
                     finished(ticket, item)
+                    if not index:
+                        await _diagnosed(order, run, item)
                 if index not in opened:
                     opened.add(index)
                     ticket.first_token()
@@ -125,3 +167,4 @@ async def _stream(ticket: Ticket, writer: AnswerWriter, run: Running, stream: Ev
             if num_open:
                 await stream.flush()
     writer.end()
+    _reasoned(writer, run)

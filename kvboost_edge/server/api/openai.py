@@ -15,6 +15,7 @@ import kvboost_edge
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import Running, off_loop
 from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long
@@ -76,15 +77,25 @@ class OpenAIWriter:
         self._state, self._spelling = state, spelling
         self._choice, self._chosen = choice, chosen
         self._include_usage = include_usage
+        self._diagnosis: Diagnosis | None = None
+        self._num_reasoning = 0
         self._run: Running | None = None
         self._choices: list[Choice] = []
         self._results: dict[int, GenerationResult] = {}
+
+    def explain(self, diagnosis: Diagnosis) -> None:
+        """Say in the answer what became of its first prompt."""
+        self._diagnosis = diagnosis
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._num_reasoning
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
         # One choice after the other, each as bytes at once: with their log probabilities they are large.
         writers = [(self._choice(index, run), result) for index, result in enumerate(self._chosen(results))]
         choices = [dumps_long(writer.whole(result)) for writer, result in writers]
-        figures = dumps(_figures(results, run, [writer for writer, _ in writers]))
+        figures = dumps(self._figures(results, run, [writer for writer, _ in writers]))
         head = dumps(self._head(self._spelling.kind))
         return head[:-1] + b',"choices":[' + b",".join(choices) + b"]," + figures[1:]
 
@@ -131,7 +142,15 @@ class OpenAIWriter:
     def _all_figures(self) -> Json:
         assert self._run is not None
         results = [self._results[index] for index in range(len(self._results))]
-        return _figures(results, self._run, self._choices)
+        return self._figures(results, self._run, self._choices)
+
+    def _figures(self, results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]) -> Json:
+        """usage, timings and kvboost."""
+        self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        told = costs(results, run.per_prompt, run.tokenize_ms)
+        if self._diagnosis is not None:
+            told["kvboost"]["cache"] = self._diagnosis.as_json()
+        return {"usage": usage_of(results, run.per_prompt, reasoning), **told}
 
     def _head(self, kind: str) -> Json:
         """The members that an answer, and every chunk of one, begins with."""
@@ -144,9 +163,3 @@ class OpenAIWriter:
             "model": self._state.model_name,
             "system_fingerprint": "fp_" + hashlib.sha256(described.encode()).hexdigest()[:12],
         }
-
-
-def _figures(results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]) -> Json:
-    """usage, timings and kvboost."""
-    reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-    return {"usage": usage_of(results, run.per_prompt, reasoning), **costs(results, run.per_prompt, run.tokenize_ms)}

@@ -13,7 +13,7 @@ from kvboost_edge.server.api.turns import offered
 from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["encode_messages", "encode_text", "estimate_messages", "estimate_tokens", "size_of"]
+__all__ = ["encode_messages", "encode_plain", "encode_text", "estimate_messages", "estimate_tokens", "size_of"]
 
 _CHARACTERS_PER_TOKEN = 4
 _TEMPLATE_TOKENS = 3  # around each message
@@ -58,7 +58,29 @@ def encode_messages(
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
     """Token ids of messages by the model's template; slow for long ones. ApiError for what the template refuses."""
-    plain, described = offered(tokenizer, [message.for_template() for message in messages], tools, find_answer)
+    return encode_plain(
+        tokenizer,
+        [message.for_template() for message in messages],
+        variables,
+        add_generation_prompt,
+        tools=tools,
+        continue_final=continue_final,
+        find_answer=find_answer,
+    )
+
+
+def encode_plain(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any] | None,
+    add_generation_prompt: bool = True,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    continue_final: bool = False,
+    find_answer: FindAnswer | None = None,
+) -> list[int]:
+    """The same of messages as templates know them."""
+    plain, described = offered(tokenizer, messages, tools, find_answer)
     try:
         ids = tokenizer.encode_chat(
             plain,

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvboost_edge.server.error_shapes import id_headers
 from kvboost_edge.server.errors import ApiError, as_api_error, error_response, log_failure
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.hosts import HostList
@@ -33,6 +34,8 @@ ADMITTED_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/responses",
         "/api/chat",
         "/api/generate",
@@ -78,7 +81,7 @@ class Envelope:
                 headers = list(message["headers"])
                 names = {name.lower() for name, _ in headers}
                 headers += [header for header in _RAW_HEADERS if header[0] not in names]
-                message["headers"] = [*headers, (b"x-request-id", facts["id"].encode())]
+                message["headers"] = [*headers, *((name, facts["id"].encode()) for name in id_headers(scope["path"]))]
             await send(message)
 
         try:

@@ -23,9 +23,10 @@ from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request import Entry, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.doctor.doctor import Watch
+from kvboost_edge.server.doctor.records import NOT_SAID, Asked
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.work.admission import Ticket
-from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.turns.reader import Turn
 
 if TYPE_CHECKING:
@@ -55,20 +56,21 @@ _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its answers are made of;
-    None: text alone."""
+    None: text alone. pins: of its beginnings, see the engine's `Terms`. asked: what the prompt was made of."""
 
     token_ids: list[int]
     text: str = ""
     from_text: bool = True
     turn: Turn | None = None
+    pins: tuple[tuple[int, float], ...] = ()
+    asked: Asked = NOT_SAID
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What a request body asks of the engine.
 
-    encode         tokenizes, given what finds earlier answers' ids; runs in a worker thread unless the
-                   prompts are short
+    encode         tokenizes, given the ids of earlier answers; runs in a worker thread unless the prompts are short
     params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where `encode` does
     per_prompt     sequences computed for each prompt
     options        other keywords of the engine's `submit`
@@ -76,7 +78,7 @@ class Job:
     size           characters or tokens of all prompts, and some for each message
     """
 
-    encode: Callable[[FindAnswer], list[EncodedPrompt]]
+    encode: Callable[[KeptAnswers], list[EncodedPrompt]]
     size: int
     params: Callable[[EncodedPrompt, int], SamplingParams]
     per_prompt: int
@@ -92,13 +94,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """Requests in the engine: those of prompt 0 first, `per_prompt` of each."""
+    """Requests in the engine: those of prompt 0 first, `per_prompt` of each. `watch`: what observes the first."""
 
     prompts: list[EncodedPrompt]
     handles: list[RequestHandle]
     per_prompt: int
     tokenize_ms: float
     answers: KeptAnswers
+    watch: Watch | None = None
 
 
 class Answer(Response):
@@ -147,7 +150,7 @@ async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGene
     """Tokenize, queue, and cancel whatever is not done when the block is left."""
     started = time.perf_counter()
     answers = engine.kept_answers(tenant=ticket.tenant, cache_salt=job.cache_salt)
-    encode = functools.partial(job.encode, answers.find)
+    encode = functools.partial(job.encode, answers)
     prompts = encode() if job.size <= _SHORT else await off_loop(encode, job.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
     if job.mode is not GenerationMode.BASELINE and job.cache_salt is None:
@@ -190,6 +193,7 @@ async def _submit(
                         cache_key=job.cache_key,
                         retention=job.retention,
                         pin=job.pin,
+                        pins=prompt.pins,
                         ttl=job.ttl,
                         pin_share=ticket.pin_share,
                     )

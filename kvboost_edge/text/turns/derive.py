@@ -39,6 +39,7 @@ def turn_format(render: Render) -> TurnFormat:
         reasoning=reasoning,
         shows_tools=turns.shows_tools(),
         replays=_replays(turns, reasoning),
+        preserves=reasoning is not None and _preserves(turns),
     )
 
 
@@ -131,6 +132,12 @@ def _replays(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
     if text is None or not text.startswith(front):
         return False
     return _behind_reasoning(text[len(front) :], reasoning).startswith(_CONTENT)
+
+
+def _preserves(turns: _Turns) -> bool:
+    past = {"role": "assistant", "content": _CONTENT, "reasoning_content": _EARLIER}
+    shown = [turns.text([_USER, past, _USER], variables={"preserve_thinking": on}) or "" for on in (True, False)]
+    return [_EARLIER in text for text in shown] == [True, False]
 
 
 def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:

@@ -70,13 +70,15 @@ class TurnFormat(NamedTuple):
     reasoning    None where there is none
     shows_tools  whether the template tells the model which tools there are
     replays      whether the content of a past message stands right behind what a generation prompt is, so that its own
-                 tokens can take its place
+                  tokens can take its place
+    preserves     whether the variable preserve_thinking makes the template show the reasoning of past turns
     """
 
     calls: CallFormat | None
     reasoning: ReasoningFormat | None
     shows_tools: bool
     replays: bool
+    preserves: bool = False
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
         """Whether a prompt ends inside a reasoning block, or one may come first, or none."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
+from kvboost_edge.text.turns.schemas import without_needless
 
 __all__ = ["FREE", "JSON_OPTIONS", "JSON_SPACE", "SPACE", "Atom", "Lark", "Rule", "SpecialId", "escaped", "json_schema"]
 
@@ -108,7 +109,7 @@ class Lark:
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema that bounds white space."""
-    return {**schema, "x-guidance": JSON_OPTIONS}
+    return {**without_needless(schema), "x-guidance": JSON_OPTIONS}
 
 
 def escaped(text: str) -> str:

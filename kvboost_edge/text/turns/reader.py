@@ -14,7 +14,7 @@ from kvboost_edge.text.stop_strings import StopChecker
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
-from kvboost_edge.text.turns.replay import call_keys
+from kvboost_edge.text.turns.replay import call_keys, thought_key
 
 __all__ = ["Turn", "TurnMessage", "TurnReader"]
 
@@ -87,6 +87,8 @@ class TurnReader:
         if self._answer_at is not None and (self.num_reasoning_tokens or self.message.calls):
             for key in call_keys(self.message.as_sent()) or [self.message.content]:
                 self._keep(key, self._ids[self._answer_at :])
+        if self.num_reasoning_tokens and not self._parser.in_reasoning:
+            self._keep(thought_key(self.message.as_sent()), self._ids)
         return parts
 
     def reason(self, finish_reason: str) -> str:

@@ -1,21 +1,22 @@
-"""Calls of earlier turns, written with the ids they were generated with.
+"""Calls and thinking of earlier turns, written with the ids they were generated with.
 
 A client sends a call back as a name and arguments, and the chat template writes that anew: other spaces, other order of
 keys, other tokens, and all behind it misses the cache. So the ids of an answer with calls are kept under what clients
-have of it, and take the place of the message's content.
+have of it, and take the place of the message's content. Thinking is not sent back by most clients; where the template
+would show it, it is taken from the answer that is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.text.answers import FindAnswer
+from kvboost_edge.text.turns.formats import ReasoningFormat
 
-__all__ = ["call_keys", "find_calls", "with_marks"]
-
+__all__ = ["call_keys", "find_calls", "find_thought", "thought_key", "with_marks", "with_thoughts"]
 
 _NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
 
@@ -60,3 +61,31 @@ def with_marks(
             message = {**{name: item for name, item in message.items() if name != "tool_calls"}, "content": mark}
         marked.append(message)
     return marked, kept
+
+
+def thought_key(message: Mapping[str, Any]) -> str:
+    """What the whole of an answer that was thought about is known by: what clients have of it without the thinking."""
+    keys = call_keys(message)
+    return f"{_NO_TEXT}thought {keys[0] if keys else message.get('content') or ''}"
+
+
+def find_thought(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None:
+    """The ids of an assistant's message with its thinking; None where they are not kept."""
+    return find(thought_key(message)) if message.get("role") == "assistant" else None
+
+
+def with_thoughts(
+    messages: Sequence[dict[str, Any]], reasoning: ReasoningFormat, decode: Callable[[list[int]], str], find: FindAnswer
+) -> tuple[list[dict[str, Any]], bool]:
+    """The messages, those of the assistant that came back without their thinking with it; and whether any is among them
+    whose thinking is kept, sent back or not."""
+    found, kept = [], False
+    for message in messages:
+        ids = find_thought(message, find)
+        if ids is not None:
+            kept = True
+            thought, _, _ = decode(ids).partition(reasoning.end)
+            thought = thought.strip().removeprefix(reasoning.start).strip()
+            message = {"reasoning_content": thought, **message} if thought else message
+        found.append(message)
+    return found, kept

@@ -1,16 +1,20 @@
-"""What a schema tells about values that are written between tags: as they are, or as JSON."""
+"""What a schema tells about values between tags: as they are, or as JSON; and what in it tells nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["ValueKind", "members_of", "resolved", "value_kind"]
+__all__ = ["ValueKind", "members_of", "resolved", "value_kind", "without_needless"]
 
 ValueKind = Literal["string", "json", "either"]
 
 Schema = Mapping[str, Any]
 _MOST_REFERENCES = 16
+_MOST_DEPTH = 128  # the compiler's own bound
+_ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples", "required"})
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
@@ -30,6 +34,26 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     members = dict(properties) if isinstance(properties, Mapping) else {}
     return {**members, **{name: {} for name in names if name not in members}}, set(names)
+
+
+def without_needless(schema: Any, depth: int = 0) -> Any:
+    """The schema without `propertyNames` that say what is so anyway, that names are strings: zod writes them for every
+    record, and the compiler of grammars knows no `propertyNames`. What is nested too deep to be compiled stays."""
+    if depth > _MOST_DEPTH:
+        return schema
+    if isinstance(schema, list):
+        return [without_needless(one, depth + 1) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "propertyNames" or value not in _ANY_NAME}
+    return {key: _without_needless_in(key, value, depth + 1) for key, value in kept.items()}
+
+
+def _without_needless_in(key: str, value: Any, depth: int) -> Any:
+    """What lies under a keyword: schemas by their names, values that are no schemas, or schemas."""
+    if key in _BY_NAME and isinstance(value, Mapping):
+        return {name: without_needless(one, depth) for name, one in value.items()}
+    return value if key in _VALUES else without_needless(value, depth)
 
 
 def resolved(schema: object, root: Schema) -> Schema:

@@ -28,6 +28,9 @@ OPTIONS = {
     "softcap": AttentionOptions(0.2, softcap=3.0),
     "sinks": AttentionOptions(0.2, sinks=np.array([-30, -1, 0, 1, 2, 30], np.float32)),
     "all": AttentionOptions(0.2, window=530, softcap=6.0, sinks=np.array([3, 2, 1, 0, -1, -2], np.float32)),
+    "both ways": AttentionOptions(0.2, ahead=1 << 30),
+    "both ways, window": AttentionOptions(0.2, window=33, ahead=32),
+    "both ways, wide window": AttentionOptions(0.2, window=520, ahead=519, softcap=3.0),
 }
 
 
@@ -201,6 +204,47 @@ def test_blocks_before_the_window_are_not_read(window: int, dtype: str, two_thre
     pool = filled_pool(case, dtype)
     assert_same_bits(attend(case, pool, case.spans, options), expected)
     assert_same_bits(attend(case, pool, case.spans, options, two_threads), expected)
+
+
+@pytest.mark.parametrize("name", ["both ways", "both ways, window", "both ways, wide window"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(
+    name: str, dtype: str, two_threads: AttentionWorkspace
+) -> None:
+    case = ragged(14, ((1100, 1100), (3, 3), (64, 64), (65, 65), (600, 600)))
+    pool, options = filled_pool(case, dtype), OPTIONS[name]
+    together, row = attend(case, pool, case.spans, options, two_threads), 0
+    for span in case.spans:
+        expected = tuple(part[row : row + span[2]] for part in together)
+        for space in (None, two_threads):
+            assert_same_bits(attend(case, pool, [span], options, space), expected)
+        row += span[2]
+
+
+@pytest.mark.parametrize("ahead", [1, 40, 600])
+def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead: int, two_threads: AttentionWorkspace) -> None:
+    """Its rows see whole sequences; blocks that no row reaches are full of NaN."""
+    case = ragged(12, ((1300, 1300), (20, 20), (700, 700)))
+    options = AttentionOptions(0.2, window=ahead + 1, ahead=ahead)
+    expected = attend(case, filled_pool(case), case.spans, options)
+    for sequence, total in ((0, 1300), (2, 700)):
+        span, at = (sequence, total - 100, total), sum(stop for _, stop in case.lengths[:sequence])
+        low = max(0, total - 100 - ahead)
+        for rows in (case.keys, case.values):
+            kept = rows[sequence][:low].copy()
+            rows[sequence][:low] = np.nan
+            got = attend(case, filled_pool(case), [span], options, two_threads)
+            rows[sequence][:low] = kept
+            assert_same_bits(got, tuple(part[at + total - 100 : at + total] for part in expected))
+
+
+def test_parts_are_not_looked_at_from_before() -> None:
+    case = ragged(13, ((5, 40),))
+    layout = case.layout(case.spans)
+    parts = np.zeros((1, 6), np.int32)
+    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, parts)
+    with pytest.raises(ConfigError, match="ahead=3"):
+        paged_attention(case.rows(case.queries, case.spans), filled_pool(case), batch, AttentionOptions(0.2, ahead=3))
 
 
 def test_the_future_is_not_read() -> None:

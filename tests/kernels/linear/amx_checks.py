@@ -18,12 +18,12 @@ import numpy as np
 from llvmlite import binding
 
 import amx_emulator
-from block_weights import random_blocks
+from block_weights import random_blocks, random_table_rows
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.linear import amx_choice
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, QUANTIZED, pack_rows
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, QUANTIZED, TABLE_FORMATS, pack_rows
 from kvboost_edge.runners.native import runner as native
 from linear_driver import Extra, panel_sizes, run_linear
 from paged_driver import PagedDriver
@@ -37,7 +37,7 @@ def matrices() -> dict[str, Any]:
     """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens that are not finite:
     the bits of AVX512-VNNI."""
     rng = np.random.default_rng(0)
-    for kind in (*QUANTIZED, *BLOCK_FORMATS):
+    for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS):
         in_blocks = kind in BLOCK_FORMATS
         for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):
             inputs = -(-inputs // 256) * 256 if in_blocks else inputs
@@ -46,6 +46,8 @@ def matrices() -> dict[str, Any]:
             x[3, 5], x[9, 6], x[12, 1], x[20] = np.inf, -np.inf, np.nan, -0.0
             if in_blocks:
                 packed = pack_blocks(random_blocks(kind, rows, inputs // 256), BLOCK_FORMATS[kind])
+            elif kind in TABLE_FORMATS:
+                packed = random_table_rows(rows, inputs)
             else:
                 packed = pack_rows(rng.standard_normal((rows, inputs)).astype(np.float32), KINDS[kind])
             bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))

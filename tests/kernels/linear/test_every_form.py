@@ -16,7 +16,8 @@ import pytest
 from llvmlite import binding
 
 from kvboost_edge.kernels.linear import amx as linear_amx
-from kvboost_edge.kernels.linear.dot import OFFSET
+from kvboost_edge.kernels.linear import loads
+from kvboost_edge.kernels.linear.dot import BLOCK_KINDS, KIND_INT4T, OFFSET
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles, Target, Tile
 from kvboost_edge.kernels.linear.weights import NUMBERS
@@ -49,6 +50,35 @@ def _dot(name: str, lanes: int, signed: bool) -> str:
         f"ret {sums} %s4",
         "}",
     ])  # fmt: skip
+
+
+# Instructions that look up bytes: bytes at once, bytes of a table, and the bits of a code that give 0 if one is set.
+SHUFFLES = {
+    "llvm.x86.avx512.pshuf.b.512": (64, 16, 0x80),
+    "llvm.x86.avx512.permvar.qi.512": (64, 64, 0),
+    "llvm.x86.avx2.pshuf.b": (32, 16, 0x80),
+    "llvm.x86.ssse3.pshuf.b.128": (16, 16, 0x80),
+    "llvm.aarch64.neon.tbl1.v16i8": (16, 16, 0xF0),
+}
+
+
+def _shuffle(name: str, lanes: int, size: int, zeros: int) -> str:
+    """A function that looks up each byte in its part, of `size` bytes, of the table."""
+    kind, lines = f"<{lanes} x i8>", []
+    for lane in range(lanes):
+        lines += [
+            f"%c{lane} = extractelement {kind} %codes, i32 {lane}",
+            f"%l{lane} = and i8 %c{lane}, {size - 1}",
+            f"%o{lane} = and i8 %c{lane}, {zeros - 256 * (zeros > 127)}",
+            f"%n{lane} = icmp ne i8 %o{lane}, 0",
+            f"%w{lane} = zext i8 %l{lane} to i32",
+            f"%p{lane} = add i32 %w{lane}, {lane // size * size}",
+            f"%e{lane} = extractelement {kind} %table, i32 %p{lane}",
+            f"%b{lane} = select i1 %n{lane}, i8 0, i8 %e{lane}",
+            f"%v{lane + 1} = insertelement {kind} {f'%v{lane}' if lane else 'undef'}, i8 %b{lane}, i32 {lane}",
+        ]
+    head = f"define {kind} @{name}({kind} %table, {kind} %codes) {{"
+    return "\n".join([head, *lines, f"ret {kind} %v{lanes}", "}"])
 
 
 class _Registers:
@@ -102,6 +132,11 @@ def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> n
         if f'@"{form_name}"' in text:
             lines = [line for line in text.splitlines() if not (line.startswith("declare") and form_name in line)]
             text = "\n".join(lines).replace(f'@"{form_name}"', "@emulated_dot") + definitions
+    for number, (name, shape) in enumerate(SHUFFLES.items()):
+        if f'@"{name}"' in text:
+            lines = [line for line in text.splitlines() if not (line.startswith("declare") and f'@"{name}"' in line)]
+            emulated = f"emulated_shuffle{number}"
+            text = "\n".join(lines).replace(f'@"{name}"', f"@{emulated}") + "\n" + _shuffle(emulated, *shape)
     text = text.replace('@"llvm.x86.t', '@"emulated_t').replace('@"llvm.x86.ldt', '@"emulated_ldt')
     run, engine = compiled_tile(text, functions)
     kind, tokens = tiles.kind, tiles.tokens
@@ -110,7 +145,7 @@ def _run(tiles: IntTiles, functions: dict[str, Any], definitions: str = "") -> n
     weights, scales, minima = (rng.integers(0, 256, (TILES, size), dtype=np.uint8) for size in sizes)
     weights[0, : group_bytes(kind)] = rng.choice(np.array([0, 255], np.uint8), group_bytes(kind))
     minima[:] = rng.standard_normal((TILES, sizes[2] // 2)).astype(np.float16).view(np.uint8)
-    if kind < NUMBERS["q4k"]:
+    if kind not in BLOCK_KINDS:
         scales[:] = rng.standard_normal((TILES, sizes[1] // 2)).astype(np.float16).view(np.uint8)
     x = rng.standard_normal((tokens, GROUPS * 32)).astype(np.float32)
     x[:, :32] = rng.choice([-1, 1], (tokens, 32))
@@ -153,4 +188,34 @@ def test_tile_registers(kind: int, fine: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_signed_kinds_have_an_offset() -> None:
-    assert {NAMES[kind] for kind in INT_KINDS if OFFSET[kind]} == {"int8", "int4", "q6k"}
+    assert {NAMES[kind] for kind in INT_KINDS if OFFSET[kind]} == {"int8", "int4", "q6k", "int4t"}
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "permutes", "shuffles", "triple"),
+    [
+        ("vnni512", "llvm.x86.avx512.permvar.qi.512", True, True, "x86_64"),
+        ("vnni512", "llvm.x86.avx512.pshuf.b.512", False, True, "x86_64"),
+        ("vnni256", "llvm.x86.avx2.pshuf.b", True, True, "x86_64"),
+        ("avx2", "llvm.x86.avx2.pshuf.b", False, True, "x86_64"),
+        ("neon", "llvm.aarch64.neon.tbl1.v16i8", False, False, "aarch64"),
+        ("plain", "llvm.aarch64.neon.tbl1.v16i8", False, False, "aarch64"),
+        ("plain", "llvm.x86.ssse3.pshuf.b.128", False, True, "x86_64"),
+        ("plain", "", False, False, "x86_64"),
+    ],
+)
+def test_ways_to_look_up_codes(
+    form: str, name: str, permutes: bool, shuffles: bool, triple: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One instruction for so many bytes of the 8 quads of a group, and for all the same bits."""
+    plain = _run(IntTiles(KIND_INT4T, 1, 2, False, "plain"), {})
+    monkeypatch.setattr(loads, "has_byte_permute", lambda: permutes)
+    monkeypatch.setattr(loads, "has_byte_shuffle", lambda: shuffles)
+    tiles = IntTiles(KIND_INT4T, 1, 2, False, form)
+    text = tile_module(tiles, f"{triple}-unknown-linux-gnu")
+    for other, (lanes, _, _) in SHUFFLES.items():
+        assert text.count(f'call <{lanes} x i8> @"{other}"') == (8 * 64 // lanes if other == name else 0)
+    # Of "avx2" the other instructions are not emulated, see test_unpacked.py; `_run` has the triple of this machine.
+    if form in INSTRUCTIONS or (form, triple) == ("plain", "x86_64"):
+        definitions = _dot("emulated_dot", *INSTRUCTIONS[form][1:]) if form in INSTRUCTIONS else ""
+        np.testing.assert_array_equal(_run(tiles, {}, definitions), plain)

@@ -10,7 +10,7 @@ import pytest
 from llvmlite import binding
 
 from kvboost_edge.kernels.integers import dot_form
-from kvboost_edge.kernels.linear.dot import KIND_INT8, KIND_Q5K, KIND_Q6K
+from kvboost_edge.kernels.linear.dot import KIND_INT4T, KIND_INT8, KIND_Q5K, KIND_Q6K
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
 from tile_assembly import tile_assembly
 
@@ -22,7 +22,7 @@ from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear.layout import group_bytes
 from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED
+from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS
 
 GROUPS = 3
 rng = np.random.default_rng(0)
@@ -33,7 +33,8 @@ minima = np.array([2, 0.25, -1, 0.125] * 4 * GROUPS, np.float16)
 digest = hashlib.sha256()
 factors = rng.integers(0, 256, (GROUPS, 32)).astype(np.uint8)
 factors[1] = 128
-for kind in (*QUANTIZED, *BLOCK_FORMATS):
+table = rng.integers(-128, 128, 16).astype(np.int8)
+for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS):
     number = NUMBERS[kind]
     for tokens, fine in ((1, False), (2, False), (2, True)):
         tile = int_tile[number, 1, tokens, fine]
@@ -47,7 +48,8 @@ for kind in (*QUANTIZED, *BLOCK_FORMATS):
         panel = reference.pack_panel(x, kind, [tokens], fine=fine)
         out = np.zeros((tokens, 16), np.float32)
         in_blocks = kind in BLOCK_FORMATS
-        addresses = [array.ctypes.data for array in (stored, factors if in_blocks else weights, minima)]
+        lows = table if kind in TABLE_FORMATS else minima
+        addresses = [array.ctypes.data for array in (stored, factors if in_blocks else weights, lows)]
         where = Tile(*addresses, 0, 0, 0, GROUPS, 1, 0)
         run(where, panel.ctypes.data, Target(out.ctypes.data, 64, 0, 0, 0, np.float32(1)))
         packed = stored.reshape(-1)[: GROUPS * group_bytes(number)]
@@ -56,7 +58,10 @@ for kind in (*QUANTIZED, *BLOCK_FORMATS):
             halves = minima[: 16 if kind == "q6k" else 32]
             scales, lows = reference.unpack_block_scales(factors, halves, 16, GROUPS * 32, kind)
         else:
-            codes = reference.unpack_codes(packed, 16, GROUPS * 32, 8 if kind == "int8" else 4)
+            if kind in TABLE_FORMATS:
+                codes = reference.unpack_table_codes(packed, table.view(np.uint8), 16, GROUPS * 32)
+            else:
+                codes = reference.unpack_codes(packed, 16, GROUPS * 32, 8 if kind == "int8" else 4)
             scales, lows = (reference.unpack_scales(a, 16, GROUPS * 32) for a in (weights, minima))
             codes, lows = (codes + 8, lows) if kind == "int4-asym" else (codes, None)
         quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
@@ -123,6 +128,14 @@ def test_arm_with_dot_products_uses_them(kind: int, fine: bool) -> None:
     assert assembly.count("sdot") == 8 * 4 * 4 * (2 if fine else 1)
 
 
+@pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
+def test_arm_looks_up_16_codes_at_once(form: str, cpu: str) -> None:
+    """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up one by one."""
+    instructions = [line.split()[0] for line in _assembly(KIND_INT4T, form, cpu).splitlines() if line.startswith("\t")]
+    assert instructions.count("tbl") == 8 * 4
+    assert not {"ldrb", "umov", "smov"} & set(instructions)
+
+
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
 def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -> None:
@@ -135,4 +148,4 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind: int, fine: bool) -
     multiplied = sum(line.split()[0] in ("mul", "mla") for line in assembly.splitlines() if ".8h" in line)
     added = sum(line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line)
     assert multiplied == products
-    assert added == 4 * 4 * planes * {KIND_INT8: 8, KIND_Q5K: 2, KIND_Q6K: 4}.get(kind, 1)
+    assert added == 4 * 4 * planes * {KIND_INT8: 8, KIND_INT4T: 8, KIND_Q5K: 2, KIND_Q6K: 4}.get(kind, 1)

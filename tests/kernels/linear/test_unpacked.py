@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from llvmlite import binding
 
+from kvboost_edge.kernels.linear.dot import BLOCK_KINDS
 from kvboost_edge.kernels.linear.int_tiles import IntTiles, Target, Tile
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
 from kvboost_edge.kernels.linear.tiles import INT_KINDS
@@ -33,7 +34,7 @@ def _run(tiles: IntTiles, runs: int, *, over_tokens: bool, add: bool = False) ->
     weights, scales, minima = (rng.integers(0, 256, (count, size), dtype=np.uint8) for size in sizes)
     weights[:, : 2 * group_bytes(kind)] = rng.choice(np.array([0, 255], np.uint8), (count, 2 * group_bytes(kind)))
     minima[:] = rng.standard_normal((count, sizes[2] // 2)).astype(np.float16).view(np.uint8)
-    if kind < NUMBERS["q4k"]:
+    if kind not in BLOCK_KINDS:
         scales[:] = rng.standard_normal((count, sizes[1] // 2)).astype(np.float16).view(np.uint8)
     tokens = panels * tiles.tokens
     x = rng.standard_normal((tokens, GROUPS * 32)).astype(np.float32)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config import architectures
@@ -20,7 +23,8 @@ from kvboost_edge.models.config.architectures import (
     pinned_context,
 )
 from kvboost_edge.models.config.file import read_config
-from tiny_models import FAMILIES
+from kvboost_edge.models.config.nested import WRAPPERS
+from tiny_models import FAMILIES, NESTED
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +34,21 @@ def forget_warnings() -> None:
 
 def test_families_of_the_suite_are_tested_ones_and_the_other_way_round() -> None:
     in_suite = {str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()}
+    in_suite |= {part for name, (text, _, _) in NESTED.items() for part in (name.partition("-")[0], text)}
     assert in_suite == {name for name, known in SUPPORTED_ARCHITECTURES.items() if known.tested}
 
 
 @pytest.mark.parametrize("model_type", sorted(SUPPORTED_ARCHITECTURES))
 def test_listed_families_are_causal_models_of_transformers(model_type: str) -> None:
-    assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    report = check_model_compatibility({"model_type": model_type}, strict=False)
+    alone: dict[str, Any] = {"model_type": model_type}
+    if model_type in WRAPPERS:
+        assert model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        alone["text_config"] = {}
+    elif model_type not in {text for wrapper in WRAPPERS.values() for text in wrapper.texts}:
+        assert model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type == "granitemoehybrid":
+        alone |= {"layer_types": ["attention"], "num_local_experts": 0}
+    report = check_model_compatibility(alone, strict=False)
     assert report.supported
     assert report.tested == SUPPORTED_ARCHITECTURES[model_type].tested
 
@@ -45,6 +57,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     "state space": ({"model_type": "mamba"}, "recurrent state"),
     "hybrid": ({"model_type": "qwen3_next"}, "recurrent state"),
+    "granite with states": ({"model_type": "granitemoehybrid", "num_local_experts": 0}, "recurrent state"),
+    "granite with experts": ({"model_type": "granitemoehybrid", "layer_types": ["attention"]}, "num_local_experts=8"),
     "alibi": ({"model_type": "bloom"}, "alibi"),
     "own attention": ({"model_type": "falcon"}, "inside its own modules"),
     "latent": ({"model_type": "deepseek_v3"}, "latent"),

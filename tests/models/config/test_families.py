@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import pinned_context
 from kvboost_edge.models.config.families import FAMILIES, describe_model
 from kvboost_edge.models.config.rope_kinds import rope_kind
 
@@ -31,11 +33,15 @@ def _spec(model_type: str, **fields: Any) -> Any:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_transformers(model_type: str) -> None:
     """A config.json that leaves out what equals the default means the same here as there."""
-    extra = {"head_dim": 32} if model_type == "mistral" else {}
+    extra: dict[str, Any] = {"head_dim": 32} if model_type == "mistral" else {}
+    if model_type == "granitemoehybrid":
+        extra = {"layer_types": ["attention"] * 8, "num_local_experts": 0}
     config = AutoConfig.for_model(model_type, pad_token_id=0, **SIZES, **extra)
     spec = _spec(model_type, **extra)
+    config.allow_global_per_layer_attribute_access = True  # of a config whose layers differ
     assert spec.eps == config.rms_norm_eps
-    assert spec.tied == config.tie_word_embeddings
+    # The language model of a vision model does not say: the head is the whole model's.
+    assert spec.tied == getattr(config, "tie_word_embeddings", False)
     assert spec.head_dim == (getattr(config, "head_dim", None) or 16)
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) or 0
@@ -100,7 +106,8 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*list of 8 numbers"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention='vision'"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 8}, "layer_types"),
         ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
@@ -111,6 +118,16 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
 def test_what_is_not_known_is_refused_with_the_reason(model_type: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         _spec(model_type, **fields)
+
+
+def test_a_window_reaches_half_its_size_to_either_side_where_attention_is_both_ways() -> None:
+    fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
+    assert spec.both_ways
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(257, 256), (0, spec.max_context)]
+    spec = _spec("gemma3_text", use_bidirectional_attention=False, **fields)
+    assert not spec.both_ways
+    assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(512, 0), (0, 0)]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -202,3 +219,74 @@ def test_names_and_length_of_phi3s_longrope(name: str, original: int | None) -> 
     np.testing.assert_allclose(spec.ropes[0].frequencies, tensor.numpy(), rtol=1e-6)
     assert spec.ropes[0].factor == pytest.approx(factor)
     assert spec.max_context == (original or 4096)
+
+
+def test_queries_of_ministral3_are_scaled_by_their_position() -> None:
+    scale = _spec("ministral3").query_scale
+    assert (scale.beta, scale.length) == (0.1, 16384)
+    factors = scale.factors(40000)
+    assert factors.dtype == np.float32
+    for position in (0, 16383, 16384, 32767, 32768, 39999):
+        expected = 1 + 0.1 * math.log(1 + position // 16384)
+        assert factors[position] == np.float32(expected)
+    assert np.array_equal(scale.factors(16385), factors[:16385])
+    for name, value in (("llama_4_scaling_beta", None), ("original_max_position_embeddings", -4)):
+        rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.1, name: value}  # fmt: skip
+        with pytest.raises(ModelFormatError, match=name):
+            _spec("ministral3", rope_parameters=rope)
+
+
+def test_hunyuans_dynamic_rope_is_static_with_an_alpha() -> None:
+    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    spec = _spec("hunyuan_v1_dense", head_dim=128, rope_theta=10000.0, rope_scaling=rope)
+    base = 10000.0 * 1000.0 ** (128 / 126)
+    assert spec.ropes[0].frequencies[1] == pytest.approx(base ** (-2 / 128), rel=1e-6)
+    assert spec.max_context == 512
+    assert pinned_context({"model_type": "hunyuan_v1_dense", "original_max_position_embeddings": 64,
+                           "rope_scaling": rope}) is None  # fmt: skip
+    with pytest.raises(ModelFormatError, match="'dynamic' is not known"):
+        _spec("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
+    for change, message in (({"alpha": -1.0}, "alpha=-1.0"), ({"rope_theta": "x"}, "rope_theta='x'")):
+        with pytest.raises(ModelFormatError, match=message):
+            _spec("hunyuan_v1_dense", rope_scaling={**rope, **change})
+    with pytest.raises(ModelFormatError, match="head_dim=2 must be above 2"):
+        _spec("hunyuan_v1_dense", head_dim=2, rope_scaling=rope)
+
+
+def test_granite_4_with_more_than_attention_is_refused() -> None:
+    dense = {"layer_types": ["attention"] * 8, "num_local_experts": 0, "shared_intermediate_size": 96}
+    assert {layer.rope for layer in _spec("granitemoehybrid", **dense).layers} == {-1}
+    rope = _spec("granitemoehybrid", **dense, position_embedding_type="rope")
+    assert {layer.rope for layer in rope.layers} == {0}
+    for change, message in (
+        ({"layer_types": ["mamba"] + ["attention"] * 7}, "recurrent state"),
+        ({"layer_types": None}, "recurrent state"),
+        ({"num_local_experts": 4}, "num_local_experts=4; of this family only models without experts"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not known"),
+    ):
+        with pytest.raises(ModelFormatError, match=message):
+            _spec("granitemoehybrid", **{**dense, **change})
+
+
+def test_bases_of_rope_by_layer() -> None:
+    spec = _spec("granite_swa", layer_rope_theta=[1e4, 0, 1e6, 1e4] * 2)
+    assert [layer.rope for layer in spec.layers] == [0, -1, 1, 0] * 2
+    assert [layer.window for layer in spec.layers] == [0, 128, 128, 128] * 2
+    assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=[0] * 8).layers} == {-1}
+    assert {layer.rope for layer in _spec("granite_swa", layer_rope_theta=None).layers} == {0}
+    for thetas, message in (([1e4] * 7, "for each of the 8 layers"), ([-1.0] * 8, "layer_rope_theta=-1.0")):
+        with pytest.raises(ModelFormatError, match=message):
+            _spec("granite_swa", layer_rope_theta=thetas)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
+def test_one_rope_for_a_family_of_two_is_refused(model_type: str) -> None:
+    """It was passed over, and the defaults taken."""
+    flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
+    for settings in (flat, {**flat, "full_attention": flat}, [flat], {"full_attention": 3.0}):
+        with pytest.raises(ModelFormatError, match="full_attention and of sliding_attention"):
+            _spec(model_type, rope_parameters=settings)
+    full = _spec(model_type, rope_parameters={"full_attention": flat})
+    assert full.ropes[1] == _spec(model_type).ropes[1]
+    assert full.ropes[0].frequencies[0] == 0.125

@@ -46,7 +46,9 @@ def test_a_directory_without_them_says_nothing(tmp_path: Path) -> None:
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, KINDS, "says mean_tokens, max_tokens"),
         ({}, KINDS, "says nothing"),
         ([], KINDS, "must hold a JSON object"),
-        ({"pooling_mode": "lasttoken"}, (*KINDS, "Dense"), "the module 'Dense' behind the model is not supported"),
+        ({"pooling_mode": "lasttoken"}, (*KINDS, "LSTM"), "the module 'LSTM' behind the model is not supported"),
+        ({"pooling_mode": "lasttoken"}, ("Transformer", "Normalize", "Pooling"), "are not in the order"),
+        ({"pooling_mode": "lasttoken"}, (*KINDS[:2], "Pooling"), "are not in the order"),
     ],
 )
 def test_other_poolings_are_refused_by_name(
@@ -84,7 +86,26 @@ def test_other_poolings_of_a_gguf_file_are_refused(number: int, message: str) ->
         gguf_pooling({"general.architecture": "qwen3", "qwen3.pooling_type": number}, Path("m.gguf"))
 
 
-def test_bidirectional_models_are_refused_with_the_reason() -> None:
-    for fields in ({"use_bidirectional_attention": True}, {"is_causal": False}):
+def test_the_folders_of_dense_layers_are_found_in_order(tmp_path: Path) -> None:
+    write(tmp_path, {"pooling_mode": "mean"})
+    modules = [
+        {"path": path, "type": f"models.{kind}"}
+        for path, kind in (("", "Transformer"), ("1_Pooling", "Pooling"), ("3_Dense", "Dense"), ("2_Dense", "Dense"))
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelFormatError, match=r"3_Dense/config.json, which is missing"):
+        read_pooling(tmp_path)
+    for name in ("2_Dense", "3_Dense"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    assert read_pooling(tmp_path).dense == (tmp_path / "3_Dense", tmp_path / "2_Dense")
+
+
+def test_bidirectional_models_but_one_family_are_refused_with_the_reason() -> None:
+    check_model_compatibility({"model_type": "gemma3_text", "use_bidirectional_attention": True})
+    for fields in (
+        {"model_type": "gemma", "use_bidirectional_attention": True},
+        {"model_type": "gemma3_text", "is_causal": False},
+    ):
         with pytest.raises(ModelFormatError, match="its attention is bidirectional"):
-            check_model_compatibility({"model_type": "gemma3_text", **fields})
+            check_model_compatibility(fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
@@ -9,7 +11,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from kvboost_edge.kernels.linear.blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES, dequantize, quant_rows_of, scales_of
+from kvboost_edge.models.gguf.blocks import BLOCKS, TYPE_NAMES, dequantize, quant_rows_of, refusal, scales_of
+from kvboost_edge.models.gguf.tables import count_lost
 
 QUANTIZED = [name for name, block in BLOCKS.items() if block.kind is not None]
 IN_BLOCKS = [name for name in QUANTIZED if BLOCKS[name].kind in BLOCK_FORMATS]
@@ -22,19 +25,23 @@ def _random(name: str, rows: int = 9, blocks: int = 4) -> np.ndarray:
     raw = rng.integers(0, 256, (rows * blocks * (256 // block.weights), block.nbytes), dtype=np.uint8)
     for at in block.halves:
         raw[:, at : at + 2] = (0.01 * rng.normal(size=(len(raw), 1))).astype(np.float16).view(np.uint8)
+    if name == "MXFP4":
+        raw[:, 0] = rng.integers(104, 144, len(raw))  # the scales that are float16
     return raw.reshape(rows, -1)
 
 
 def _values(rows: object, kind: str) -> np.ndarray:
     codes, scales, minima = rows.codes.astype(np.float32), rows.scales, rows.minima
-    values = np.repeat(scales.astype(np.float32), 32, 1) * (codes - {"int8": 128, "int4": 8, "int4-asym": 0}[kind])
+    signed = rows.table[rows.codes] if kind == "int4t" else codes - {"int8": 128, "int4": 8, "int4-asym": 0}[kind]
+    values = np.repeat(scales.astype(np.float32), 32, 1) * signed
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
 
 def test_sizes_and_numbers_are_those_of_the_format() -> None:
     for name, block in BLOCKS.items():
         assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (block.weights, block.nbytes)
-    assert {int(kind): kind.name for kind in GGMLQuantizationType} == TYPE_NAMES
+    # Newer than the package: llama.cpp's GGML_TYPE_Q2_0.
+    assert {**{int(kind): kind.name for kind in GGMLQuantizationType}, 42: "Q2_0"} == TYPE_NAMES
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -64,11 +71,12 @@ def test_codes_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_blocks_are_taken_over_and_packed_exactly(name: str) -> None:
-    assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K"]
+    assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K", "Q3_K"]
     raw = _random(name)
     rows = quant_rows_of(name, raw)
     assert rows.kind == BLOCKS[name].kind
-    np.testing.assert_array_equal(rows.codes, raw)
+    if name != "Q3_K":  # whose blocks are written anew as Q6_K
+        np.testing.assert_array_equal(rows.codes, raw)
     np.testing.assert_array_equal(rows.scales.reshape(-1), scales_of(name, raw).reshape(-1))
     packed = pack_blocks(rows.codes, BLOCK_FORMATS[rows.kind])
     expected = quants.dequantize(raw, GGMLQuantizationType[name])
@@ -76,7 +84,7 @@ def test_blocks_are_taken_over_and_packed_exactly(name: str) -> None:
 
 
 def test_error_of_the_others() -> None:
-    assert set(QUANTIZED) - set(EXACT) - set(IN_BLOCKS) == {"Q5_1"}
+    assert set(QUANTIZED) - set(EXACT) - set(IN_BLOCKS) == {"Q5_1", "IQ4_XS"}
     raw = _random("Q5_1")
     rows, stored = quant_rows_of("Q5_1", raw), dequantize("Q5_1", raw)
     assert rows.kind == "int8"
@@ -94,3 +102,61 @@ def test_zero_and_huge_groups() -> None:
     raw[0, 4:] = 255
     raw[0, :2] = np.array([60000.0], dtype=np.float16).view(np.uint8)
     assert np.isfinite(quant_rows_of("Q5_1", raw).scales).all()
+
+
+def test_q3_k_at_its_extremes() -> None:
+    """Every code beside every scale, as the blocks of Q6_K that they become."""
+    raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
+    raw[0], raw[1] = 0, 255
+    raw[:, 108:] = np.array([0.5], np.float16).view(np.uint8)
+    scales = np.unique(dequantize("Q3_K", raw))
+    assert (scales.min(), scales.max()) == (-0.5 * 31 * 4, 0.5 * 32 * 4)
+    found = quants.dequantize(quant_rows_of("Q3_K", raw).codes, GGMLQuantizationType.Q6_K)
+    np.testing.assert_array_equal(found, quants.dequantize(raw, GGMLQuantizationType.Q3_K))
+
+
+def test_scales_of_iq4_xs_are_rounded_to_float16() -> None:
+    raw = _random("IQ4_XS")
+    rows, stored = quant_rows_of("IQ4_XS", raw), dequantize("IQ4_XS", raw)
+    error = np.linalg.norm(_values(rows, "int4t") - stored) / np.linalg.norm(stored)
+    assert 1e-5 < error < 2**-11
+    assert rows.table.tolist()[:2] == [-127, -104]
+
+
+def test_scales_of_mxfp4_outside_float16() -> None:
+    """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too small, or infinite."""
+    raw = np.random.default_rng(6).integers(0, 256, (512, 17), dtype=np.uint8)
+    raw[256:, 1:] = np.random.default_rng(7).choice(np.array([0x00, 0x80, 0x08, 0x88], np.uint8), (256, 16))
+    raw[:, 0] = np.tile(np.arange(256), 2)
+    with np.errstate(over="ignore"):
+        expected = quants.dequantize(raw, GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(dequantize("MXFP4", raw), expected)
+    rows = quant_rows_of("MXFP4", raw)
+    with np.errstate(invalid="ignore"):
+        found = _values(rows, "int4t")
+    np.testing.assert_array_equal(found[104:144], expected[104:144])
+    assert (found[:104] == 0).all()
+    assert np.isinf(rows.scales[144:256]).all()
+    assert (rows.scales[256:] == 0).all()
+    assert (found[256:] == 0).all()
+    assert (expected[256:] == 0).all()
+    assert count_lost("MXFP4", raw) == 104
+    assert count_lost("MXFP4", raw[104:]) == 0
+    assert np.abs(expected[:104]).max() <= 12 * 2.0**-25
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Q2_K", "a minimum for every 16 weights.*Q4_K_M or IQ4_XS file.*Q3_K_M"),
+        *((name, "lattice.*take a Q4_K_M or IQ4_XS file") for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")),
+        *((name, "two or three values.*Q4_K_M") for name in ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")),
+        ("NVFP4", "every 16 weights.*Q4_K_M"),
+        ("Q8_K", "inside a computation"),
+        ("I32", "known are F32, F16, .*MXFP4; take a Q4_K_M"),
+    ],
+)
+def test_types_that_are_not_read_are_refused_with_what_to_take(name: str, why: str) -> None:
+    assert name in TYPE_NAMES.values()
+    assert name not in BLOCKS
+    assert re.search(why, refusal(name)), refusal(name)

@@ -34,7 +34,7 @@ def test_nan_is_found(kind: str, where: int, tmp_path: Path) -> None:
 # Where the numbers of a block are, by the definitions in ggml-common.h.
 NUMBERS = {
     "F32": (0,), "F16": (0,), "BF16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
 }  # fmt: skip
 # Little endian; of each kind of number two NaN, the second with the fewest bits set, and both infinities.
 NOT_FINITE = {

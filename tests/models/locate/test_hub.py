@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from embedding_models import save_two_way_model
 from fake_hub import FakeHub, fake_hub
 from gguf_models import write_gguf
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import locate_model
@@ -65,6 +67,22 @@ def test_all_parts_of_a_split_model(hub: FakeHub) -> None:
     assert found.name.endswith("00001-of-00002.gguf")
     with pytest.raises(ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf of a model in 2 parts"):
         locate_model(f"{REPO}:F32")
+
+
+def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_two_way_model(tmp_path / "source")
+    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    others = ("onnx/model.json", "openvino/config.json", "2bit/model.safetensors", "4_LSTM/config.json",
+              "4_Normalize/x", "consolidated.safetensors", "2_Dense/pytorch_model.bin")  # fmt: skip
+    with fake_hub("someone/Vectors", {**files, **dict.fromkeys(others, b"{}")}, tmp_path / "hub", monkeypatch) as hub:
+        found = locate_model("someone/Vectors")
+        assert set(hub.downloads()) == set(files)
+    with CPUPagedEngine.from_pretrained(source) as engine:
+        expected = engine.embed(["hello"])
+    with CPUPagedEngine.from_pretrained(found) as engine:
+        assert (engine.embed(["hello"]) == expected).all()
 
 
 def test_a_download_goes_on_where_it_was_cut_off(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.conversions import conversion_error
@@ -104,6 +105,8 @@ def test_every_form_of_blocks(name: str, tmp_path: Path) -> None:
             stored = source.quant_rows(full, 5, 30)
             assert stored.codes.shape == expected[5:30].shape
             assert stored.scales.shape == (25, -(-expected.shape[1] // 32))
+            with pytest.raises(ModelFormatError, match="no row is read alone"):
+                source.stored_rows(full)
             error = conversion_error(source, full, kind).relative
             assert error <= most
             assert (error > 0) == (most > 0)

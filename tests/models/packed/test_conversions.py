@@ -34,7 +34,9 @@ def _lines(path: Path, weights: str, caplog: pytest.LogCaptureFixture) -> list[s
     return [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+)
 def test_exact_formats_have_no_error(kind: str, model_dir: Path, tmp_path: Path) -> None:
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=kind)
     with Checkpoint.open(path).open_source() as source:
@@ -84,6 +86,31 @@ def test_formats_that_were_asked_for_are_named_too(
     assert line.startswith("Q8_0: 14 tensors become int4 with a relative error of 0.")
     (line,) = _lines(path, "int4-asym", caplog)
     assert line.startswith("Q8_0: 14 tensors become int4-asym with a relative error of 0.")
-    assert _lines(write_gguf(model_dir, tmp_path / "n.gguf", kind="Q4_0"), "int4-asym", caplog) == []
+    (line,) = _lines(write_gguf(model_dir, tmp_path / "n.gguf", kind="Q4_0"), "int4-asym", caplog)
+    assert line.startswith(
+        "Q4_0: 2 tensors become int8 exactly, in 1.06 bytes a weight; the file has 0.56 (model.embed"
+    )
     floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
     assert _lines(floats, "int8", caplog) == []  # of a float checkpoint the packing itself gives the error
+
+
+def test_what_grows_without_an_error_is_named(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(model_dir, tmp_path / "m.gguf", kind="Q3_K")
+    (line,) = _lines(path, STORED, caplog)
+    assert re.fullmatch(
+        r"Q3_K: 16 tensors become q6k exactly, in 0\.82 bytes a weight; the file has 0\.43 \(\S+\)", line
+    ), line
+    for kind, there in (("Q5_0", "int8 exactly, in 1.06 bytes a weight; the file has 0.69"), ("IQ4_NL", "")):
+        lines = _lines(write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind), STORED, caplog)
+        assert there in lines[0] if there else not lines
+
+
+def test_the_error_of_iq4_xs_is_that_of_its_scales(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (line,) = _lines(write_gguf(model_dir, tmp_path / "m.gguf", kind="IQ4_XS"), STORED, caplog)
+    found = re.fullmatch(r"IQ4_XS: 16 tensors become int4t with a relative error of (\S+) \(\S+\)", line)
+    assert found is not None, line
+    assert 1e-5 < float(found[1]) < 2**-11

@@ -72,7 +72,7 @@ class Stored(WeightSource):
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         found = self.quantized[name]
         minima = None if found.minima is None else found.minima[start:stop]
-        return QuantRows(found.kind, found.codes[start:stop], found.scales[start:stop], minima)
+        return found._replace(codes=found.codes[start:stop], scales=found.scales[start:stop], minima=minima)
 
     def file_of(self, name: str) -> Path:
         return Path("some.file")
@@ -84,9 +84,12 @@ class Stored(WeightSource):
 def _floats(stored: QuantRows) -> Floats:
     if stored.kind in BLOCK_FORMATS:
         return dequantize(TYPES[stored.kind], stored.codes)
-    offset = {"int8": 128, "int4": 8, "int4-asym": 0}[stored.kind]
     inputs = stored.codes.shape[1]
-    back = (stored.codes.astype(np.float32) - offset) * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
+    if stored.table is not None:
+        signed = stored.table[stored.codes].astype(np.float32)
+    else:
+        signed = stored.codes.astype(np.float32) - {"int8": 128, "int4": 8, "int4-asym": 0}[stored.kind]
+    back = signed * stored.scales.astype(np.float32).repeat(32, 1)[:, :inputs]
     return back if stored.minima is None else back - stored.minima.astype(np.float32).repeat(32, 1)[:, :inputs]
 
 
@@ -94,7 +97,8 @@ def _quant(kind: str, rows: int, inputs: int, seed: int = 0) -> QuantRows:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256 if kind == "int8" else 16, (rows, inputs)).astype(np.uint8)
     scales, minima = (rng.uniform(0.01, 0.02, (rows, -(-inputs // 32))).astype(np.float16) for _ in range(2))
-    return QuantRows(kind, codes, scales, minima if kind == "int4-asym" else None)
+    table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
+    return QuantRows(kind, codes, scales, minima if kind == "int4-asym" else None, table if kind == "int4t" else None)
 
 
 def _float(rows: int, inputs: int, seed: int = 0) -> Floats:
@@ -118,6 +122,10 @@ def _pack(entry: PackEntry, source: WeightSource, num_threads: int = 2) -> Float
         ("int4", "int8"),
         ("int4", "int4-asym"),
         ("int4-asym", "f32"),
+        ("int4t", "int4t"),
+        ("int4t", "int8"),
+        ("int4", "int4t"),
+        ("int4t", "f32"),
     ],
 )
 @pytest.mark.parametrize(("rows", "inputs"), [(48, 64), (37, 41), (5, 7)])
@@ -178,6 +186,31 @@ def test_blocks_of_four_bits_beside_those_of_five(split: tuple[int, int]) -> Non
     np.testing.assert_array_equal(back, np.concatenate([source.rows("gate"), source.rows("up")]))
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tensors_of_one_matrix_keep_their_own_tables(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are cut where a tensor ends, and int4 has a table of its own."""
+    stored = {"a": _quant("int4t", 48, 96, 1), "b": _quant("int4t", 32, 96, 2), "c": _quant("int4", 37, 96, 3)}
+    source = Stored({}, stored)
+    entry = PackEntry("m", "int4t", (("a", 48), ("b", 32), ("c", 37)), 96)
+    wanted = np.concatenate([source.rows(name) for name in stored])
+    np.testing.assert_array_equal(_pack(entry, source, num_threads), wanted)
+    monkeypatch.setattr("kvboost_edge.models.packed.stream._PIECE_BYTES", 4 * 96 * 16)
+    np.testing.assert_array_equal(_pack(entry, source, num_threads), wanted)
+
+
+def test_tensors_that_share_a_tile_become_int8_without_error() -> None:
+    """A tile has one table: rows of two tensors cannot stand in it."""
+    spec = describe_model({**CONFIG, "intermediate_size": 40})
+    source = _checkpoint(spec, {"_proj": "int4t", "lm_head": "int4t"})
+    plan = {entry.name: entry for entry in pack_plan(spec, "auto", source)}
+    found = {name.removeprefix("layer0."): entry.kind for name, entry in plan.items()}
+    assert {name: found[name] for name in ("qkv", "out", "gate_up", "down", "head")} == {
+        "qkv": "int4t", "out": "int4t", "gate_up": "int8", "down": "int4t", "head": "int4t"
+    }  # fmt: skip
+    wanted = np.concatenate([source.rows(tensor) for tensor, _ in plan["layer0.gate_up"].parts])
+    np.testing.assert_array_equal(_pack(plan["layer0.gate_up"], source), wanted)
+
+
 def test_numbers_of_blocks_are_checked() -> None:
     bad = _blocks("q6k", 32, 256)
     bad.scales[20, 0] = np.inf
@@ -192,11 +225,17 @@ def test_numbers_of_blocks_are_checked() -> None:
         ({"k_proj": "q5k", "up_proj": "q5k"}, {"qkv": "q4k", "qkv+1": "q5k", "qkv+2": "q4k", "gate_up": "q5k"}),
         ({"up_proj": "q6k"}, {"qkv": "q4k", "gate_up": "int8"}),
         ({"v_proj": "int8"}, {"qkv": "int8", "gate_up": "q4k"}),
+        ({"v_proj": "int4t"}, {"qkv": "q4k", "qkv+1": "int4t", "gate_up": "q4k"}),
+        ({"v_proj": "q5k", "_proj": "int4t"}, {"qkv": "int4t", "qkv+1": "q5k", "gate_up": "int4t"}),
+        ({"k_proj": "q6k", "_proj": "int4t"}, {"qkv": "int4t", "qkv+1": "q6k", "qkv+2": "int4t", "gate_up": "int4t"}),
+        ({"gate_proj": "int4t"}, {"qkv": "q4k", "gate_up": "int8"}),
+        ({"up_proj": "int4", "_proj": "int4t"}, {"qkv": "int4t", "gate_up": "int4t"}),
+        ({"up_proj": "int4-asym", "k_proj": "int8", "_proj": "int4t"}, {"qkv": "int8", "gate_up": "int8"}),
     ],
 )
 def test_matrices_of_several_block_formats(kinds: dict[str, str], expected: dict[str, str]) -> None:
     spec = describe_model({**CONFIG, "hidden_size": 256, "intermediate_size": 256})
-    source = _checkpoint(spec, {**kinds, "_proj": "q4k", "lm_head": "q6k"})
+    source = _checkpoint(spec, {**kinds, "_proj": kinds.get("_proj", "q4k"), "lm_head": "q6k"})
     plan = pack_plan(spec, "auto", source)
     found = {entry.name.removeprefix("layer0."): entry.kind for entry in plan if entry.kind != VECTOR}
     assert {name: kind for name, kind in found.items() if name.startswith(("qkv", "gate_up"))} == expected

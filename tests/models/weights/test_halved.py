@@ -22,7 +22,7 @@ WHOLE = [*range(0, 64, 2), *range(1, 64, 2)]
 PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_K", "IQ4_NL"])
 @pytest.mark.parametrize(("family", "order"), [("ernie4_5", WHOLE), ("glm4", PART)])
 def test_any_range_of_rows(family: str, order: list[int], kind: str, tmp_path: Path) -> None:
     path = write_gguf(save_tiny_model(family, tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
@@ -43,6 +43,7 @@ def test_any_range_of_rows(family: str, order: list[int], kind: str, tmp_path: P
                 if whole.minima is not None:
                     assert found.minima is not None
                     np.testing.assert_array_equal(found.minima, whole.minima[places[start:stop]])
+                assert found.table is whole.table
 
 
 def test_rows_that_are_not_whole_heads_are_refused(tmp_path: Path) -> None:

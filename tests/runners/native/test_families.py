@@ -15,9 +15,7 @@ from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-NOT_KNOWN = (
-    "stablelm", "starcoder2", "gpt_neox", "olmoe", "ernie4_5_moe", "granite_swa", "ministral3",
-)  # fmt: skip
+NOT_KNOWN = ("stablelm", "starcoder2", "gpt_neox", "olmoe", "ernie4_5_moe")
 KNOWN = [name for name in FAMILIES if name not in NOT_KNOWN]
 NEW_TOKENS = 24
 
@@ -36,6 +34,9 @@ VARIANTS = {
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "glm4-whole": ("glm4", {"attention_bias": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}}),
+    "granite_swa-thetas": ("granite_swa", {"layer_rope_theta": [1000.0, 0, 50.0, 1000.0]}),
+    "granite_swa-odd": ("granite_swa", {"hidden_size": 80}),
+    "granite_swa-nope": ("granite_swa", {"layer_rope_theta": [0, 0, 0, 0], "tie_word_embeddings": True}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from engine.native_bench import BLOCK, Bits, Floats, Machine, NativeBench
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.models.config.families import FAMILIES as KNOWN
 from tiny_checkpoints import save_tiny_checkpoint
-from tiny_models import FAMILIES, build_tiny_model, save_tiny_model
+from tiny_models import FAMILIES, NESTED, build_tiny_model, save_nested_model, save_tiny_model
 
 PARTITION, CONTEXT, BLOCKS = 512, 2048, 100
 LONG = np.random.default_rng(3).integers(0, 256, 1210).tolist()
@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral-700": ("mistral", "f32", {"sliding_window": 700}),
     "qwen2": ("qwen2", "int4", {}),
     "qwen3": ("qwen3", "int4-asym", {}),
+    "qwen3_vl": ("qwen3_vl", "int8", {}),
     "gemma": ("gemma", "int8", {}),
     "gemma2": ("gemma2", "int8", {}),
     "gemma2-520": ("gemma2", "bf16", {"sliding_window": 520}),
@@ -39,6 +40,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone4": ("exaone4", "int4", {"sliding_window": 513}),
     "ernie4_5": ("ernie4_5", "int8", {}),
     "glm4": ("glm4", "bf16", {}),
+    "ministral3": ("ministral3", "int8", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", "int4", {}),
+    "granitemoehybrid": ("granitemoehybrid", "int8", {}),
+    "granite_swa": ("granite_swa", "int8", {"layer_rope_theta": [1000.0, 0, 50.0, 1000.0]}),
     "granite": ("granite", "int4-asym", {}),
     "smollm3": ("smollm3", "int8", {}),
 }
@@ -59,6 +64,8 @@ class Case:
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     family, weights, fields = CASES[request.param]
     save = save_tiny_checkpoint if family in ("llama", "qwen2", "qwen3") else save_tiny_model
+    if family not in FAMILIES:
+        save = save_nested_model
     directory = save(family, tmp_path_factory.mktemp("long"), max_position_embeddings=CONTEXT, **fields)
     machine = Machine(directory, weights)
     yield machine
@@ -75,7 +82,9 @@ def equal(actual: Floats, expected: Floats) -> bool:
 
 
 def test_no_family_is_forgotten() -> None:
-    covered = {FAMILIES[family].get("model_type", family.partition("-")[0]) for family, _, _ in CASES.values()}
+    plain = {name: fields.get("model_type", name.partition("-")[0]) for name, fields in FAMILIES.items()}
+    text = {name: parts[0] for name, parts in NESTED.items()}
+    covered = {(text | plain)[family] for family, _, _ in CASES.values()}
     assert covered == set(KNOWN)
 
 
@@ -120,7 +129,9 @@ def test_decoding_into_a_new_partition(case: Case) -> None:
     assert equal(bench.logits(turn, len(stem) + 40), cold[len(stem) + 40 :])
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3", "granite_swa"]
+)
 def test_it_is_what_transformers_computes(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """All of the above would hold for partitions that are merged wrongly in the same way each time."""
     family, _, fields = CASES[name]

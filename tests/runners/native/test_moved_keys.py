@@ -23,9 +23,11 @@ from kvboost_edge.kernels.attention.paged import AttentionOptions, Turning
 from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.attended import asked_layer
 from kvboost_edge.runners.base import ForwardBatch, Runner, StoredKeys
+from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
 from moved_cases import Pieces, Row, blocks_from, layout_of, plain, with_deltas
 from tiny_models import save_tiny_model
@@ -56,17 +58,22 @@ ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
     "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
+    "gemma4-global": ("gemma4", {"layer_types": [FULL], "num_kv_shared_layers": 0}),
     "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
+    "granite_swa": ("granite_swa", {"layer_types": [SLIDING]}),
+    "ministral3": ("ministral3", {}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
 }  # fmt: skip
+ELSEWHERE = ("phi3-longrope", "granite_swa")  # other factors beyond 96; transformers' weights leave sinks out
 WITHOUT_ROPE = ("smollm3-nope",)
 # Which rope layers have (-1: none), and whether they have a window.
 LAYERS = {
     "llama-yarn": {(0, False)},
     "gemma3": {(0, False), (1, True)},
+    "gemma4": {(0, False), (1, True)},
     "smollm3": {(0, False), (-1, False)},
 }
 SOME = ("llama-yarn", "gemma2-window", "phi3-partial")
@@ -215,7 +222,7 @@ class TurnsKeys(LayerByLayer):
         return reference.paged_attention(queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning)
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "smollm3"])
+@pytest.mark.parametrize("name", ["llama-yarn", "gemma3", "gemma4", "smollm3"])
 def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a context of their own too; gemma3 has two ropes, smollm3 layers without one."""
     hand = Hand(save_tiny_model(name, tmp_path))
@@ -241,7 +248,7 @@ def test_every_layer_turns_queries_by_its_own_rope(name: str, tmp_path: Path, mo
     slow.close()
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4"])
 def deep_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several layers; gemma3's have windows and two kinds of rope."""
     return save_tiny_model(request.param, tmp_path_factory.mktemp("deep"))
@@ -350,7 +357,7 @@ def test_a_model_whose_heads_are_padded_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
-@pytest.mark.parametrize("name", [name for name in ONE_LAYER if name != "phi3-longrope"])  # other factors beyond 96
+@pytest.mark.parametrize("name", [name for name in ONE_LAYER if name not in ELSEWHERE])
 def test_what_tokens_attend_to_is_what_transformers_gives(name: str, bits: Bits, tmp_path: Path) -> None:
     """Without reuse, as the first layer's keys are the same there."""
     hand = Hand(model(name, tmp_path), bits)
@@ -380,3 +387,15 @@ def test_the_layer_that_is_asked_is_the_nearest_to_two_thirds_that_sees_everythi
     assert asked_layer([24, 24, 0, 24, 24, 0]) == 5
     assert asked_layer([24, 0, 24, 24]) == 1
     assert asked_layer([24] * 6) == 4
+
+
+def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path: Path) -> None:
+    hand = Hand(save_tiny_model("hunyuan_v1_dense", tmp_path))
+    assert hand.runner.moved_keys_refusal == moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu")
+    assert "normed behind rope" in str(hand.runner.moved_keys_refusal)
+    moved = Pieces(SIZE, hand.take)
+    moved.own(32)
+    moved.run(hand.stored(tokens_of(5, 40)).table, 16, 16)
+    with pytest.raises(ConfigError, match="hunyuan_v1_dense"):
+        hand.forward([moved.own(4)], [tokens_of(6, 52)])
+    hand.close()

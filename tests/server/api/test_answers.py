@@ -16,13 +16,16 @@ from kvboost_edge.server.api.vectors import RerankAnswer
 from kvboost_edge.server.app import ROUTERS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-SHOWN = {"max_tokens": 3, "logprobs": 2, "return_token_ids": True}
-CHAT = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+EXPLAINED = {"return_token_ids": True, "kvboost": {"explain": True}}
+SHOWN = {"max_tokens": 3, "logprobs": 2, **EXPLAINED}
+CHAT = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, **EXPLAINED}
 # Bodies that ask for all an answer may hold; None: GET.
 ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/completions", {"prompt": "hello", **SHOWN}),
     ("/v1/completions", {"prompt": ["hello", "world"], "n": 2, "echo": True, **SHOWN}),
     ("/v1/chat/completions", CHAT),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/v1/responses", {"input": "hello", "max_output_tokens": 3}),
     ("/api/chat", {"model": "tiny", "messages": MESSAGES, "stream": False, "options": {"num_predict": 3}}),
     ("/api/chat", {"model": "tiny:latest"}),
@@ -44,6 +47,8 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/warm", {"text": "A text of more than one block. " * 3}),
     ("/v1/warm", {"messages": MESSAGES}),
     ("/v1/unpin", {"text": "A text of more than one block. " * 3}),
+    ("/v1/requests", None),
+    ("/v1/requests/last/cache", None),
     ("/v1/stats", None),
     ("/v1/blocks", None),
     ("/cache/reset", {}),
@@ -57,7 +62,8 @@ MODELS: dict[str, type[BaseModel]] = {
 
 
 def model_of(path: str) -> type[BaseModel]:
-    return MODELS["/v1/models/{name:path}" if path == "/v1/models/tiny" else path]
+    named = {"/v1/models/tiny": "/v1/models/{name:path}", "/v1/requests/last/cache": "/v1/requests/{request_id}/cache"}
+    return MODELS[named.get(path, path)]
 
 
 async def ask(app: httpx.AsyncClient, path: str, body: dict[str, Any] | None) -> httpx.Response:
@@ -79,6 +85,8 @@ def test_no_model_lets_a_key_pass_that_it_does_not_name() -> None:
 async def test_answers_have_the_keys_of_their_models(
     tiny_app: httpx.AsyncClient, path: str, body: dict[str, Any] | None
 ) -> None:
+    if "requests" in path:
+        assert (await ask(tiny_app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})).status_code == 200
     answer = await ask(tiny_app, path, body)
     assert answer.status_code == 200, answer.text
     TypeAdapter(model_of(path)).validate_json(answer.content, strict=True)

@@ -14,11 +14,16 @@ import pytest
 from langchain_openai import OpenAIEmbeddings
 from tokenizers import AddedToken, Tokenizer
 
+from embedding_models import DENSE, save_two_way_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer
 from live_servers import ENGINE_OPTIONS, LiveServer, serving, wait_until
+from onnx_blocks import Form
+from onnx_concat import ConcatDecoder
+from onnx_models import write_onnx
 from tiny_checkpoints import VOCAB_SIZE, save_tiny_checkpoint
+from tiny_models import build_tiny_model
 
 HIDDEN = 64
 TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
@@ -137,6 +142,50 @@ def test_bad_input_is_named(client: httpx.Client, body: dict[str, Any], param: s
 def test_another_model_is_not_found(client: httpx.Client) -> None:
     for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "q", "documents": ["d"]})):
         assert client.post(path, json={**body, "model": "other"}).status_code == 404
+
+
+def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path: Path) -> None:
+    path = save_two_way_model(tmp_path)
+    with (
+        CPUPagedEngine.from_pretrained(path, weights="f32") as engine,
+        serving(engine) as server,
+        server.client() as client,
+    ):
+        before = engine.paged_stats()
+        answer = client.post("/v1/embeddings", json={"input": TEXTS})
+        EmbeddingAnswer.model_validate(answer.json(), strict=True)
+        rows = np.array([item["embedding"] for item in answer.json()["data"]], np.float32)
+        assert (rows == engine.embed(TEXTS)).all()
+        assert rows.shape == (len(TEXTS), DENSE[-1])
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert {
+            engine.paged_stats()[name] == before[name] for name in ("used_blocks", "hit_tokens", "miss_tokens")
+        } == {True}
+        wide = client.post("/v1/embeddings", json={"input": "a", "dimensions": DENSE[-1] + 1})
+        assert (wide.status_code, wide.json()["error"]["param"]) == (400, "dimensions")
+        user = [{"role": "user", "content": "hello"}]
+        for path_, body, param in (
+            ("/v1/chat/completions", {"messages": user}, None),
+            ("/v1/completions", {"prompt": "hello"}, None),
+            ("/v1/rerank", {"query": "q", "documents": ["d"]}, "documents"),
+        ):
+            refused = client.post(path_, json=body)
+            assert refused.status_code == 400, refused.text
+            assert "makes embeddings (1_Pooling/config.json says so)" in refused.json()["error"]["message"]
+            assert param is None or refused.json()["error"]["param"] == param
+
+
+def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path: Path) -> None:
+    model = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
+    with (
+        CPUPagedEngine.from_pretrained(model, runner="onnx") as engine,
+        serving(engine) as server,
+        server.client() as client,
+    ):
+        answer = client.post("/v1/embeddings", json={"input": "hello"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "input"
+        assert "runner 'onnx' hands out no hidden states; use 'native'" in answer.json()["error"]["message"]
 
 
 def test_documents_are_ranked_by_the_scores_of_the_engine(server: LiveServer, client: httpx.Client) -> None:

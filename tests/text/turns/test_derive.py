@@ -100,3 +100,16 @@ def test_a_prompt_tells_whether_reasoning_goes_on() -> None:
     assert qwen.reasoning_after(without) == "closed"
     assert deepseek.reasoning_after(template("deepseek").render(asked)) == "opened"
     assert format_of("hermes").reasoning_after("x<think>\n") == "closed"
+
+
+@pytest.mark.parametrize(
+    ("shown", "preserves"),
+    [("preserve_thinking", True), ("loop.last or preserve_thinking", True), ("true", False), ("loop.last", False)],
+)
+def test_a_template_may_show_past_reasoning_if_a_variable_says_so(shown: str, preserves: bool) -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and (" + shown + ") %}<think>"
+        "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    assert turn_format(ChatTemplate(source, model_name="x", variables={}).render).preserves == preserves

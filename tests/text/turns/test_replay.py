@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvboost_edge.text.turns.replay import call_keys, find_calls
+from kvboost_edge.text.turns.formats import ReasoningFormat
+from kvboost_edge.text.turns.replay import call_keys, find_calls, thought_key, with_thoughts
 
 
 def called(call_id: str, arguments: str = "{}") -> dict[str, Any]:
@@ -29,3 +30,26 @@ def test_the_same_call_made_twice_is_told_apart_by_its_id() -> None:
     assert [find_calls(message, kept.get) for message in spelled] == [[1], [2], [2]]
     assert find_calls(called("a", '{"x": 1}'), kept.get) is None, "an edited call is another"
     assert find_calls({"content": "x", "tool_calls": []}, kept.get) is None
+
+
+THINKS = ReasoningFormat("<think>", "</think>")
+
+
+@pytest.mark.parametrize("raw", ["<think>\nHm.\n</think>\n\nYes.", "Hm.</think>Yes."])
+def test_thinking_is_put_back_to_the_turn_it_was_of(raw: str) -> None:
+    said: dict[str, Any] = {"role": "assistant", "content": "Yes."}
+    kept = {thought_key({**said, "reasoning_content": "Hm."}): list(raw.encode())}
+    user = {"role": "user", "content": "Yes."}
+    found, known = with_thoughts([user, said], THINKS, lambda ids: bytes(ids).decode(), kept.get)
+    assert (found, known) == ([user, {**said, "reasoning_content": "Hm."}], True)
+    other = {**said, "reasoning_content": "What the client sent."}
+    assert with_thoughts([other], THINKS, lambda ids: bytes(ids).decode(), kept.get) == ([other], True)
+    for changed in ({**said, "content": "Yes"}, user):
+        assert with_thoughts([changed], THINKS, lambda ids: bytes(ids).decode(), kept.get) == ([changed], False)
+
+
+def test_thinking_is_known_by_the_calls_behind_it_too() -> None:
+    calls = [{"id": number, "function": {"name": "a", "arguments": "{}"}} for number in "12"]
+    keys = {thought_key({"content": "Yes.", "tool_calls": made}) for made in ([], calls[:1], calls[1:])}
+    assert len(keys) == 3
+    assert "Yes." not in keys

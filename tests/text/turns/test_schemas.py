@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvboost_edge.text.turns.schemas import members_of, value_kind
+from kvboost_edge.text.turns.schemas import members_of, value_kind, without_needless
 
 ROOT: dict[str, Any] = {
     "$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}},
@@ -70,3 +70,19 @@ def test_schemas_that_refer_to_one_another_are_each_looked_at_once() -> None:
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "either"
     circle["$defs"]["a"]["anyOf"].append({"type": "string"})
     assert value_kind({"$ref": "#/$defs/a"}, circle) == "string"
+
+
+def test_property_names_that_say_nothing_are_left_out() -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
+    named = {"properties": {"propertyNames": {"type": "string"}}, "const": record, "required": ["propertyNames"]}
+    short = {"type": "object", "propertyNames": {"maxLength": 3}}
+    schema = {"properties": {"a": record, "b": {"anyOf": [record, short]}}, "$defs": {"c": named}}
+    plain = {"type": "object", "additionalProperties": {}}
+    assert without_needless(schema) == {
+        "properties": {"a": plain, "b": {"anyOf": [plain, short]}},
+        "$defs": {"c": named},
+    }
+    deep: Any = record
+    for _ in range(10_000):
+        deep = {"items": deep}
+    assert without_needless(deep)

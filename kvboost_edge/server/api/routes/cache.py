@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import WarmResult
@@ -29,15 +30,16 @@ from kvboost_edge.server.api.answers import (
 )
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority, room_for
-from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
+from kvboost_edge.server.api.generation import watched
+from kvboost_edge.server.api.prompts import encode_plain, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.errors import EngineStopped
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
-from kvboost_edge.text.answers import FindAnswer
 
 __all__ = ["router"]
 
@@ -62,8 +64,14 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             return
         engine, job = state.engine, _warm_job(state, body)
         estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
-        async with state.admit(request, estimate) as ticket, running(engine, job, ticket) as run:
+        async with (
+            state.admit(request, estimate) as ticket,
+            running(engine, job, ticket) as started,
+            watched(request, ticket, job, started) as run,
+        ):
             results = await wait_all(ticket, run.handles)
+            if run.watch is not None:
+                run.watch.finish(results[0])
             ids, tenant = run.prompts[0].token_ids, ticket.tenant
             stored = await off_loop(lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt))
         figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
@@ -84,7 +92,7 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
             whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}
 
             def end() -> int:
-                ids = _token_ids(state, body, engine.kept_answers(**whose).find)
+                ids = _token_ids(state, body, engine.kept_answers(**whose))
                 return engine.unpin(ids, **whose) if ids else 0
 
             unpinned = await off_loop(end, _size(body))
@@ -164,18 +172,21 @@ async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
         raise EngineStopped from error
 
 
-def _token_ids(state: ServerState, body: UnpinRequest, find_answer: FindAnswer) -> list[int]:
+def _token_ids(state: ServerState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
     """What prompts that begin with this text or these messages begin with."""
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
-        variables = body.chat_template_kwargs
-        return encode_messages(tokenizer, body.messages, variables, False, tools=body.tools, find_answer=find_answer)
+        plain = [message.for_template() for message in body.messages]
+        asked = normal(state.normaliser, tokenizer, answers, plain, body.tools, body.chat_template_kwargs)
+        return encode_plain(
+            tokenizer, asked.messages, asked.variables, False, tools=asked.tools, find_answer=answers.find
+        )
     return encode_text(tokenizer, body.text or "", True, "text")
 
 
 def _warm_job(state: ServerState, body: WarmRequest) -> Job:
-    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
-        return [EncodedPrompt(_token_ids(state, body, find_answer))]
+    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
+        return [EncodedPrompt(_token_ids(state, body, answers))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if body.messages is None else "messages"

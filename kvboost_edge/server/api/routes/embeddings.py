@@ -35,9 +35,9 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """A vector for each input."""
 
     async def work(state: ServerState, send: Send) -> None:
-        hidden_size = state.engine.runner_info.hidden_size
-        if body.dimensions is not None and body.dimensions > hidden_size > 0:
-            raise bad_field("dimensions", f"dimensions={body.dimensions} must be in 1..{hidden_size}, the hidden size")
+        size = state.engine.embedding_size
+        if body.dimensions is not None and body.dimensions > size > 0:
+            raise bad_field("dimensions", f"dimensions={body.dimensions} must be in 1..{size}, the numbers of a vector")
 
         def compute(**options: Any) -> Any:
             return state.engine.embed(body.input, body.dimensions, **options)

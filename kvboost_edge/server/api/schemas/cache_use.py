@@ -29,6 +29,9 @@ class CacheUse(Strict):
         None, description="whether tokens are guessed ahead from what was said before; answers are the same"
     )
     max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = None
+    explain: bool | None = Field(
+        None, description="true: kvboost.cache of the answer says where and why its prompt left what was asked before"
+    )
 
     @property
     def repair(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_erro
 
 __all__ = [
     "CacheSalt",
+    "Label",
     "ModelName",
     "NotBuilt",
     "OnlyEmpty",
@@ -310,6 +311,11 @@ class SamplingFields(Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def explain(self) -> bool:
+        """Whether the answer says why its prompt was read again."""
+        return self.kvboost is not None and bool(self.kvboost.explain)
 
     @property
     def mode(self) -> GenerationMode:

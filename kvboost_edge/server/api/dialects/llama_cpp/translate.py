@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.completions import completion_order
 from kvboost_edge.server.api.dialects.llama_cpp.schemas import Infill, LlamaCompletion, Pieces
@@ -14,7 +15,6 @@ from kvboost_edge.server.api.generation import Order
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt
-from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["DEFAULTS", "FIELDS", "completion_of", "infill_of"]
@@ -78,7 +78,7 @@ def _order(state: ServerState, body: LlamaCompletion | Infill, pieces: Pieces, *
     writer = LlamaWriter(state, ours, with_ids=bool(body.return_tokens))
     order = completion_order(state, ours, writer, fills=True)
 
-    def encode(find_answer: FindAnswer) -> list[EncodedPrompt]:
+    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
         ids = _ids(tokenizer, pieces, vocab_size, with_bos, field)
         return [EncodedPrompt(ids, tokenizer.decode(ids, skip_special_tokens=False))]
 

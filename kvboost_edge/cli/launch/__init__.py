@@ -1,0 +1,1 @@
+"""`kvboost-edge launch`: other programs, pointed at a running server."""

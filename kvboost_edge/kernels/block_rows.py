@@ -1,0 +1,179 @@
+"""Rows of blocks as GGUF files hold them, to float32: for tables of which a few rows are read, and never the whole.
+
+The order of the float operations is that of `models.gguf.blocks.dequantize`, so the values are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba.core import types
+
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.jit import kernel
+
+__all__ = ["FORMATS", "decode_rows", "decode_rows_entry"]
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS, _MXFP4 = range(13)
+FORMATS: dict[str, int] = {
+    "Q4_0": _Q4_0, "Q4_1": _Q4_1, "Q5_0": _Q5_0, "Q5_1": _Q5_1, "Q8_0": _Q8_0, "Q4_K": _Q4_K, "Q5_K": _Q5_K,
+    "Q6_K": _Q6_K, "F16": _F16, "Q3_K": _Q3_K, "IQ4_NL": _IQ4_NL, "IQ4_XS": _IQ4_XS, "MXFP4": _MXFP4,
+}  # fmt: skip
+"""The formats it reads, and what the kernel calls them. NumPy is as fast for F32 and BF16."""
+
+# All float16 numbers: a table in the second-level cache, since scalars of that type are none of the compiler's.
+_HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+# What codes of four bits stand for, and 2 ** (e - 128), the scales of MXFP4.
+_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+_POWERS = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
+
+
+def decode_rows(name: str, data: Bytes, out: Floats) -> None:
+    """Into out float32 [rows, weights]: data uint8 [rows, bytes], both contiguous, in one of FORMATS."""
+    _decode(FORMATS[name], data.reshape(-1), _HALVES, out.reshape(-1))
+
+
+@kernel
+def _half(data: Bytes, at: int, halves: Floats) -> Any:
+    return halves[np.int64(data[at]) | np.int64(data[at + 1]) << 8]
+
+
+@kernel
+def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
+    if kind == _F16:
+        for i in range(len(out)):
+            out[i] = _half(data, 2 * i, halves)
+    elif kind == _Q8_0:
+        for block in range(len(out) // 32):
+            scale = _half(data, 34 * block, halves)
+            for i in range(32):
+                out[32 * block + i] = scale * np.float32(np.int8(data[34 * block + 2 + i]))
+    elif kind == _Q6_K:
+        for block in range(len(out) // 256):
+            _six(data[210 * block : 210 * block + 210], halves, out[256 * block : 256 * block + 256])
+    elif kind in (_Q4_K, _Q5_K):
+        size = 144 if kind == _Q4_K else 176
+        for block in range(len(out) // 256):
+            _scaled_twice(data[size * block : size * block + size], halves, out[256 * block : 256 * block + 256])
+    elif kind == _Q3_K:
+        for block in range(len(out) // 256):
+            _three(data[110 * block : 110 * block + 110], halves, out[256 * block : 256 * block + 256])
+    elif kind == _IQ4_XS:
+        for block in range(len(out) // 256):
+            _four_of_table(data[136 * block : 136 * block + 136], halves, out[256 * block : 256 * block + 256])
+    elif kind in (_IQ4_NL, _MXFP4):
+        size = 18 if kind == _IQ4_NL else 17
+        for block in range(len(out) // 32):
+            at = size * block
+            scale = _half(data, at, halves) if kind == _IQ4_NL else _POWERS[data[at]]
+            table = _NL if kind == _IQ4_NL else _FP4
+            _looked_up(data[at + size - 16 : at + size], scale, table, out[32 * block : 32 * block + 32])
+    else:
+        _groups(kind, data, halves, out)
+
+
+@kernel
+def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
+    """A group of 32: 16 bytes of codes, the low ones first."""
+    for i in range(16):
+        out[i] = scale * table[codes[i] & 15]
+        out[16 + i] = scale * table[codes[i] >> 4]
+
+
+@kernel
+def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
+    """IQ4_XS: 8 groups with 6-bit factors of a scale, two bits of each in a number before the four others."""
+    scale, above = _half(block, 0, halves), np.int64(block[2]) | np.int64(block[3]) << 8
+    for group in range(8):
+        factor = block[4 + group // 2] >> np.uint8(4 * (group % 2)) & 15 | (above >> 2 * group & 3) << 4
+        own, at = scale * (np.float32(factor) - np.float32(32.0)), 8 + 16 * group
+        _looked_up(block[at : at + 16], own, _NL, out[32 * group : 32 * group + 32])
+
+
+@kernel
+def _three(block: Bytes, halves: Floats, out: Floats) -> None:
+    """Q3_K: 32 bytes of third bits, 64 of two low ones, 12 of 16 factors of the scale, 6 bits each."""
+    scale = _half(block, 108, halves)
+    for part in range(16):
+        low = block[96 + part % 8] >> np.uint8(4 * (part // 8)) & 15
+        high = block[104 + part % 4] >> np.uint8(2 * (part // 4)) & 3
+        own = scale * (np.float32(low | high << 4) - np.float32(32.0))
+        for i in range(16):
+            place, group = 16 * (part % 2) + i, part // 2
+            code = block[32 + 32 * (group // 4) + place] >> np.uint8(2 * (group % 4)) & 3
+            third = block[place] >> np.uint8(group) & 1
+            out[16 * part + i] = own * (np.float32(code | third << 2) - np.float32(4.0))
+
+
+@kernel
+def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
+    """Blocks of 32: scale, perhaps a minimum, perhaps 4 bytes of fifth bits, 16 of nibbles, the low ones first."""
+    has_minimum, has_fifths = kind in (_Q4_1, _Q5_1), kind in (_Q5_0, _Q5_1)
+    nibbles = 2 + 2 * has_minimum + 4 * has_fifths
+    zero = np.float32(0.0)
+    if not has_minimum:
+        zero = np.float32(16.0) if has_fifths else np.float32(8.0)
+    for block in range(len(out) // 32):
+        at = (nibbles + 16) * block
+        scale = _half(data, at, halves)
+        fifths = np.uint32(0)
+        if has_fifths:
+            for i in range(4):
+                fifths |= np.uint32(data[at + nibbles - 4 + i]) << np.uint32(8 * i)
+        for i in range(16):
+            code = data[at + nibbles + i]
+            low = np.uint32(code & 15) | (fifths >> np.uint32(i) & np.uint32(1)) << np.uint32(4)
+            high = np.uint32(code >> 4) | (fifths >> np.uint32(16 + i) & np.uint32(1)) << np.uint32(4)
+            out[32 * block + i] = scale * (np.float32(low) - zero)
+            out[32 * block + 16 + i] = scale * (np.float32(high) - zero)
+        if has_minimum:
+            minimum = _half(data, at + 2, halves)
+            for i in range(32):
+                out[32 * block + i] += minimum
+
+
+@kernel
+def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
+    """Q4_K and, with 32 bytes of fifth bits, Q5_K: 8 groups with 6-bit factors of a scale and of a minimum."""
+    scale, minimum = _half(block, 0, halves), _half(block, 2, halves)
+    has_fifths = len(block) == 176
+    for group in range(8):
+        if group < 4:
+            factor, lower = block[4 + group] & 63, block[8 + group] & 63
+        else:
+            factor = (block[8 + group] & 15) | (block[group] >> 2 & 48)
+            lower = (block[8 + group] >> 4) | (block[4 + group] >> 2 & 48)
+        own, least = scale * np.float32(factor), minimum * np.float32(lower)
+        start = (48 if has_fifths else 16) + 32 * (group // 2)
+        shift = np.uint8(4 * (group % 2))
+        for i in range(32):
+            code = block[start + i] >> shift & np.uint8(15)
+            if has_fifths:
+                code |= (block[16 + i] >> np.uint8(group) & np.uint8(1)) << np.uint8(4)
+            out[32 * group + i] = own * np.float32(code) - least
+
+
+@kernel
+def _six(block: Bytes, halves: Floats, out: Floats) -> None:
+    """Q6_K: 128 bytes of four low bits, 64 of two high ones, 16 signed factors of the scale."""
+    scale = _half(block, 208, halves)
+    for group in range(8):
+        low = block[64 * (group >> 2) + 32 * (group & 1) :]
+        high = block[128 + 32 * (group >> 2) :]
+        shift, turn = np.uint8(4 * (group >> 1 & 1)), np.uint8(2 * (group & 3))
+        for half in range(2):
+            own = scale * np.float32(np.int8(block[192 + 2 * group + half]))
+            for i in range(16 * half, 16 * half + 16):
+                code = (low[i] >> shift & np.uint8(15)) | (high[i] >> turn & np.uint8(3)) << np.uint8(4)
+                out[32 * group + i] = own * (np.float32(code) - np.float32(32.0))
+
+
+_FLOATS = types.Array(types.float32, 1, "C")
+decode_rows_entry = Entry(_decode, types.int64, types.Array(types.uint8, 1, "C"), _FLOATS, _FLOATS)
+"""What is compiled ahead by whoever reads such a table."""

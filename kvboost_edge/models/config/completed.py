@@ -1,0 +1,62 @@
+"""Configs that say the same as Llama's in other words, rewritten into its words; what cannot be said so is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import granite_hybrid_objections, is_static_dynamic
+from kvboost_edge.models.config.file import number_of, size_of
+
+__all__ = ["granite_hybrid", "has_rope", "hunyuan", "ministral3"]
+
+Config = Mapping[str, Any]
+
+# What Ministral 3 has where the config does not say its rope.
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def _rope_of(config: Config) -> Mapping[str, Any]:
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise ModelFormatError(f"rope settings {found!r:.200} must be an object")
+    return found
+
+
+def ministral3(config: Config) -> Config:
+    """The rope it has without being told."""
+    return config if _rope_of(config) else {**config, "rope_parameters": _MINISTRAL3_ROPE}
+
+
+def hunyuan(config: Config) -> Config:
+    """A fixed alpha is another base: theta * alpha ** (d / (d - 2)), d the size of a head."""
+    rope = dict(_rope_of(config))
+    if rope.get("rope_type", rope.get("type")) != "dynamic" or not is_static_dynamic(config.get("model_type"), rope):
+        return config
+    theta = config.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
+    heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
+    dim = size_of(config, "head_dim") or (hidden // heads if hidden and heads else 0)
+    if dim <= 2:
+        raise ModelFormatError(f"rope of type 'dynamic' with alpha: head_dim={dim} must be above 2")
+    numbers = {"rope_theta": 10000.0 if theta is None else theta, "alpha": rope["alpha"]}
+    base, alpha = (number_of(numbers, key, 1e-9, 1e12, "rope of type 'dynamic'") for key in numbers)
+    return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": base * alpha ** (dim / (dim - 2))}}
+
+
+def granite_hybrid(config: Config) -> Config:
+    """Its attention alone: no rope where the config does not ask for it. Refused with mamba layers or experts."""
+    for reason in granite_hybrid_objections(config):
+        raise ModelFormatError(f"granitemoehybrid: {reason}")
+    return {"shared_intermediate_size": 1024, "position_embedding_type": None, **config}
+
+
+def has_rope(config: Config) -> bool:
+    """Whether position_embedding_type asks for rope, as it does where it is not there."""
+    kind = config.get("position_embedding_type", "rope")
+    if kind not in ("rope", "nope", None):
+        raise ModelFormatError(f"position_embedding_type={kind!r} is not known (known: rope, nope)")
+    return bool(kind == "rope")

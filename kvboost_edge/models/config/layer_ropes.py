@@ -1,0 +1,132 @@
+"""The ropes of a model's layers: one for all, one for each kind of layer, by a list of bases, or none in some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH
+from kvboost_edge.models.config.completed import has_rope
+from kvboost_edge.models.config.file import context_length, number_of, size_of
+from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
+from kvboost_edge.models.config.windows import given_step, given_window
+
+__all__ = ["RopeTraits", "layer_ropes", "rope_settings"]
+
+Config = Mapping[str, Any]
+
+
+class RopeTraits(Protocol):
+    """What a family says of its ropes, see `Family`."""
+
+    @property
+    def theta(self) -> float: ...
+
+    @property
+    def partial(self) -> float: ...
+
+    @property
+    def fused(self) -> bool: ...
+
+    @property
+    def no_rope(self) -> str: ...
+
+    @property
+    def local_rope(self) -> bool: ...
+
+    @property
+    def local_theta(self) -> float: ...
+
+    @property
+    def layer_thetas(self) -> bool: ...
+
+
+def layer_ropes(
+    config: Config, family: RopeTraits, head_dims: Sequence[int]
+) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
+    """The ropes of a model, and which one (layer, window) has. head_dims: of layers without a window and with one."""
+    longest, (head_dim, local_dim) = context_length(config), head_dims
+    if family.local_rope:
+        full, local = _local_rope_settings(config, family)
+        return (rope_kind(full, head_dim, longest), rope_kind(local, local_dim, longest)), lambda i, w: int(w > 0)
+    if family.layer_thetas:
+        return _ropes_by_theta(config, rope_settings(config, family), head_dim)
+    ropes = (rope_kind(rope_settings(config, family), head_dim, longest),)
+    if not family.no_rope:
+        return ropes, lambda i, w: 0
+    if family.no_rope == "full":
+        mixed = given_window({"sliding_window": 4096, **config}, 0) > 0
+        return ropes, lambda i, w: 0 if w or not mixed else -1
+    if family.no_rope == "typed":
+        kind = 0 if has_rope(config) else -1
+        return ropes, lambda i, w: kind
+    layers = _num_layers(config)
+    step = given_step(config, ("no_rope_layer_interval",), 4)
+    uses = config.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(layers)]
+    if not isinstance(uses, (list, tuple)) or len(uses) != layers or any(use not in (0, 1) for use in uses):
+        raise ModelFormatError(f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers")
+    return ropes, lambda i, w: 0 if uses[i] else -1
+
+
+def _ropes_by_theta(
+    config: Config, settings: Mapping[str, Any], head_dim: int
+) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
+    layers = _num_layers(config)
+    thetas = config.get("layer_rope_theta") or [settings["rope_theta"]] * layers
+    if not isinstance(thetas, (list, tuple)) or len(thetas) != layers:
+        raise ModelFormatError(f"layer_rope_theta={thetas!r:.200} must be a number for each of the {layers} layers")
+    found = [number_of({"layer_rope_theta": theta}, "layer_rope_theta", 0.0, 1e12) for theta in thetas]
+    bases = sorted({theta for theta in found if theta}) or [settings["rope_theta"]]
+    kinds = [rope_kind({**settings, "rope_theta": theta}, head_dim, context_length(config)) for theta in bases]
+    return tuple(kinds), lambda i, w: bases.index(found[i]) if found[i] else -1
+
+
+def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
+    """The newer key rope_parameters, or the older rope_theta, rope_scaling and partial_rotary_factor."""
+    older = {"rope_theta": config.get("rope_theta", family.theta)}
+    if config.get("partial_rotary_factor") is not None:
+        older["partial_rotary_factor"] = config["partial_rotary_factor"]
+    newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(newer, Mapping) or any(isinstance(value, Mapping) for value in newer.values()):
+        raise ModelFormatError(f"rope settings {newer!r} are not known to the native runner for this family")
+    merged = {
+        "partial_rotary_factor": family.partial,
+        **older,
+        **{key: value for key, value in newer.items() if value is not None},
+    }
+    name, outer = "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
+        merged["rope_type"] = "longrope"  # Phi-3's first names of it
+    if merged.get("rope_type", merged.get("type")) == "longrope":
+        # For this rope transformers takes the length beside the settings first, and Phi-3 has one without being told.
+        merged[name] = outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
+        merged[LONG_RANGE] = bool(config.get(LONG_RANGE))
+    else:
+        merged[name] = merged.get(name) or outer or context_length(config)
+    return merged
+
+
+def _local_rope_settings(config: Config, family: RopeTraits) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rope of the full layers and of the sliding ones."""
+    newer, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    kinds = ("full_attention", "sliding_attention")
+    found = [newer.get(kind) or {} for kind in kinds] if isinstance(newer, Mapping) else [newer]
+    if not all(isinstance(part, Mapping) for part in (*found, scaling)) or set(newer) - set(kinds):
+        raise ModelFormatError(
+            f"rope settings {newer or scaling!r:.200} are not known to the native runner: this family has those of "
+            f"{kinds[0]} and of {kinds[1]}"
+        )
+    full, local = ({**part, **more} for part, more in zip(found, (scaling, {}), strict=True))
+    if not newer:
+        full["rope_theta"], local["rope_theta"] = config.get("rope_theta"), config.get("rope_local_base_freq")
+    full["rope_theta"] = full.get("rope_theta") or family.theta
+    local["rope_theta"] = local.get("rope_theta") or family.local_theta
+    return full, local
+
+
+def _num_layers(config: Config) -> int:
+    layers = size_of(config, "num_hidden_layers")
+    if layers is None:
+        raise ModelFormatError("the config lacks the key 'num_hidden_layers'")
+    return layers

@@ -1,0 +1,90 @@
+"""Which layers attend to all tokens before and which through a window, as configs of the families say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import integer_of
+
+__all__ = [
+    "all_but_every",
+    "all_but_first_of",
+    "every_second",
+    "given_step",
+    "given_window",
+    "qwen_windows",
+    "same_window",
+]
+
+Config = Mapping[str, Any]
+
+
+def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
+    """Windows from layer_types, or from a rule where the config has none."""
+    window = given_window(config, 0)
+    rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
+    types = config.get("layer_types") or rule
+    known = {"sliding_attention": window, "full_attention": 0}
+    if not isinstance(types, (list, tuple)) or len(types) != layers or any(kind not in list(known) for kind in types):
+        raise ModelFormatError(f"layer_types={types!r:.200} must be {layers} of {sorted(known)}")
+    if "sliding_attention" in types and window < 1:
+        raise ModelFormatError("layer_types has sliding_attention, but sliding_window is not given")
+    return [known[kind] for kind in types]
+
+
+def given_window(config: Config, default: int) -> int:
+    """sliding_window, 0 where it is null."""
+    if "sliding_window" not in config:
+        return default
+    return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
+
+
+def given_step(config: Config, keys: tuple[str, ...], default: int) -> int:
+    """The first of the keys that the config gives, as an integer of at least 1."""
+    return next((integer_of(config, key, 1) for key in keys if config.get(key) is not None), default)
+
+
+def same_window(default: int) -> Callable[[Config, int], list[int]]:
+    """Every layer has the window of the config, or `default` where the config does not say."""
+
+    def windows(config: Config, layers: int) -> list[int]:
+        if config.get("layer_types"):
+            return layer_windows(config, layers, lambda i: False)
+        return [given_window(config, default)] * layers
+
+    return windows
+
+
+def qwen_windows(config: Config, layers: int) -> list[int]:
+    if not config.get("use_sliding_window", False):
+        return [0] * layers
+    first = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
+    return layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i >= first)
+
+
+def every_second(config: Config, layers: int) -> list[int]:
+    return layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0)
+
+
+def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
+    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None without sliding_window."""
+
+    def windows(config: Config, layers: int) -> list[int]:
+        config = {"sliding_window": 4096, **config}
+        if config.get("layer_types"):
+            return layer_windows(config, layers, lambda i: False)
+        if not given_window(config, 0):
+            return [0] * layers
+        step = given_step(config, keys, default)
+        return layer_windows(config, layers, lambda i: (i + 1) % step != 0)
+
+    return windows
+
+
+def all_but_first_of(period: int, default: int) -> Callable[[Config, int], list[int]]:
+    """Every layer has a window but the first of each `period`; `default` where the config does not say how long."""
+    return lambda config, layers: layer_windows(
+        {"sliding_window": default, **config}, layers, lambda i: i % period != 0
+    )

@@ -1,0 +1,49 @@
+"""The matrices behind the pooling of an embedding model, where a GGUF file has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_at import FileAt
+from kvboost_edge.models.gguf.blocks import dequantize
+from kvboost_edge.models.gguf.file import GgufHeader
+from kvboost_edge.models.gguf.source import architecture_of
+from kvboost_edge.models.weights.dense import Matrices, check_dense
+
+__all__ = ["gguf_dense"]
+
+Floats = npt.NDArray[np.float32]
+
+
+def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
+    """None of them for architectures without. ModelFormatError where they are missing: many
+    files were written without, and give other vectors."""
+    names = architecture_of(header).dense
+    missing = [name for name in names if name not in header.tensors]
+    if missing:
+        raise ModelFormatError(
+            f"{header.path} lacks the tensors {', '.join(missing)}: it was converted without the Dense layers behind "
+            "the pooling, and its vectors would not be the model's; convert it with "
+            "--sentence-transformers-dense-modules, or use the safetensors"
+        )
+    found = tuple(_read(header, name) for name in names)
+    check_dense(found, config, [f"{header.path}: tensor {name!r}" for name in names])
+    return found
+
+
+def _read(header: GgufHeader, name: str) -> Floats:
+    tensor = header.tensors[name]
+    data = np.empty(tensor.stop - tensor.start, dtype=np.uint8)
+    try:
+        with open(header.path_of(tensor), "rb", buffering=0) as file:
+            done = FileAt(file).read_into(data.data, tensor.start)
+    except OSError as error:
+        raise ModelFormatError(f"{header.path} cannot be read: {error}") from error
+    if done < len(data):
+        raise ModelFormatError(f"{header.path} ends inside tensor {name!r}")
+    return np.asarray(dequantize(tensor.type, data.reshape(tensor.shape[0], -1)), np.float32).reshape(tensor.shape)

@@ -1,0 +1,89 @@
+"""The keys "architecture.KEY" of a GGUF file, with checks that name them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import MAX_LAYERS
+from kvboost_edge.models.gguf.file import GgufHeader
+
+__all__ = ["Keys"]
+
+MAX_SIZE = 1 << 31
+
+
+class Keys:
+    """The keys "architecture.KEY" of a file, with checks that name them."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.prefix = str(header.value("general.architecture", str))
+
+    def name(self, key: str) -> str:
+        return f"{self.prefix}.{key}"
+
+    def error(self, key: str, value: Any, wanted: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.header.path}: {self.name(key)}={value!r} {wanted}")
+
+    def size(self, key: str) -> int:
+        """A size that must be there."""
+        found = self.optional_size(key)
+        if found is None:
+            raise ModelFormatError(f"{self.header.path} lacks the key {self.name(key)!r}")
+        return found
+
+    def layers(self) -> int:
+        """The number of layers, bounded: there are lists with an entry for each."""
+        found = self.size("block_count")
+        if found > MAX_LAYERS:
+            raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
+        return found
+
+    def optional_size(self, key: str, least: int = 1) -> int | None:
+        value = self.header.values.get(self.name(key))
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one number for each layer, and all the same
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
+            raise self.error(key, value, f"must be an integer from {least} to {MAX_SIZE}")
+        return value
+
+    def sizes(self, key: str) -> list[int]:
+        """A size that must be there, of each layer: an array with as many entries, or one number for all."""
+        value, layers = self.header.values.get(self.name(key)), self.layers()
+        if not isinstance(value, np.ndarray):
+            return [self.size(key)] * layers
+        found: list[int] = value.tolist()
+        if len(found) != layers:
+            raise self.error(key, found[:8], f"has {len(found)} entries for {layers} layers")
+        for one in found:
+            if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= MAX_SIZE:
+                raise self.error(key, one, f"must be an integer from 1 to {MAX_SIZE}")
+        return found
+
+    def sliding(self, key: str) -> list[bool] | None:
+        """Whether each layer has a window, where an array of truth values says so."""
+        given, layers = self.header.values.get(self.name(key)), self.layers()
+        if not isinstance(given, np.ndarray) or given.dtype != np.bool_:
+            return None
+        if len(given) != layers:
+            raise self.error(key, given.tolist(), f"must have an entry for each of the {layers} layers")
+        return [bool(one) for one in given]
+
+    def check_values(self, suffix: str, head_dim: int) -> None:
+        """Values are as long as keys, or the file does not say how long they are."""
+        found = self.optional_size(f"attention.value_length{suffix}")
+        if found not in (None, head_dim):
+            raise self.error(f"attention.value_length{suffix}", found, f"must equal the length of keys, {head_dim}")
+
+    def number(self, key: str, least: float = 0.0) -> float | None:
+        """A finite number above `least`."""
+        value = self.header.value(self.name(key), float, int)
+        if value is not None and not (math.isfinite(value) and value > least):
+            raise self.error(key, value, f"must be a number above {least:g}")
+        return None if value is None else float(value)

@@ -1,0 +1,86 @@
+"""Keys and values of a pass whose texts attend both ways: a layer's at a time, as long as that layer's attention runs.
+
+No backend's pool holds them and nothing of them is found again. Each text is whole in its pass, so blocks are numbered
+here, text after text, whatever the engine's bookkeeping calls them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
+from kvboost_edge.backends.cpu import PreparedBatch
+from kvboost_edge.backends.kernel_access import KernelAccess
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.launch import paged_attention
+from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, aligned_empty
+from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.runners.native.whole_pass import WholePass
+
+__all__ = ["PassTexts"]
+
+Floats = npt.NDArray[np.float32]
+
+_BLOCK = 16  # tokens
+
+
+class PassTexts:
+    """One pool of float32 for all layers, which grows to the largest pass and stays.
+
+    `whole`: the attention operations of a pass as one call of a kernel; None where `access` is, or where heads x
+    head_dim is no multiple of 32: then layer by layer, by `write_kv` and `attention`.
+    """
+
+    def __init__(self, spec: ModelSpec, access: KernelAccess | None) -> None:
+        self._spec, self._access = spec, access
+        self._grow(1)
+
+    def prepare(self, layout: BatchLayout) -> PreparedBatch:
+        """Of the layout the lengths count; ConfigError unless all of each sequence is in the pass."""
+        lengths = np.diff(layout.cu_seqlens_q)
+        if not np.array_equal(lengths, layout.seq_lens) or layout.parts is not None:
+            raise ConfigError(
+                f"texts that attend both ways are computed whole: {lengths.tolist()} tokens are here of sequences of "
+                f"{layout.seq_lens.tolist()}"
+            )
+        counts = -(-lengths // _BLOCK)
+        first, total = np.cumsum(counts) - counts, int(counts.sum())
+        if total > len(self._pool.keys):
+            self._grow(total)
+        tables = first[:, None] + np.arange(counts.max())
+        slots = np.repeat(first * _BLOCK - layout.cu_seqlens_q[:-1], lengths) + np.arange(layout.cu_seqlens_q[-1])
+        own = BatchLayout(layout.cu_seqlens_q, layout.seq_lens, tables.astype(np.int32), slots.astype(np.int64))
+        return PreparedBatch(own, 1 if self._access is None else self._access.workspace.num_threads)
+
+    def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
+        """Store a layer's keys and values over those of the layer before."""
+        reference.write_kv(keys, values, self._pool, batch.slot_mapping)
+
+    def attention(
+        self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
+    ) -> tuple[Floats, Floats]:
+        """Attention both ways: (out like queries, lse)."""
+        options = AttentionOptions(*params, ahead=self._spec.layers[layer].ahead)
+        if self._access is None:
+            return reference.paged_attention(queries, self._pool, batch.paged, options)
+        return paged_attention(queries, self._pool, batch.paged, options, self._access.workspace)
+
+    def _grow(self, num_blocks: int) -> None:
+        spec = self._spec
+        shape = LayerKVSpec(spec.num_kv_heads, spec.head_dim)
+        sizes = (num_blocks, shape.num_kv_heads)
+        self._pool = KVPool(
+            aligned_empty((*sizes, shape.head_dim, _BLOCK), np.float32),
+            aligned_empty((*sizes, _BLOCK, shape.head_dim), np.float32),
+        )
+        self.whole: WholePass | None = None
+        if self._access is not None and spec.num_heads * spec.head_dim % GROUP == 0:
+            layers = len(spec.layers)
+            access = KernelAccess(self._access.workspace, [self._pool] * layers, None)
+            options = [
+                AttentionOptions(spec.softmax_scale, one.window, spec.softcap, None, one.ahead) for one in spec.layers
+            ]
+            self.whole = WholePass(access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers))

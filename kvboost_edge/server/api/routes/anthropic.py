@@ -1,0 +1,55 @@
+"""Anthropic's messages, and how many tokens they are."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Send
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.dialects.anthropic.answers import ERRORS, MessageAnswer, TokenCount
+from kvboost_edge.server.api.dialects.anthropic.order import count_tokens, messages_order
+from kvboost_edge.server.api.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
+from kvboost_edge.server.api.dialects.anthropic.translate import translated
+from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.prompts import estimate_messages, size_of
+from kvboost_edge.server.api.turns import named_by_field
+from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.work.bridge import off_loop
+from kvboost_edge.server.work.streams import dumps, send_json
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
+@router.post("/v1/messages", response_class=JSONResponse, responses={200: {"model": MessageAnswer, **_STREAM}})
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """Answer a conversation, as Anthropic's API does."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        order, chat = await off_loop(lambda: messages_order(state, body))
+        try:
+            await respond(request, send, order)
+        except RequestError as error:
+            raise named_by_field(error, chat) from error
+
+    return answered(request, body.model, work)
+
+
+@router.post("/v1/messages/count_tokens", response_class=JSONResponse, responses={200: {"model": TokenCount}})
+async def count(request: Request, body: CountTokensRequest) -> Response:
+    """How many tokens the prompt of these messages has."""
+
+    async def work(state: ServerState, send: Send) -> None:
+        chat = await off_loop(lambda: translated(body))
+        async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as ticket:
+            answers = state.engine.kept_answers(tenant=ticket.tenant, cache_salt=None)
+            found = await off_loop(lambda: count_tokens(state, chat, answers), size_of(chat.messages, chat.tools))
+        await send_json(send, dumps({"input_tokens": found}))
+
+    return answered(request, body.model, work)

@@ -1,0 +1,1 @@
+"""The prefix doctor: why a prompt was read again."""

@@ -1,0 +1,155 @@
+"""Keeps what was asked, and says of each request why its prompt was read again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.doctor.diagnosis import diagnose, placed
+from kvboost_edge.server.doctor.records import Asked, Diagnosis, History, Record
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
+
+__all__ = ["Doctor", "Watch"]
+
+_ALL = 1 << 20
+
+
+class Doctor:
+    """One server's; only the event loop's thread touches it.
+
+    seconds   how long a request is kept, 0: none is, and only what the engine says itself is known
+    count     is told the cause of each request
+    """
+
+    def __init__(self, engine: CPUPagedEngine, seconds: float, count: Callable[[str], None]) -> None:
+        self.history = History(seconds)
+        self._engine, self._count = engine, count
+        self._left: list[tuple[Watch, RequestHandle]] = []
+        self._sweep: asyncio.TimerHandle | None = None
+        self._tiers = tuple(engine.paged_stats()["tiers"])
+
+    def watch(
+        self, request_id: str, tenant: str | None, salt: str | None, token_ids: Sequence[int], asked: Asked
+    ) -> Watch:
+        """A request that begins to run."""
+        self._settle()
+        self._sweep_later()
+        record = Record(request_id, asked, np.asarray(token_ids, dtype=np.int32), len(token_ids))
+        self.history.add(tenant, salt, record)
+        return Watch(self, tenant, salt, record)
+
+    def diagnose(self, tenant: str | None, salt: str | None, record: Record, result: GenerationResult) -> Diagnosis:
+        """What became of a request, counted."""
+        closest, common = self.history.closest(tenant, salt, record)
+        tokenizer = self._engine.tokenizer
+        found = diagnose(
+            record,
+            closest,
+            common,
+            result,
+            block_size=self._engine.config.block_size,
+            tiers=self._tiers,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            thinks=self._thinks(),
+            compares=self.history.seconds > 0,
+        )
+        self._count(found.cause)
+        return found
+
+    def left(self, watch: Watch, handle: RequestHandle) -> None:
+        """A request that nobody waits for: it was cancelled, and what became of it is known within a step."""
+        self._left.append((watch, handle))
+
+    def latest(self, tenant: str | None, count: int) -> list[Record]:
+        """The tenant's last requests that ended, the latest first."""
+        self._settle()
+        records = self.history.latest(tenant, _ALL)
+        return [record for record in records if record.diagnosis is not None][:count]
+
+    def find(self, tenant: str | None, request_id: str) -> Record | None:
+        """The tenant's record of a request."""
+        self._settle()
+        return self.history.find(tenant, request_id)
+
+    def explained(self, tenant: str | None, record: Record) -> Callable[[], Diagnosis] | None:
+        """What says, in any thread, what became of a record, with the texts; None while it runs."""
+        found, tokenizer = record.diagnosis, self._engine.tokenizer
+        if found is None:
+            return None
+        if found.cause in ("none", "bypassed", "not_started"):
+            return lambda: found
+        other = self.history.find(tenant, found.compared_with) if found.compared_with else None
+        return lambda: placed(found, record, other, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _settle(self) -> None:
+        """Requests that were left and have ended: what was computed of them is in the cache, so they count; one that
+        never began, or broke, is forgotten."""
+        left, self._left = self._left, []
+        for watch, handle in left:
+            if not handle.done:
+                self._left.append((watch, handle))
+                continue
+            with contextlib.suppress(Exception):  # its own client was told, or is gone
+                result = handle.result(timeout=0)
+                if result.token_times_ms:
+                    watch.finish(result)
+                    continue
+            watch.forget()
+
+    def _sweep_later(self) -> None:
+        """Records end in time where no request comes either."""
+        if self.history.seconds and self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(self.history.seconds, self._swept)
+
+    def _swept(self) -> None:
+        self._sweep = None
+        self.history.forget_old()
+        if self.history.nbytes:
+            self._sweep_later()
+
+    def _thinks(self) -> str:
+        """How reasoning begins in this model's chats, "" where it has none."""
+        try:
+            reasoning = self._engine.tokenizer.turn_format.reasoning
+        except KVBoostError:  # there is no chat template
+            return ""
+        return reasoning[0] if reasoning else ""
+
+
+class Watch:
+    """One request under observation."""
+
+    def __init__(self, doctor: Doctor, tenant: str | None, salt: str | None, record: Record) -> None:
+        self._doctor, self._tenant, self._salt, self._record = doctor, tenant, salt, record
+
+    def finish(self, result: GenerationResult) -> None:
+        """The end of the request."""
+        self._record.diagnosis = self._doctor.diagnose(self._tenant, self._salt, self._record, result)
+        computed = result.output_token_ids[:-1]  # the last was said, and nothing was computed behind it
+        self._doctor.history.extend(self._tenant, self._salt, self._record, computed)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its end was seen."""
+        return self._record.diagnosis is not None
+
+    def forget(self) -> None:
+        """The request ended and left nothing in the cache."""
+        self._doctor.history.remove(self._tenant, self._salt, self._record)
+
+    def reasoned(self, num_tokens: int) -> None:
+        """How many tokens of the answer are reasoning."""
+        self._record.num_reasoning = num_tokens
+
+    def explained(self) -> Callable[[], Diagnosis] | None:
+        """What says, in any thread, what became of the prompt; None before the end."""
+        return self._doctor.explained(self._tenant, self._record)

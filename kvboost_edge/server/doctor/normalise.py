@@ -1,0 +1,109 @@
+"""What clients change from turn to turn without meaning anything by it, put back as it was before: the prompt then
+begins as the last one did.
+
+The model sees the same tools, the same arguments and all of the text but lines that are known to be for somebody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kvboost_edge.server.settings import NORMALISERS
+
+__all__ = ["Normaliser", "without_billing"]
+
+_BILLING = ("x-anthropic-billing-header:",)
+_MOST_SPACES = 64
+_MOST_BYTES = 1 << 20  # of one tenant and salt
+
+Json = dict[str, Any]
+
+
+class _Space:
+    """The first spellings of one tenant and salt, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.first: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self.num_bytes = 0
+
+
+class Normaliser:
+    """Remembers how things were spelled first, for each root (tenant and salt) apart. Safe to use from any thread.
+
+    kinds: which of `NORMALISERS` are done:
+
+    tools      tools that were given before, in another order or with keys in another order, are taken in the first
+    arguments  so are the keys of the arguments of past calls
+    billing    lines of system messages that begin with one of `_BILLING` are left out: they change with each request
+    thinking   the model's own turns keep their thinking, where its template shows it with preserve_thinking
+    """
+
+    def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:
+        self.kinds = frozenset(kinds)
+        self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def tools(self, root: bytes, tools: list[Json] | None) -> tuple[list[Json] | None, bool]:
+        """The tools as they were given first, and whether that is another order of them or of their keys."""
+        if not tools or "tools" not in self.kinds:
+            return tools, False
+        parts = sorted(_canonical(tool) for tool in tools)
+        return self._as_first(root, b"tools" + "\0".join(parts).encode(), tools)
+
+    def messages(self, root: bytes, messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
+        """Messages as templates know them, with the arguments of calls as they were given first and without billing
+        lines; and which kinds changed something."""
+        done: list[str] = []
+        found = []
+        for message in messages:
+            if message["role"] == "system" and "billing" in self.kinds:
+                content = without_billing(message["content"])
+                if content != message["content"]:
+                    message = {**message, "content": content}
+                    done.append("billing")
+            if message.get("tool_calls") and "arguments" in self.kinds:
+                calls = [self._call(root, call) for call in message["tool_calls"]]
+                message = {**message, "tool_calls": [call for call, _ in calls]}
+                done += ["arguments"] * any(changed for _, changed in calls)
+            found.append(message)
+        return found, list(dict.fromkeys(done))
+
+    def _call(self, root: bytes, call: Mapping[str, Any]) -> tuple[Json, bool]:
+        function = call["function"]
+        arguments, changed = self._as_first(root, b"call" + _canonical(function).encode(), function["arguments"])
+        return {**call, "function": {**function, "arguments": arguments}}, changed
+
+    def _as_first(self, root: bytes, what: bytes, value: Any) -> tuple[Any, bool]:
+        """The first value that was the same as this one, and whether it is spelled otherwise."""
+        key, size = hashlib.sha256(what).digest(), 2 * len(what)
+        with self._lock:
+            space = self._spaces.setdefault(root, _Space())
+            self._spaces.move_to_end(root)
+            if len(self._spaces) > _MOST_SPACES:
+                self._spaces.popitem(last=False)
+            known = space.first.get(key)
+            if known is None:
+                space.first[key] = (value, size)
+                space.num_bytes += size
+                while space.num_bytes > _MOST_BYTES:
+                    space.num_bytes -= space.first.popitem(last=False)[1][1]
+                return value, False
+            space.first.move_to_end(key)
+        return known[0], json.dumps(known[0]) != json.dumps(value)
+
+
+def without_billing(text: str) -> str:
+    """A system message without the lines that tell who pays: they are for the service the client was made for, and
+    change with each request."""
+    if not any(mark in text for mark in _BILLING):
+        return text
+    return "".join(line for line in text.splitlines(keepends=True) if not line.lstrip().startswith(_BILLING))
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

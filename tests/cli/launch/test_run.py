@@ -1,0 +1,130 @@
+"""`kvboost-edge launch`: what it prints is what a shell takes, and what it runs gets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.cli.app import run
+from kvboost_edge.cli.launch.clients import CLIENTS
+
+MODELS = [{"id": "a model's name", "max_model_len": 4096}, {"id": "alias", "max_model_len": 4096}, {"id": "bare"}]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Lists its models to who knows the key; the URL."""
+    monkeypatch.delenv("KVBOOST_API_KEY", raising=False)
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Quiet."""
+
+        def do_GET(self) -> None:
+            known = self.headers.get("authorization") in (None, "Bearer a'key") and self.path == "/v1/models"
+            content = json.dumps({"data": MODELS} if known else {"error": {"message": "the key is wrong"}}).encode()
+            self.send_response(200 if known else 401)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, str], list[str]]:
+    """The environment that a shell makes of what is printed, and the command."""
+    assert run(["launch", *argv]) == 0
+    out = capsys.readouterr().out
+    shell = subprocess.run(["sh", "-c", f"{out}\nenv -0"], env={}, capture_output=True, check=True)
+    pairs = [pair.partition("=") for pair in shell.stdout.decode().split("\0") if pair]
+    environment = {name: value for name, _, value in pairs if name not in ("PWD", "_", "SHLVL", "OLDPWD")}
+    return environment, shlex.split(out.splitlines()[-1].removeprefix("# "))
+
+
+def test_claude_gets_the_address_and_one_model_for_all_sizes(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    environment, command = printed(capsys, "claude", "--url", f"{server}/v1/", "--api-key", "a'key", "--", "-p", "x y")
+    assert command == ["claude", "-p", "x y"]
+    assert environment["ANTHROPIC_BASE_URL"] == server
+    assert environment["ANTHROPIC_AUTH_TOKEN"] == "a'key"
+    assert {environment[name] for name in environment if name.endswith("_MODEL")} == {"a model's name"}
+    assert environment["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+
+
+def test_codex_gets_settings_in_toml(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    environment, command = printed(capsys, "codex", "--url", server, "--model", "alias", "--api-key", "a'key")
+    assert (command[0], set(command[1::2])) == ("codex", {"-c"})
+    settings = tomllib.loads("\n".join(command[2::2]))
+    provider = settings["model_providers"][settings["model_provider"]]
+    assert (settings["model"], settings["model_context_window"]) == ("alias", 4096)
+    assert (provider["base_url"], provider["wire_api"]) == (f"{server}/v1", "responses")
+    assert environment == {provider["env_key"]: "a'key"}
+    environment, command = printed(capsys, "codex", "--url", server, "--model", "bare")
+    assert environment == {}
+    assert "context" not in " ".join(command)
+
+
+def test_opencode_gets_its_settings_as_json(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    environment, command = printed(capsys, "opencode", "--url", server)
+    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+    provider, _, model = config["model"].partition("/")
+    assert (command, model) == (["opencode"], "a model's name")
+    assert config["provider"][provider]["options"]["baseURL"] == f"{server}/v1"
+    assert config["provider"][provider]["models"][model]["limit"]["context"] == 4096
+
+
+def test_open_webui_gets_the_address(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    environment, command = printed(capsys, "openwebui", "--url", server)
+    assert command == ["open-webui", "serve"]
+    assert environment["OPENAI_API_BASE_URL"] == f"{server}/v1"
+
+
+def test_exec_becomes_the_client(server: str, tmp_path: Path) -> None:
+    """A program of that name is found on PATH and gets environment and arguments; its exit status is ours."""
+    client = tmp_path / "claude"
+    client.write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL" "$@"\nexit 3\n')
+    client.chmod(0o755)
+    command = [sys.executable, "-m", "kvboost_edge", "launch", "claude", "--exec", "--url", server, "--", "-p", "x y"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (f"{server} a model's name -p x y\n", 3), done.stderr
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_errors_say_what_to_do(
+    server: str, client: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+        cases = {
+            ("--url", nobody): "is the server running?",
+            ("--url", "127.0.0.1:8000"): "must begin with http://",
+            ("--url", server, "--api-key", "other"): "does not accept the API key",
+            ("--url", server, "--model", "other"): "'other' is not served",
+            ("--url", server, "--exec"): "is not installed here",
+        }
+        for argv, said in cases.items():
+            assert run(["launch", client, *argv]) == 1
+            captured = capsys.readouterr()
+            assert said in captured.err
+            assert not captured.out
+    assert run(["launch", "emacs"]) == 2

@@ -1,0 +1,57 @@
+"""What llama.cpp's converter writes of a Gemma 4 beyond what it writes of any model.
+
+Full layers may be of other sizes than those that slide; transformers saves that as `per_layer_config`, where the
+makers' files have global_head_dim and num_global_key_value_heads, which is what the converter reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+
+__all__ = ["makers_config", "rope_freqs", "write_gemma4_sizes"]
+
+
+def makers_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as the makers' files have it."""
+    found = {key: value for key, value in config.items() if key != "per_layer_config"}
+    full = next(iter(config["per_layer_config"].values()))
+    found["global_head_dim"] = full["head_dim"]
+    found["num_global_key_value_heads"] = full.get("num_key_value_heads")
+    return found
+
+
+def write_gemma4_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """The keys of `Gemma4Model.set_gguf_parameters`; those of `Gemma3Model` are there already."""
+    config = makers_config(config)
+    layers, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    full, local = config["global_head_dim"], config["head_dim"]
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    if config.get("use_double_wide_mlp"):
+        wide = config["intermediate_size"]
+        writer.add_feed_forward_length([wide if index < layers - shared else 2 * wide for index in range(layers)])
+    heads = config["num_key_value_heads"]
+    if config["num_global_key_value_heads"] is not None:
+        writer.add_head_count_kv([heads if slide else config["num_global_key_value_heads"] for slide in slides])
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(local)
+
+
+def rope_freqs(config: Mapping[str, Any]) -> np.ndarray:
+    """Divisors of a full layer's frequencies: those that do not turn are divided by 1e30."""
+    dim = makers_config(config)["global_head_dim"]
+    turning = int(dim * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    return np.array([1.0] * turning + [1e30] * (dim // 2 - turning), dtype=np.float32)

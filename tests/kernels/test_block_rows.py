@@ -1,0 +1,44 @@
+"""Rows of blocks decoded alone: equal to the `gguf` package to the bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvboost_edge.kernels.block_rows import FORMATS, decode_rows, decode_rows_entry
+from kvboost_edge.models.gguf.blocks import BLOCKS
+
+
+def _random(name: str, rows: int, width: int) -> npt.NDArray[np.uint8]:
+    block, rng = BLOCKS[name], np.random.default_rng(len(name) + rows)
+    raw = rng.integers(0, 256, (rows * width // block.weights, block.nbytes), dtype=np.uint8)
+    for at in block.halves or (0,):
+        scales = rng.normal(size=(len(raw), 1)) * rng.choice([1e-7, 0.01, 300.0, 0.0], (len(raw), 1))
+        raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)  # subnormal ones, zeros and negative ones too
+    if name == "MXFP4":
+        raw[:, 0] = np.arange(len(raw)) % 252  # above it a weight may be infinite
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (1, 8960), (5, 1536)])
+def test_every_bit_is_the_packages(name: str, rows: int, width: int) -> None:
+    raw = _random(name, rows, width)
+    found = np.full((rows, width), np.nan, np.float32)
+    decode_rows(name, raw, found)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(found.view(np.uint32), np.asarray(expected, np.float32).view(np.uint32))
+
+
+def test_all_halves_are_numbers_of_numpy() -> None:
+    raw = np.arange(1 << 16, dtype=np.uint16)
+    found = np.empty((1, 1 << 16), np.float32)
+    decode_rows("F16", raw.view(np.uint8).reshape(1, -1), found)
+    np.testing.assert_array_equal(found[0], raw.view(np.float16).astype(np.float32))
+
+
+def test_it_can_be_compiled_ahead() -> None:
+    decode_rows_entry.compile()
+    assert decode_rows_entry.is_ready

@@ -1,0 +1,125 @@
+"""Gemma 4's configs: which layer attends to whose keys and values, sizes by kind of layer, and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma4TextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.architectures import check_model_compatibility
+from kvboost_edge.models.config.families import describe_model, heads_by_layer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# The shapes of E2B.
+E2B: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131072,
+    "layer_types": [FULL if i % 5 == 4 else SLIDING for i in range(35)],
+    "sliding_window": 512,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def test_the_shapes_of_e2b() -> None:
+    spec = describe_model(E2B)
+    assert [layer.kv for layer in spec.layers] == [*range(15), *[14 if i % 5 == 4 else 13 for i in range(15, 35)]]
+    assert [layer.intermediate_size for layer in spec.layers] == [6144] * 15 + [12288] * 20
+    assert {layer.head_dim for layer in spec.layers if layer.window} == {256}
+    assert {layer.head_dim for layer in spec.layers if not layer.window} == {512}
+    assert (spec.first_shared, len(spec.kv_layers), spec.softmax_scale, spec.logit_cap) == (15, 15, 1.0, 30.0)
+    assert sum(4 * layer.num_kv_heads * layer.head_dim for layer in spec.kv_layers) == 18 * 1024  # bytes in float16
+    assert spec.per_layer == (262144, 256)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}])
+def test_layers_share_as_in_transformers(changes: dict[str, Any]) -> None:
+    """The layer whose keys and values are read is the one of its kind that transformers says stores them."""
+    spec, config = describe_model({**E2B, **changes}), Gemma4TextConfig(**{**E2B, **changes})
+    modes = config.kv_sharing_modes
+    givers = {config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"}
+    for index, layer in enumerate(spec.layers):
+        assert layer.owns_kv == (modes[index] != "reuse")
+        assert layer.kv == (index if layer.owns_kv else givers[config.layer_types[index]])
+
+
+def test_sizes_of_full_layers_where_values_are_keys() -> None:
+    changes = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_key_value_heads": 8,
+               "num_global_key_value_heads": 2}  # fmt: skip
+    spec = describe_model({**E2B, **changes})
+    assert {(layer.num_kv_heads, layer.has_values) for layer in spec.layers if layer.window} == {(8, True)}
+    assert {(layer.num_kv_heads, layer.has_values) for layer in spec.layers if not layer.window} == {(2, False)}
+    assert heads_by_layer({**E2B, **changes})[4] == (512, 2)
+    written = Gemma4TextConfig(**{**E2B, **changes}).to_dict()
+    assert describe_model(written).layers == spec.layers
+    # Without it the key for full layers means nothing, as in transformers.
+    assert {layer.num_kv_heads for layer in describe_model({**E2B, "num_global_key_value_heads": 2}).layers} == {1}
+
+
+def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head() -> None:
+    full, sliding = describe_model(E2B).ropes
+    config = Gemma4TextConfig(**E2B)
+    expected, factor = ROPE_INIT_FUNCTIONS["proportional"](config, "cpu", layer_type=FULL)
+    torch.testing.assert_close(torch.tensor(full.frequencies), expected, rtol=1e-6, atol=0)
+    assert (full.factor, full.half, sliding.half) == (factor, 256, 128)
+    assert full.frequencies[64:] == (0.0,) * 192
+    assert min(full.frequencies[:64]) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers=35 leaves none of the 35 layers"),
+        ({"num_kv_shared_layers": 100}, "num_kv_shared_layers=100 leaves none of the 35 layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1"),
+        ({"num_kv_shared_layers": 31}, r"layer 4 \(full_attention\) shares .*none of the 4 layers"),
+        ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers='x'"),
+        ({"layer_types": [FULL] * 34 + [SLIDING]}, "end with 'full_attention', and this config's with 'sliding_"),
+        ({"layer_types": [FULL] * 3}, "layer_types"),
+        ({"vocab_size_per_layer_input": 1000}, "vocab_size_per_layer_input=1000 is less than vocab_size=262144"),
+        ({"hidden_size_per_layer_input": -4}, "hidden_size_per_layer_input=-4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of the 3 key-value heads of layer 0"),
+        ({"per_layer_config": {"4": {"head_dim": 512}, "40": {"head_dim": 512}}}, "per_layer_config={'40'"),
+        ({"per_layer_config": {"4": {"num_experts": 2}}}, "per_layer_config={'4'"),
+        ({"per_layer_config": 5}, "per_layer_config=5 must be an object"),
+        ({"per_layer_config": {"4": {"head_dim": 512}}}, r"layers of one kind of attention have heads of \[256, 512\]|"
+                                                         "layer 19 shares the keys and values of layer 14"),
+        ({"per_layer_config": {"13": {"num_key_value_heads": 2}}}, "layer 15 shares the keys and values of layer 13"),
+        ({"enable_moe_block": True}, "enable_moe_block=True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model({**E2B, **changes})
+
+
+def test_the_mixture_is_refused_by_name_for_every_runner() -> None:
+    with pytest.raises(ModelFormatError, match="it is a mixture of experts, whose router is not built for Gemma 4"):
+        check_model_compatibility({**E2B, "enable_moe_block": True})
+    with pytest.raises(ModelFormatError, match="its attention is bidirectional"):
+        check_model_compatibility({**E2B, "use_bidirectional_attention": "all"})
+
+
+def test_nested_configs_that_contradict_are_refused() -> None:
+    nested = {"model_type": "gemma4", "text_config": E2B}
+    assert describe_model(nested).layers == describe_model(E2B).layers
+    with pytest.raises(ModelFormatError, match="hidden_size=2560, but its text_config hidden_size=1536"):
+        describe_model({**nested, "hidden_size": 2560})
+    with pytest.raises(ModelFormatError, match="'gemma4_unified' has model_type='gemma4_text'"):
+        describe_model({**nested, "model_type": "gemma4_unified"})

@@ -1,0 +1,182 @@
+"""Files of IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256: whole models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+
+from gguf_models import iq4_xs, write_gguf
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.file import read_gguf
+from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan, plan_bytes
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver
+from tiny_models import save_tiny_model
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+# gpt-oss is 2880 wide: 90 groups of 32, and no whole blocks of 256.
+ODD = {"hidden_size": 2880, "intermediate_size": 352, "num_hidden_layers": 1, "head_dim": 32}
+UP = "model.layers.0.mlp.up_proj.weight"
+Kinds = str | Callable[[str], str]
+
+
+def _instead(name: str) -> str:
+    """What llama.cpp's quantizer takes for IQ4_XS, Q5_K and Q6_K where columns are not whole blocks of 256."""
+    return {"IQ4_XS": "IQ4_NL", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}[iq4_xs(name)]
+
+
+def _fives(name: str) -> str:
+    """The same for Q4_K_M."""
+    return "Q8_0" if iq4_xs(name) == "Q6_K" else "Q5_0"
+
+
+def _beside_eights(name: str) -> str:
+    """MXFP4 beside Q8_0, as gpt-oss has them."""
+    return "MXFP4" if "ffn" in name else "Q8_0"
+
+
+def _all(name: str) -> str:
+    """Neighbours in one matrix: tables of two kinds, codes of int4, and a block format."""
+    if "attn" in name:
+        return {"attn_q": "IQ4_NL", "attn_k": "MXFP4", "attn_v": "Q6_K"}.get(name.split(".")[2], "IQ4_XS")
+    return {"ffn_gate": "MXFP4", "ffn_up": "Q4_0"}.get(name.rsplit(".", 2)[-2], "IQ4_NL")
+
+
+CASES: dict[str, tuple[Kinds, dict[str, int]]] = {
+    "IQ4_NL": ("IQ4_NL", WIDE),
+    "MXFP4": ("MXFP4", WIDE),
+    "Q3_K": ("Q3_K", WIDE),
+    "IQ4_XS": (iq4_xs, WIDE),
+    "all": (_all, WIDE),
+    "IQ4_XS, 2880 wide": (_instead, ODD),
+    "Q4_K_M, 2880 wide": (_fives, ODD),
+    "MXFP4 and Q8_0, 2880 wide": (_beside_eights, ODD),
+}
+
+
+def _plan(path: Path) -> dict[str, PackEntry]:
+    with GgufSource(read_gguf(path)) as source:
+        plan = pack_plan(describe_model(Checkpoint.open(path).config), "auto", source)
+        check_tensors(plan, source)
+    return {entry.name.removeprefix("layer0."): entry for entry in plan}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_logits_are_the_same_in_any_pass_and_near_the_floats(name: str, case: str, tmp_path: Path) -> None:
+    """With a bias and without; prompts at once and in pieces. The floats are those of the package, see test_blocks."""
+    kind, sizes = CASES[case]
+    path = write_gguf(save_tiny_model(name, tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
+    prompt = np.random.default_rng(7).integers(0, 256, 45).tolist()
+    found = []
+    for weights, chunk, threads in (("auto", 45, 1), ("auto", 45, 2), ("auto", 7, 2), ("auto", 1, 1), ("f32", 45, 1)):
+        runner = NativeRunner.from_dir(path, weights=weights, num_threads=threads)
+        driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=threads))
+        found.append(np.array(driver.prefill(driver.open(prompt), chunk)))
+        runner.close()
+    for other in found[1:4]:
+        np.testing.assert_array_equal(other[-1], found[0][-1])
+    assert np.linalg.norm(found[0] - found[4]) <= 5e-2 * np.linalg.norm(found[4])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected", "most"),
+    [
+        ("IQ4_NL", {"embed": "int4t", "qkv": "int4t", "out": "int4t", "gate_up": "int4t", "head": "int4t"}, 1.01),
+        ("MXFP4", {"embed": "int4t", "qkv": "int4t", "gate_up": "int4t", "down": "int4t"}, 1.07),
+        ("Q3_K", {"embed": "q6k", "qkv": "q6k", "gate_up": "q6k", "down": "q6k"}, 1.92),
+        ("IQ4_XS", {"embed": "q6k", "qkv": "int4t", "qkv+1": "q5k", "gate_up": "int4t", "down": "q5k"}, 1.05),
+        ("all", {"qkv": "int4t", "qkv+1": "q6k", "out": "int4t", "gate_up": "int4t", "down": "int4t"}, 1.05),
+        ("IQ4_XS, 2880 wide", {"embed": "int8", "qkv": "int8", "out": "int4t", "gate_up": "int4t"}, 1.2),
+        ("MXFP4 and Q8_0, 2880 wide", {"qkv": "int8", "gate_up": "int4t", "down": "int4t"}, 1.03),
+    ],
+)
+def test_formats_of_a_file(case: str, expected: dict[str, str], most: float, tmp_path: Path) -> None:
+    """What each matrix becomes, and the bytes that all take, against the file's."""
+    kind, sizes = CASES[case]
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
+    plan = _plan(path)
+    assert {name: plan[name].kind for name in expected} == expected
+    assert plan_bytes(list(plan.values())) <= most * Checkpoint.open(path).summary().nbytes
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K"])
+def test_rows_in_transformers_order(kind: str, tmp_path: Path) -> None:
+    """Of a family whose rows are reordered: floats and codes of any range of rows belong together."""
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=kind)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    header = read_gguf(path)
+    tensor = header.tensors["blk.1.attn_k.weight"]
+    raw = np.frombuffer(path.read_bytes()[tensor.start : tensor.stop], np.uint8).reshape(tensor.shape[0], -1)
+    floats = quants.dequantize(raw, GGMLQuantizationType[kind])
+    heads = floats.shape[0] // 64
+    expected = floats.reshape(heads, 32, 2, 256).swapaxes(1, 2).reshape(floats.shape)
+    with GgufSource(header) as source:
+        assert (source.kind(name), source.type_of(name)) == (BLOCKS[kind].kind, kind)
+        for start, stop in ((0, len(expected)), (5, 40)):
+            np.testing.assert_array_equal(source.rows(name, start, stop), expected[start:stop])
+            rows = source.quant_rows(name, start, stop)
+            assert (rows.table is None) == (kind == "Q3_K")
+            if rows.table is not None:
+                wide = rows.scales.astype(np.float32).repeat(32, axis=1)
+                np.testing.assert_allclose(wide * rows.table[rows.codes], expected[start:stop], rtol=2**-10, atol=1e-9)
+
+
+def test_an_engine_says_what_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **WIDE), tmp_path / "m.gguf", kind=iq4_xs)
+    with (
+        caplog.at_level(logging.INFO, "kvboost_edge"),
+        CPUPagedEngine.from_pretrained(path, num_blocks=32) as engine,
+    ):
+        prompt = list(range(40, 80))
+        cold = engine.logits(prompt)
+        np.testing.assert_array_equal(engine.logits(prompt, start=39), cold[-1:])
+    assert "runner native (int4t+q5k+q6k)" in caplog.text
+    assert "become 0" not in caplog.text
+
+
+def _with_exponent(path: Path, exponent: int) -> Path:
+    """The same file with another scale in block 300 of a tensor, whose weights are not all zeros."""
+    with GgufSource(read_gguf(path)) as source:
+        tensor = source._tensor(UP)
+    data = bytearray(path.read_bytes())
+    at = tensor.start + 300 * 17
+    data[at : at + 17] = bytes([exponent, *[0x21] * 16])
+    path.write_bytes(data)
+    return path
+
+
+def test_scales_of_mxfp4_that_are_too_large_are_refused_by_name(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
+    path = _with_exponent(write_gguf(model, tmp_path / "m.gguf", kind="MXFP4"), 144)
+    with pytest.raises(
+        ModelFormatError, match=rf"{UP}' \(MXFP4\) has scales above 65504 in rows 0 to .*give weights='f32' or 'bf16'"
+    ):
+        NativeRunner.from_dir(path, weights="auto")
+    for weights in ("f32", "bf16"):
+        NativeRunner.from_dir(path, weights=weights).close()
+    NativeRunner.from_dir(_with_exponent(path, 143), weights="auto").close()
+
+
+def test_weights_of_mxfp4_that_become_zeros_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save_tiny_model("llama", tmp_path / "model", **WIDE)
+    path = _with_exponent(write_gguf(model, tmp_path / "m.gguf", kind="MXFP4"), 103)
+    with caplog.at_level(logging.WARNING, "kvboost_edge"):
+        NativeRunner.from_dir(path, weights="auto").close()
+    (line,) = [record.getMessage() for record in caplog.records if "become 0" in record.getMessage()]
+    assert f"tensor '{UP}' has weights below 4e-07" in line
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kvboost_edge"):
+        NativeRunner.from_dir(_with_exponent(path, 104), weights="auto").close()
+    assert "become 0" not in caplog.text

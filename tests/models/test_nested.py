@@ -1,0 +1,131 @@
+"""Models of several parts: the language model inside equals transformers' own, and what contradicts is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.runners.native.runner import NativeRunner
+from native_oracle import assert_native_equals
+from tiny_models import NESTED, build_nested_model, save_nested_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def _change(directory: Path, change: dict[str, Any], text: dict[str, Any] | None = None) -> Path:
+    """Fields of the config, and of its text_config; None: taken out."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for part, fields in ((config, change), (config.get("text_config"), text or {})):
+        for name, value in fields.items():
+            part.pop(name, None)
+            if value is not None:
+                part[name] = value
+    path.write_text(json.dumps(config))
+    return directory
+
+
+def _rename(directory: Path, **prefixes: str) -> None:
+    """Prefixes of tensors in the file, "." written as "__"."""
+    found = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        for old, new in prefixes.items():
+            if name.startswith(old.replace("__", ".")):
+                name = new + name.removeprefix(old.replace("__", "."))
+                break
+        found[name] = tensor
+    save_file(found, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_language_model_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_nested_model(name, tmp_path)
+    with caplog.at_level(logging.INFO, "kvboost_edge"):
+        assert_native_equals(build_nested_model(name), tmp_path)
+    parts = Checkpoint.open(tmp_path).other_parts
+    assert sum(parts.values()) > 5
+    said = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
+    assert f"text only; not used are the tensors of {said}" in caplog.text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied: bool, tmp_path: Path) -> None:
+    save_nested_model("qwen3_vl", tmp_path, tie_word_embeddings=tied)
+    for outer, inner in ((not tied, tied), (tied, not tied), (None, tied), (None, None)):
+        _change(tmp_path, {"tie_word_embeddings": outer}, {"tie_word_embeddings": inner})
+        assert describe_model(Checkpoint.open(tmp_path).config).tied == tied
+    assert_native_equals(build_nested_model("qwen3_vl", tie_word_embeddings=tied), tmp_path)
+
+
+def test_names_of_older_files(tmp_path: Path) -> None:
+    save_nested_model("qwen3_vl", tmp_path)
+    _rename(tmp_path, model__language_model__="language_model.model.", lm_head__="language_model.lm_head.",
+            model__visual__="visual.")  # fmt: skip
+    with SafetensorsSource(tmp_path) as source:
+        assert "lm_head.weight" in source.names()
+        assert not [name for name in source.names() if "visual" in name or "language_model" in name]
+    assert_native_equals(build_nested_model("qwen3_vl"), tmp_path)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "two widths": ({"hidden_size": 128}, {}, "hidden_size=128, but its text_config hidden_size=64"),
+    "two vocabularies": ({"vocab_size": 301}, {}, "vocab_size=301, but its text_config vocab_size=300"),
+    "two ropes": ({"rope_theta": 1e4}, {"rope_theta": 1e6}, "rope_theta=10000.0, but its text_config rope_theta="),
+    "another language model": ({}, {"model_type": "llama"}, "of model_type='qwen3_vl' has model_type='llama'"),
+    "no language model": ({"text_config": None}, {}, "lacks the key 'text_config'"),
+    "text for an object": ({"text_config": "qwen3"}, {}, "text_config='qwen3', not an object"),
+    "no layers": ({}, {"num_hidden_layers": None}, "lacks the key 'num_hidden_layers'"),
+    "damaged heads": ({}, {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_contradicts_itself_is_refused(name: str, tmp_path: Path) -> None:
+    change, text, message = REFUSED[name]
+    save_nested_model("qwen3_vl", tmp_path)
+    _change(tmp_path, {}, text)
+    _change(tmp_path, change)
+    with pytest.raises(ModelFormatError, match=message):
+        NativeRunner.from_dir(tmp_path, weights="f32")
+
+
+def test_the_same_size_in_both_configs_is_no_contradiction(tmp_path: Path) -> None:
+    save_nested_model("qwen3_vl", tmp_path)
+    expected = describe_model(Checkpoint.open(tmp_path).config)
+    _change(tmp_path, {"hidden_size": 64, "vocab_size": 300})
+    assert describe_model(Checkpoint.open(tmp_path).config) == expected
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    save_nested_model("qwen3_vl", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].copy()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFormatError, match=r"a second time as 'model\.norm\.weight'"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_part_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    save_nested_model("qwen3_vl", tmp_path)
+    _rename(tmp_path, model__visual__="model.smell.")
+    with pytest.raises(ModelFormatError, match=r"model\.smell\..*is not known"):
+        NativeRunner.from_dir(tmp_path, weights="f32")
+
+
+def test_what_gemmas_files_leave_out(tmp_path: Path) -> None:
+    """As of Gemma 3 4B: its text_config names five things."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    spec = describe_model({"model_type": "gemma3", "text_config": text})
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert (spec.max_context, spec.tied, spec.ropes[0].frequencies[0]) == (131072, True, 0.125)
+    assert [layer.window for layer in spec.layers[:6]] == [1024] * 5 + [0]

@@ -1,0 +1,65 @@
+"""The matrices behind the pooling: read as they are, anything else refused with the folder's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.weights.dense import read_dense
+
+SETTINGS = {"in_features": 6, "out_features": 4, "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+WEIGHT = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+
+
+def write(folder: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_matrices_are_read_in_the_order_of_their_folders(tmp_path: Path) -> None:
+    first = write(tmp_path / "2_Dense", SETTINGS, {"linear.weight": WEIGHT})
+    second = write(tmp_path / "3_Dense", SETTINGS, {"linear.weight": np.ascontiguousarray(WEIGHT.T, np.float16)})
+    found = read_dense([first, second], {"hidden_size": 6})
+    np.testing.assert_array_equal(found[0], WEIGHT)
+    np.testing.assert_array_equal(found[1], WEIGHT.T.astype(np.float16).astype(np.float32))
+    assert read_dense([], {"hidden_size": 6}) == ()
+
+
+BAD = WEIGHT.copy()
+BAD[1, 2] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "message"),
+    [
+        ({"activation_function": "torch.nn.modules.activation.Tanh"}, {"linear.weight": WEIGHT}, "'Tanh' is not"),
+        ({"activation_function": "x.GELU"}, {"linear.weight": WEIGHT}, "2_Dense.*'GELU' is not supported"),
+        ({"bias": True}, {"linear.weight": WEIGHT}, "2_Dense.*a bias is not supported"),
+        ({}, {"linear.weight": WEIGHT, "linear.bias": WEIGHT[0]}, "holds the tensors"),
+        ({}, {"linear.weight": WEIGHT.T.copy()}, r"2_Dense: a matrix of \(6, 4\) cannot follow 6 numbers"),
+        ({}, {"linear.weight": BAD}, "2_Dense holds NaN or infinity"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray], message: str
+) -> None:
+    folder = write(tmp_path / "2_Dense", {**SETTINGS, **settings}, tensors)
+    with pytest.raises(ModelFormatError, match=message):
+        read_dense([folder], {"hidden_size": 6})
+
+
+def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path: Path) -> None:
+    """Of sentence-transformers' Dense a bias and tanh are the defaults."""
+    for name in ("bias", "activation_function"):
+        settings = {key: value for key, value in SETTINGS.items() if key != name}
+        with pytest.raises(ModelFormatError, match="is not supported"):
+            read_dense([write(tmp_path / name, settings, {"linear.weight": WEIGHT})], {"hidden_size": 6})

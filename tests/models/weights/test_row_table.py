@@ -1,0 +1,194 @@
+"""Rows of a table read one by one: those of the whole tensor, and an error wherever the file is another."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+
+from awq_gptq_files import quantize_dir
+from gguf_models import K_SCALES, write_gguf
+from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.weights import file_bytes
+from kvboost_edge.models.weights.row_table import ROW_TYPES, RowTable
+from tiny_models import save_tiny_model
+
+TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token will do
+ROWS, WIDTH = 300, 64
+
+
+def _gguf(directory: Path, kind: str) -> Checkpoint:
+    width = {"hidden_size": 256, "head_dim": 64} if kind in K_SCALES else {}
+    source = save_tiny_model("qwen3", directory / "hf", **width)
+    path = write_gguf(
+        source, directory / "model.gguf", kind=lambda name: kind if name == "token_embd.weight" else "F32"
+    )
+    return Checkpoint.open(path, cache_dir=NO_CACHE)
+
+
+def _safetensors(directory: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    save_tiny_model("qwen3", directory)
+    path = directory / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+    return Checkpoint.open(directory, cache_dir=NO_CACHE)
+
+
+@pytest.mark.parametrize("kind", ROW_TYPES)
+def test_rows_of_a_gguf_file_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+    model = _gguf(tmp_path, kind)
+    tensor = next(t for t in gguf.GGUFReader(model.path).tensors if t.name == "token_embd.weight")
+    assert tensor.tensor_type == GGMLQuantizationType[kind]
+    expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(ROWS, -1)
+    tokens = np.array([299, 0, 7, 7, 150], dtype=np.int64)
+    with RowTable.open(model, TABLE, *expected.shape) as table:
+        found = table.rows(tokens)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, expected[tokens])
+        for token in (0, 299):
+            np.testing.assert_array_equal(table.rows(np.array([token])), expected[[token]])
+        assert table.rows(np.empty(0, np.int64)).shape == (0, expected.shape[1])
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_rows_of_safetensors_are_those_of_the_whole(dtype: str, tmp_path: Path) -> None:
+    model = _safetensors(tmp_path, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype])
+    with model.open_source() as source:
+        assert source.type_of(TABLE) == dtype
+    expected = load_file(tmp_path / "model.safetensors")[TABLE].float().numpy()
+    tokens = np.random.default_rng(1).integers(0, ROWS, 40)
+    with RowTable.open(model, TABLE, ROWS, WIDTH) as table:
+        np.testing.assert_array_equal(table.rows(tokens), expected[tokens])
+
+
+def test_threads_do_not_mix_their_rows(tmp_path: Path) -> None:
+    model = _gguf(tmp_path, "Q8_0")
+    with model.open_source() as source:
+        expected = source.rows(TABLE)
+    tokens = np.random.default_rng(2).integers(0, ROWS, (200, 3))
+    with RowTable.open(model, TABLE, ROWS, WIDTH) as table, ThreadPoolExecutor(4) as pool:
+        for ids, found in zip(tokens, pool.map(table.rows, tokens), strict=True):
+            np.testing.assert_array_equal(found, expected[ids])
+
+
+def test_no_more_is_read_than_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _gguf(tmp_path, "Q8_0")
+    reads: list[int] = []
+    read_into = file_bytes.FileBytes.read_into
+    with RowTable.open(model, TABLE, ROWS, WIDTH) as table:
+        monkeypatch.setattr(
+            file_bytes.FileBytes,
+            "read_into",
+            lambda file, buffer, start: (reads.append(buffer.nbytes), read_into(file, buffer, start))[1],
+        )
+        table.rows(np.array([3, 299]))
+    assert reads == [68, 68]
+
+
+@pytest.mark.parametrize("has_advice", [True, False])
+def test_a_system_without_advice_reads_the_same(
+    has_advice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_advice:
+
+        def refuse(*_: object) -> None:
+            raise OSError("no such advice")
+
+        monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    else:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    model = _safetensors(tmp_path)
+    with model.open_source() as source, RowTable.open(model, TABLE, ROWS, WIDTH) as table:
+        np.testing.assert_array_equal(table.rows(np.array([1, 2])), source.rows(TABLE, 1, 3))
+
+
+@pytest.mark.parametrize(("token", "named"), [(-1, "token -1 "), (ROWS, "token 300 ")])
+def test_a_token_without_a_row_is_refused(token: int, named: str, tmp_path: Path) -> None:
+    with (
+        RowTable.open(_safetensors(tmp_path), TABLE, ROWS, WIDTH) as table,
+        pytest.raises(RequestError, match=f"{named}has no row in a table of 300"),
+    ):
+        table.rows(np.array([5, token]))
+
+
+@pytest.mark.parametrize("shape", [(ROWS - 1, WIDTH), (ROWS, 2 * WIDTH)])
+def test_another_shape_is_refused(shape: tuple[int, int], tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"has shape \(300, 64\), expected"):
+        RowTable.open(_safetensors(tmp_path), TABLE, *shape)
+
+
+def test_what_has_no_rows_or_is_not_there_is_refused(tmp_path: Path) -> None:
+    for model in (_safetensors(tmp_path / "s"), _gguf(tmp_path / "g", "Q8_0")):
+        with pytest.raises(ModelFormatError, match="has no rows to be read alone"):
+            RowTable.open(model, "model.norm.weight", WIDTH, 1)
+        with pytest.raises(ModelFormatError, match="lack"):
+            RowTable.open(model, "model.embed_tokens_per_layer.weight", ROWS, WIDTH)
+
+
+def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(save_tiny_model("llama", tmp_path / "hf"), tmp_path / "model.gguf")
+    glm4 = Checkpoint.open(save_tiny_model("glm4", tmp_path / "glm4"), cache_dir=NO_CACHE)
+    for model in (Checkpoint.open(path, cache_dir=NO_CACHE), glm4):
+        with pytest.raises(ModelFormatError, match=r"'model.layers.0.self_attn.q_proj.weight' (of|has)"):
+            RowTable.open(model, "model.layers.0.self_attn.q_proj.weight", WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_rows_that_are_columns_in_the_file_are_refused(method: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
+    quantize_dir(tmp_path, method, group=32, symmetric=True)
+    model = Checkpoint.open(tmp_path, cache_dir=NO_CACHE)
+    with pytest.raises(ModelFormatError, match="has rows as columns"):
+        RowTable.open(model, "model.layers.0.mlp.up_proj.weight", 256, 128)
+    with model.open_source() as source, RowTable.open(model, TABLE, ROWS, 128) as table:
+        np.testing.assert_array_equal(table.rows(np.array([7])), source.rows(TABLE, 7, 8))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it is opened", "while it is open"])
+@pytest.mark.parametrize("how", ["shrunk", "written", "grown"])
+def test_a_file_that_changes_is_refused(how: str, before: bool, tmp_path: Path) -> None:
+    model = _gguf(tmp_path, "Q4_0")
+    model.fingerprint()
+    table = None if before else RowTable.open(model, TABLE, ROWS, WIDTH)
+    size, modified = model.path.stat().st_size, model.path.stat().st_mtime_ns
+    if how == "written":
+        with open(model.path, "r+b") as file:
+            file.seek(-100, 2)
+            file.write(bytes(8))
+        os.utime(model.path, ns=(modified + 1, modified + 1))  # clocks of file systems may be coarse
+    else:
+        os.truncate(model.path, size + 4096 if how == "grown" else 5000)
+    if table is None:
+        with pytest.raises(ModelFormatError, match=r"model\.gguf changed since"):
+            RowTable.open(model, TABLE, ROWS, WIDTH)
+        return
+    with table, pytest.raises(ModelFormatError, match=r"model\.gguf was (changed while|cut short)"):
+        table.rows(np.array([299]))
+
+
+def test_another_file_of_the_name_is_refused_and_does_not_disturb_who_has_the_old_one(tmp_path: Path) -> None:
+    model = _safetensors(tmp_path)
+    model.fingerprint()
+    path = tmp_path / "model.safetensors"
+    with model.open_source() as source:
+        expected = source.rows(TABLE)
+    with RowTable.open(model, TABLE, ROWS, WIDTH) as table:
+        times = path.stat().st_mtime_ns
+        save_file({name: -tensor for name, tensor in load_file(path).items()}, tmp_path / "new.safetensors")
+        os.replace(tmp_path / "new.safetensors", path)
+        os.utime(path, ns=(times, times))
+        np.testing.assert_array_equal(table.rows(np.array([9])), expected[[9]])
+        with pytest.raises(ModelFormatError, match=r"model\.safetensors changed since the model was opened"):
+            RowTable.open(model, TABLE, ROWS, WIDTH)
+        path.unlink()
+        np.testing.assert_array_equal(table.rows(np.array([9])), expected[[9]])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors|holds no weights"):
+        RowTable.open(model, TABLE, ROWS, WIDTH)

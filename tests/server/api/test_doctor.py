@@ -1,0 +1,297 @@
+"""The prefix doctor over HTTP: where a prompt left what its API key asked before, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from itertools import chain
+from typing import Any
+
+import httpx
+import pytest
+
+from doctor_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
+from engine import fake_runner
+from engine.fake_runner import fake_engine, hold_passes, runner_of
+from kvboost_edge.server.doctor.records import NOT_SAID
+from kvboost_edge.server.logs import configure_logging
+from kvboost_edge.server.settings import ServerSettings
+from spoken_turns import TEMPLATE, Speaker
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with fake_engine(num_blocks=512, max_context=4000) as engine:
+        engine.tokenizer.chat_template = TEMPLATE
+        yield engine
+
+
+@pytest.fixture
+def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
+    speaker = Speaker(engine)
+    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
+    engine.reset_cache()
+    speaker.text = "Good day."
+    return speaker
+
+
+@pytest.fixture
+async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with app_of(engine) as client:
+        yield client
+
+
+async def test_a_date_in_the_system_message_is_found_with_both_texts(app: Any, speaker: Speaker, engine: Any) -> None:
+    first = await ask(app, SYSTEM.format("Tuesday"), "Hello!")
+    assert (first["cause"], first["compared_with"], first["hit_tokens"]) == ("first_seen", "", {"pool": 0})
+    second = await ask(app, SYSTEM.format("Wednesday"), "Hello!")
+    place = len(f"<|system|>{SYSTEM[: SYSTEM.index('{')]}")
+    assert (second["cause"], second["position"]) == ("changed_text", place)
+    assert (second["field"], second["field_before"]) == ("message 0 (system)", "message 0 (system)")
+    assert second["text"].startswith("ay is Wednesday. Answer")
+    assert second["text_before"].startswith("ay is Tuesday. Answer")
+    assert second["compared_with"] == first["request_id"]
+    assert second["hit_tokens"] == {"pool": place // 16 * 16}
+    assert second["seconds"] > 0
+
+
+async def test_the_next_turn_of_a_chat_has_new_text_only(app: Any, speaker: Speaker) -> None:
+    first = await ask(app, SYSTEM, "Hello!")
+    second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
+    assert (second["cause"], second["field_before"]) == ("new_text", "")
+    assert second["position"] == first["prompt_tokens"] + len("Good day.")
+    assert second["hit_tokens"]["pool"] >= second["position"] - 16
+    again = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
+    assert again["cause"] in ("tail", "none")
+    assert again["hit_tokens"]["pool"] >= again["prompt_tokens"] - 16
+
+
+async def test_a_stream_says_the_same_in_its_last_chunk(engine: Any, speaker: Speaker) -> None:
+    async with app_of(engine, api_keys=("one", "two")) as app:
+        app.headers["x-api-key"] = "one"
+        whole = [await ask(app, SYSTEM.format(day), "Hi") for day in ("Monday", "Tuesday")]
+        app.headers["x-api-key"] = "two"
+        told = []
+        for day, options in (("Monday", {}), ("Tuesday", {"stream_options": {"include_usage": True}})):
+            messages = [{"role": "system", "content": SYSTEM.format(day)}, {"role": "user", "content": "Hi"}]
+            body = {"messages": messages, "max_tokens": 90, "temperature": 0, "stream": True, **EXPLAIN, **options}
+            lines = (await app.post(CHAT, json=body)).text.split("\n\n")
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert ["kvboost" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+            told.append(chunks[-1]["kvboost"]["cache"])
+    for mine, theirs in zip(told, whole, strict=True):
+        same = ("cause", "position", "field", "text", "text_before", "prompt_tokens")
+        assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
+
+
+async def test_who_does_not_ask_is_not_told(app: Any, speaker: Speaker) -> None:
+    answer = await app.post(COMPLETIONS, json={"prompt": "Hello", "max_tokens": 1})
+    assert "cache" not in answer.json()["kvboost"]
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "description": "x" * 40}} for name in ("clock", "maps")]
+
+
+async def test_tools_in_another_order(engine: Any, speaker: Speaker) -> None:
+    async with app_of(engine, normalise=()) as app:
+        await ask(app, SYSTEM, "Hi", tools=TOOLS)
+        swapped = await ask(app, SYSTEM, "Hi", tools=TOOLS[::-1])
+        assert (swapped["cause"], swapped["normalised"]) == ("tool_order", [])
+        assert (swapped["field"], swapped["field_before"]) == ("tool 0 (maps)", "tool 0 (clock)")
+        fewer = await ask(app, SYSTEM, "Hi", tools=TOOLS[1:])
+        assert fewer["cause"] == "tools"
+    async with app_of(engine) as app:
+        engine.reset_cache()
+        await ask(app, SYSTEM, "Hi", tools=TOOLS)
+        swapped = await ask(app, SYSTEM, "Hi", tools=TOOLS[::-1])
+        assert swapped["normalised"] == ["tools"]
+        assert swapped["hit_tokens"]["pool"] >= swapped["prompt_tokens"] - 16
+
+
+async def test_a_billing_line_is_left_out_and_said(engine: Any, speaker: Speaker) -> None:
+    billed = "x-anthropic-billing-header: cc_version=2.1; cch={};\n" + SYSTEM
+    async with app_of(engine) as app:
+        await ask(app, billed.format("aaaa", "now"), "Hi")
+        second = await ask(app, billed.format("bbbb", "now"), "Hi")
+        assert second["normalised"] == ["billing"]
+        assert second["hit_tokens"]["pool"] >= second["prompt_tokens"] - 16
+    async with app_of(engine, normalise=("tools",)) as app:
+        await ask(app, billed.format("cccc", "now"), "Hi")
+        second = await ask(app, billed.format("dddd", "now"), "Hi")
+        assert (second["cause"], second["field"], second["normalised"]) == ("changed_text", "message 0 (system)", [])
+
+
+async def test_the_same_text_in_other_tokens(demo_engine: Any) -> None:
+    tokenizer = demo_engine.tokenizer
+    ids = tokenizer.encode("The tokens of one word in this longer text are others, and all the rest is as it was. " * 2)
+    at = next(number for number in range(20, len(ids)) if len(tokenizer.decode(ids[number : number + 1])) > 2)
+    spelled = [tokenizer.encode(letter, False) for letter in tokenizer.decode([ids[at]])]
+    async with app_of(demo_engine) as app:
+        await complete(app, ids)
+        found = await complete(app, [*ids[:at], *chain.from_iterable(spelled), *ids[at + 1 :]])
+    assert (found["cause"], found["position"], found["field"]) == ("retokenized", at, "prompt")
+
+
+async def test_what_was_dropped_from_the_pool() -> None:
+    with fake_engine(num_blocks=12) as engine:
+        async with app_of(engine) as app:
+            prompt = "A text of 64 characters, which is four full blocks of the pool.."
+            await complete(app, prompt)
+            for number in range(3):
+                await complete(app, f"{number:04d}" * 40)
+            found = await complete(app, prompt + " And more")
+    assert (found["cause"], found["evicted_from"], found["position"]) == ("evicted", ["pool"], 0)
+
+
+async def test_other_keys_and_salts_are_never_compared_with(engine: Any, speaker: Speaker) -> None:
+    async with app_of(engine, api_keys=("one", "two")) as app:
+        one, two = ({"x-api-key": key} for key in ("one", "two"))
+        secret = "The secret of the first tenant is long enough for a block."
+        mine = await complete(app, secret, headers=one)
+        salted = await complete(app, secret, headers=one, cache_salt="salt")
+        theirs = await complete(app, secret, headers=two)
+        for found in (mine, salted, theirs):
+            assert (found["cause"], found["compared_with"], found["text_before"]) == ("first_seen", "", "")
+        path = f"/v1/requests/{mine['request_id']}/cache"
+        assert (await app.get(path, headers=one)).json() == mine
+        refused = await app.get(path, headers=two)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+        assert "secret" not in refused.text
+        listed = [(await app.get("/v1/requests", headers=headers)).json() for headers in (one, two)]
+        assert [[entry["request_id"] for entry in answer["data"]] for answer in listed] == [
+            [salted["request_id"], mine["request_id"]], [theirs["request_id"]],
+        ]  # fmt: skip
+        last = await app.get("/v1/requests/last/cache", headers=two)
+        assert (last.json(), last.headers["cache-control"]) == (theirs, "no-store")
+        assert (await app.get("/v1/requests")).status_code == 401
+
+
+async def test_nothing_is_kept_with_history_0_and_that_is_said(engine: Any, speaker: Speaker) -> None:
+    async with app_of(engine, request_history=0) as app:
+        for _ in range(2):
+            found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
+        assert found["cause"] in ("none", "tail")
+        found = await ask(app, SYSTEM + "!", "Hi")
+        assert (found["cause"], found["text_before"], found["compared_with"]) == ("not_compared", "", "")
+        assert (await app.get("/v1/requests")).json() == {"object": "list", "data": [], "kept_seconds": 0}
+        answer = await app.get(f"/v1/requests/{found['request_id']}/cache")
+        assert answer.status_code == 404
+        assert "--request-history 0" in answer.json()["error"]["message"]
+        assert app._transport.app.state.kv.doctor.history.nbytes == 0
+
+
+async def test_of_several_prompts_and_choices_the_first_is_told(app: Any, speaker: Speaker, engine: Any) -> None:
+    prompts = ["The first of these prompts is about cats and dogs.", "The second is about the sea and ships."]
+    found = await complete(app, prompts, n=2)
+    assert (found["cause"], found["prompt_tokens"]) == ("first_seen", len(prompts[0]))
+    found = await complete(app, prompts[0] + " Go on.")
+    assert (found["cause"], found["field"]) in {("changed_text", "prompt"), ("new_text", "prompt")}
+
+
+async def test_embeddings_are_not_kept(tiny_app: Any) -> None:
+    assert (await tiny_app.post("/v1/embeddings", json={"input": "hello"})).status_code == 200
+    assert (await tiny_app.get("/v1/requests")).json()["data"] == []
+
+
+async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app: Any, speaker: Speaker) -> None:
+    messages = [{"role": "system", "content": SYSTEM}]
+    answer = await app.post("/v1/warm", json={"messages": messages, "tools": TOOLS})
+    found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
+    assert (found["cause"], found["compared_with"]) == ("new_text", answer.headers["x-request-id"])
+    assert found["position"] == answer.json()["token_count"]
+    listed = (await app.get("/v1/requests")).json()["data"]
+    assert [entry["cause"] for entry in listed] == ["new_text", "first_seen"]
+
+
+async def test_a_cancelled_request_counts_where_it_was_computed(speaker: Speaker) -> None:
+    """One that was computing is what its successor is compared with; one that only waited leaves nothing."""
+    running, waiting = (f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "That"))
+    with fake_engine(num_blocks=512, max_context=4000, max_num_seqs=1) as engine:
+        go, seen = threading.Event(), threading.Event()
+
+        def hold(batch: Any) -> None:
+            seen.set()
+            assert go.wait(30)
+
+        async with app_of(engine) as app:
+            runner_of(engine).on_forward = hold
+            tasks = [asyncio.ensure_future(complete(app, text, max_tokens=500)) for text in (running, waiting)]
+            while not (seen.is_set() and engine.num_waiting()):
+                await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(end) for end in ends] == [asyncio.CancelledError] * 2
+            assert (await app.get("/v1/requests")).json()["data"] == []
+            runner_of(engine).on_forward = None
+            go.set()
+            while engine.num_running() + engine.num_waiting():
+                await asyncio.sleep(0.001)
+            found = [await complete(app, text + " zzz") for text in (running, waiting)]
+            listed = (await app.get("/v1/requests")).json()["data"]
+    assert [entry["cause"] for entry in listed[::-1]] == ["first_seen", "new_text", "first_seen"]
+    assert [one["compared_with"] for one in found] == [listed[-1]["request_id"], ""]
+
+
+async def test_requests_that_run_have_no_diagnosis_yet(app: Any, engine: Any, speaker: Speaker) -> None:
+    go = threading.Event()
+    hold_passes(engine, go)
+    try:
+        tasks = [asyncio.ensure_future(complete(app, "The same text at the same time, of two clients")) for _ in "ab"]
+        while engine.num_running() + engine.num_waiting() < 2:
+            await asyncio.sleep(0.001)
+        assert (await app.get("/v1/requests")).json()["data"] == []
+        assert (await app.get("/v1/requests/last/cache")).status_code == 404
+    finally:
+        runner_of(engine).on_forward = None
+        go.set()
+    causes = sorted([(await task)["cause"] for task in tasks])
+    assert causes[0] == "first_seen"
+    assert causes[1] in ("none", "not_kept", "tail")
+
+
+async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(
+    app: Any, speaker: Speaker, kept_logging: None
+) -> None:
+    stream, secret = io.StringIO(), "Ann-Nym"
+    configure_logging(ServerSettings(log_level="debug"), stream)
+    for end in "ab":
+        found = await ask(app, SYSTEM, f"Write about {end}, which is {secret}")
+    assert secret in (await app.get(f"/v1/requests/{found['request_id']}/cache")).text
+    assert stream.getvalue()
+    assert secret not in stream.getvalue()
+    metrics = (await app.get("/metrics")).text
+    for cause in ("first_seen", "changed_text"):
+        assert f'kvboost:prompt_causes_total{{cause="{cause}",model_name="fake"}} 1.0' in metrics
+    assert secret not in metrics
+
+
+async def test_records_end_though_no_request_comes(engine: Any, speaker: Speaker) -> None:
+    async with app_of(engine, request_history=0.05) as app:
+        await ask(app, SYSTEM, "Hi")
+        history = app._transport.app.state.kv.doctor.history
+        until = time.monotonic() + 10
+        while history.nbytes and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        assert history.nbytes == 0
+
+
+@pytest.mark.alone
+async def test_a_long_prompt_among_many_does_not_hold_the_loop(app: Any, engine: Any, speaker: Speaker) -> None:
+    """Compared with as much as is kept of one tenant, all alike up to their ends: some milliseconds."""
+    doctor = app._transport.app.state.kv.doctor
+    ids = list(range(30_000))
+    for number in range(256):
+        doctor.watch(f"r{number}", None, None, [*ids, number], NOT_SAID)
+    took = []
+    for number in range(5):
+        watch = doctor.watch(f"m{number}", None, None, [*ids, 999], NOT_SAID)
+        before = time.perf_counter()
+        _, common = doctor.history.closest(None, None, watch._record)
+        took.append(time.perf_counter() - before)
+        assert common == 30_000 + (number > 0)
+    assert min(took) < 0.005

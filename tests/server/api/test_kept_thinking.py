@@ -1,0 +1,111 @@
+"""Thinking that clients leave out of the model's earlier turns: named where it costs, and put back where it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from doctor_cases import SYSTEM, app_of, ask
+from engine import fake_runner
+from engine.fake_runner import fake_engine
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.replay import thought_key
+from spoken_turns import TEMPLATE, Speaker
+
+STRIPS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    "<|assistant|><think>"
+)
+"""A template that opens the reasoning itself, and shows none of earlier turns."""
+
+
+PRESERVES = """{% for m in messages %}<|{{ m.role }}|>
+{%- if m.reasoning_content and (loop.last or preserve_thinking) %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}<|special 259|>{% endfor %}<|assistant|>"""
+"""A template that shows it if a variable says so; a turn ends as the model ends it."""
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with fake_engine(num_blocks=512, max_context=4000) as engine:
+        engine.tokenizer.chat_template = TEMPLATE
+        yield engine
+
+
+@pytest.fixture
+def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
+    speaker = Speaker(engine)
+    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
+    engine.reset_cache()
+    speaker.text = "Good day."
+    return speaker
+
+
+async def test_thinking_that_the_template_strips(speaker: Speaker) -> None:
+    with fake_engine(num_blocks=512, max_context=4000) as other:
+        other.tokenizer.chat_template = STRIPS
+        speaker.openings = ["<|assistant|><think>"]
+        speaker.text = "I have to be polite to everybody.</think>Good day."
+        async with app_of(other) as app:
+            first = await ask(app, SYSTEM, "Hello!")
+            second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
+    assert (second["cause"], second["field"], second["field_before"]) == ("thinking", "message 2 (assistant)", "answer")
+    assert second["position"] == first["prompt_tokens"] - len("<think>")
+    assert "I have to" in second["text_before"]
+    assert "Good day.<|end|>" in second["text"]
+
+
+THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
+
+
+@pytest.mark.parametrize("normalise", [("thinking",), ()])
+@pytest.mark.parametrize("variable", [None, True, False])
+async def test_thinking_is_put_back_where_the_template_can_show_it(
+    engine: Any, speaker: Speaker, normalise: tuple[str, ...], variable: bool | None
+) -> None:
+    """What clients drop of the model's own turns is read from the cache, unless they say that they do not want it."""
+    engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
+    more = {} if variable is None else {"chat_template_kwargs": {"preserve_thinking": variable}}
+    async with app_of(engine, normalise=normalise) as app:
+        first = await ask(app, SYSTEM, "Hello!", **more)
+        computed = first["prompt_tokens"] + len(THOUGHT)
+        second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?", **more)
+        edited = await ask(app, SYSTEM, "Hello!", "Good day!", "And now?", **more)
+        third = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?", "Good day.", "Well?", **more)
+    preserved = bool(normalise) and variable is not False
+    assert second["normalised"] == (["thinking"] if preserved else [])
+    assert (second["cause"] == "new_text") == preserved
+    assert (second["hit_tokens"]["pool"] >= computed - 16) == preserved
+    if preserved:
+        assert (edited["cause"], edited["normalised"]) == ("thinking", [])
+        assert third["hit_tokens"]["pool"] >= second["prompt_tokens"] + len(THOUGHT) - 16
+    else:
+        assert second["cause"] == "thinking"
+
+
+async def test_another_key_never_gets_the_thinking(engine: Any, speaker: Speaker) -> None:
+    engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
+    async with app_of(engine, api_keys=("one", "two")) as app:
+        app.headers["x-api-key"] = "one"
+        await ask(app, SYSTEM, "Hello!")
+        app.headers["x-api-key"] = "two"
+        found = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
+    assert (found["normalised"], found["cause"]) == ([], "first_seen")
+
+
+async def test_thinking_in_other_tokens_is_replayed_with_its_own(demo_engine: Any) -> None:
+    """A model need not write what the tokenizer would: the kept ids stand in the next prompt."""
+    tokenizer = Tokenizer(demo_engine.tokenizer.codec, name="made", special_tokens={}, chat_template=PRESERVES)
+    ids = list(chain.from_iterable(tokenizer.encode(letter, False) for letter in THOUGHT))
+    assert ids != tokenizer.encode(THOUGHT, False)
+    said = {"role": "assistant", "content": "Good day.", "reasoning_content": "I have to be polite to everybody."}
+    kept = {thought_key(said): ids}
+    messages = [{"role": "user", "content": "Hello!"}, said, {"role": "user", "content": "And?"}]
+    found = tokenizer.encode_chat(messages, True, {"preserve_thinking": True}, find_answer=kept.get)
+    assert str(ids)[1:-1] in str(found)

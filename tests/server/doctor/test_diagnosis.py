@@ -1,0 +1,131 @@
+"""Why two prompts go apart, on a made-up tokenizer of a character a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.server.doctor.diagnosis import CAUSES, diagnose, placed, tool_field
+from kvboost_edge.server.doctor.records import Asked, Diagnosis, Field, Record
+
+BLOCK = 4
+_PHASES = dict.fromkeys(("tokenize", "queue", "lookup", "load", "probe", "repair", "prefill", "decode"), 0.0)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(token) if token < 1000 else chr(token - 1000) * 2 for token in ids)
+
+
+def record(text: str | list[int], asked: Asked | None = None, *, answer: str = "", reasoning: int = 0) -> Record:
+    ids = [ord(letter) for letter in text] if isinstance(text, str) else text
+    made = Record(f"of {len(ids)}", asked or Asked(), np.array([*ids, *map(ord, answer)], np.int32), len(ids))
+    made.num_reasoning = reasoning
+    return made
+
+
+def result(mine: Record, cached: int, reason: str = "first_seen") -> GenerationResult:
+    return GenerationResult(
+        mode=GenerationMode.PREFIX_CACHE, prompt="", output_text="", output_token_ids=(), generated_tokens=0,
+        finish_reason="stop", prompt_tokens=mine.num_prompt, cached_tokens=cached, kv_reuse_ratio=0.0,
+        hit_tokens={"pool": cached}, miss_reason=reason, ttft_ms=0.0, total_ms=0.0, tokens_per_sec=0.0,
+        token_times_ms=(), phases={**_PHASES, "prefill": 1500.0}, logprobs=None, seed=0, preemptions=0,
+    )  # fmt: skip
+
+
+def found(mine: Record, other: Record | None, cached: int | None = None, reason: str = "first_seen") -> Diagnosis:
+    common = 0 if other is None else other.common(mine.ids[: mine.num_prompt])
+    cached = common // BLOCK * BLOCK if cached is None else cached
+    options: dict[str, Any] = {"block_size": BLOCK, "tiers": ("disk",), "decode": decode, "thinks": "<think>"}
+    made = diagnose(mine, other, common, result(mine, cached, reason), **options)
+    assert made.cause in CAUSES
+    return placed(made, mine, other, decode)
+
+
+TOOLS = Asked(tuple(tool_field(n, name) for n, name in enumerate(("clock", "maps"))), ("clock", "maps"))
+CHAT = Asked((Field("message 0 (system)", "It is Tuesday."), Field("message 1 (user)", "Hello there")))
+
+
+def test_another_word_in_the_system_message_is_named_with_both_texts() -> None:
+    before = record("[s]It is Tuesday.[u]Hello there", CHAT)
+    asked = Asked((Field("message 0 (system)", "It is Wednesday."), Field("message 1 (user)", "Hello there")))
+    mine = record("[s]It is Wednesday.[u]Hello there", asked)
+    made = found(mine, before)
+    assert (made.cause, made.position, made.field) == ("changed_text", 9, "message 0 (system)")
+    assert made.text.startswith("It is Wednesday")
+    assert made.text_before.startswith("It is Tuesday")
+    assert (made.compared_with, made.seconds, made.computed_tokens) == (before.request_id, 1.5, mine.num_prompt - 8)
+
+
+def test_nothing_alike_was_asked() -> None:
+    assert found(record("abcdefgh"), None).cause == "first_seen"
+    assert found(record("abcdefgh"), record("abcxefgh")).cause == "first_seen"
+
+
+def test_a_prompt_that_goes_on_behind_an_answer_has_new_text_only() -> None:
+    before = record("[u]Hello there[a]", CHAT, answer="Good day[e]")
+    made = found(record("[u]Hello there[a]Good day[e][u]And now?", CHAT), before)
+    assert (made.cause, made.position) == ("new_text", len(before.ids))
+
+
+def test_the_same_prompt_again_computes_its_last_block() -> None:
+    before = record("[u]Hello there[a]", CHAT)
+    assert found(record("[u]Hello there[a]", CHAT), before).cause == "tail"
+
+
+@pytest.mark.parametrize(("reason", "cause", "tiers"), [("evicted", "evicted", ("pool", "disk")),
+                                                        ("first_seen", "not_kept", ())])  # fmt: skip
+def test_what_was_there_and_is_not(reason: str, cause: str, tiers: tuple[str, ...]) -> None:
+    before = record("[u]Hello there and everywhere", CHAT)
+    made = found(record("[u]Hello there and everywhere!", CHAT), before, cached=4, reason=reason)
+    assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
+
+
+def test_tools_in_another_order_and_other_tools() -> None:
+    before = record('{"clock"}{"maps"}[u]Hi', TOOLS)
+    swapped = dataclasses.replace(record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock")))
+    assert found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "first_seen"  # the first block differs
+    longer = [f'Tools: {{"{one}"}}{{"{two}"}}[u]Hi' for one, two in (("clock", "maps"), ("maps", "clock"))]
+    before = record(longer[0], TOOLS)
+    made = found(record(longer[1], TOOLS._replace(tools=("maps", "clock"))), before)
+    assert (made.cause, made.field_before) == ("tool_order", "tool 0 (clock)")
+    fewer = found(record('Tools: {"maps"}[u]Hi', TOOLS._replace(tools=("maps",))), before)
+    assert fewer.cause == "tools"
+
+
+def test_other_variables_of_the_template() -> None:
+    before = record("[s]Think: on[u]Hello", CHAT._replace(settings='{"enable_thinking": true}'))
+    mine = record("[s]Think: off[u]Hello", CHAT._replace(settings='{"enable_thinking": false}'))
+    assert found(mine, before).cause == "template"
+
+
+def test_reasoning_that_was_stripped() -> None:
+    before = record("[u]Hello there[a]", CHAT, answer="<think>Hm.</think>Good day", reasoning=18)
+    made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), before)
+    assert (made.cause, made.field_before) == ("thinking", "answer")
+    twice = record("[u]Hello[a]<think>Hm.</think>Good day[u]And now?[a]", CHAT)
+    assert found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"
+
+
+def test_the_same_text_in_other_tokens() -> None:
+    ids = [ord(letter) for letter in "[u]ballad"]
+    mine = [*ids[:5], 1000 + ord("l"), *ids[7:]]  # "ll" as one token
+    assert found(record(mine, CHAT), record(ids, CHAT)).cause == "retokenized"
+
+
+@pytest.mark.parametrize("reason", ["bypassed", "not_started", ""])
+def test_what_the_engine_says_itself_is_the_cause(reason: str) -> None:
+    mine = record("[u]Hello")
+    made = diagnose(mine, mine, 8, result(mine, 0, reason), block_size=4, tiers=(), decode=decode, thinks="")
+    assert made.cause == (reason or "none")
+
+
+def test_a_field_is_found_where_a_message_says_the_same_twice() -> None:
+    asked = Asked(tuple(Field(f"message {number} (user)", text) for number, text in enumerate(("yes", "no", "yes"))))
+    before, mine = (record(f"[u]yes[u]no[u]yes{end}", asked) for end in ("!", "?"))
+    assert found(mine, before).field == "message 2 (user)"
