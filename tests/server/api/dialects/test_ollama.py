@@ -225,7 +225,7 @@ async def test_an_error_behind_the_first_line_is_the_last_line(
     def broken(*_: Any) -> None:
         raise RuntimeError("secret")
 
-    speaker.text = "Hello."
+    speaker.text = "Hello. " * 40  # more than one batch of tokens
     monkeypatch.setattr(OllamaWriter, "closed", broken)
     answer = await app.post(CHAT, json={"model": "fake", "messages": ASK, "options": {"temperature": 0}})
     last = json.loads(answer.text.splitlines()[-1])

@@ -256,7 +256,7 @@ async def test_an_error_behind_the_first_event_is_told_and_ends_the_stream(
     def broken(*_: Any) -> None:
         raise RuntimeError("secret")
 
-    speaker.text = "Hello."
+    speaker.text = "Hello. " * 40  # more than one batch of tokens
     monkeypatch.setattr(ResponsesWriter, "closed", broken)
     events = await told(app)
     error, failed = events[-2:]
