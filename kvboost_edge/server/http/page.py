@@ -37,6 +37,7 @@ STATIC_FILES = {
     "live.js": _SCRIPT,
     "main.js": _SCRIPT,
     "poolmap.js": _SCRIPT,
+    "prompts.js": _SCRIPT,
     "reasoning.js": _SCRIPT,
     "settings.js": _SCRIPT,
     "sparkline.js": _SCRIPT,

@@ -4,15 +4,18 @@ import { request } from "/static/api.js";
 import { Chat } from "/static/chat.js";
 import { byId } from "/static/dom.js";
 import { LiveView } from "/static/live.js";
+import { Prompts } from "/static/prompts.js";
 import { SettingsForm } from "/static/settings.js";
 
 let model = "";
 
 const settings = new SettingsForm(() => {
   live.wake({ otherKey: true });
+  prompts.wake({ otherKey: true });
   showModel();
 });
 const live = new LiveView(() => settings.key);
+const prompts = new Prompts(() => settings.key);
 new Chat(settings, { model: async () => model || findModel(), openSettings });
 
 // Where there is room, the chat is always shown, with the live view or the settings beside it.
@@ -25,6 +28,7 @@ function show(view) {
     button.setAttribute("aria-pressed", String(button.dataset.view === shown));
   }
   live.wake();
+  prompts.wake();
 }
 
 /** Shows the settings with the keyboard in the field called `name`. */
