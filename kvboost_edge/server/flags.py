@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
+from kvboost_edge.server.settings import CONTEXT_OVERFLOWS, LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
 from kvboost_edge.tiers.disk.survey import default_directory
 
 __all__ = ["DEMO_MODEL", "ServeOptions", "parse_flags"]
@@ -97,6 +97,9 @@ _SERVER_FLAGS = (
     _Flag("keep_alive_seconds", _number, "seconds until an idle connection is closed"),
     _Flag("request_history", _number, "seconds that requests are kept in memory, to say why a prompt was read again"),
     _Flag("normalise", _kinds, "what is put back as it was first given: tools,arguments,billing,thinking, or off"),
+    _Flag(
+        "context_overflow", str, "of a chat that does not fit: error, or drop_oldest turns", choices=CONTEXT_OVERFLOWS
+    ),
     _Flag("log_level", str, "least severe message to log", choices=LOG_LEVELS),
     _Flag("log_format", str, "JSON lines, or key=value for people", choices=LOG_FORMATS),
 )

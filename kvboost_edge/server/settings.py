@@ -15,11 +15,13 @@ from kvboost_edge.config import MAX_WEIGHT
 from kvboost_edge.errors import ConfigError
 
 __all__ = [
-    "LOG_FORMATS", "LOG_LEVELS", "NORMALISERS", "ServerSettings", "collect_api_keys", "is_loopback", "tenant_of_key",
+    "CONTEXT_OVERFLOWS", "LOG_FORMATS", "LOG_LEVELS", "NORMALISERS", "ServerSettings", "collect_api_keys",
+    "is_loopback", "tenant_of_key",
 ]  # fmt: skip
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("json", "text")
+CONTEXT_OVERFLOWS = ("error", "drop_oldest")
 NORMALISERS = ("tools", "arguments", "billing", "thinking")
 """What is put back as it was first given, or left out, so that prompts begin alike; see doctor/normalise.py."""
 
@@ -62,6 +64,7 @@ class ServerSettings:
     keep_alive_seconds  an idle connection is closed after these
     request_history     so long the tokens and texts of requests are kept in memory, to say why a prompt was read again;
                         0: not at all
+    context_overflow    of a chat that has outgrown the context: "error", or "drop_oldest" leaves out its oldest turns
     normalise           what is put back as it was first given, see doctor/normalise.py
     """
 
@@ -87,6 +90,7 @@ class ServerSettings:
     write_seconds: float = 30.0
     keep_alive_seconds: float = 15.0
     request_history: float = 3600.0
+    context_overflow: str = "error"
     normalise: tuple[str, ...] = NORMALISERS
     log_level: str = "info"
     log_format: str = "json"
@@ -102,6 +106,10 @@ class ServerSettings:
             _check_number(self, name, low=0.001, high=86_400.0)
         _check_number(self, "drain_seconds", low=0.0, high=86_400.0)
         _check_number(self, "request_history", low=0.0, high=86_400.0)
+        if self.context_overflow not in CONTEXT_OVERFLOWS:
+            raise ConfigError(
+                f"context_overflow={self.context_overflow!r} is not one of {', '.join(CONTEXT_OVERFLOWS)}"
+            )
         unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
         if unknown:
             raise ConfigError(f"normalise={unknown[0]!r} is not one of {', '.join(NORMALISERS)}")

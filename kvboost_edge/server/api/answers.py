@@ -108,6 +108,7 @@ class Costs(_Answer):
     decode_ms: float
     ttft_ms: float
     total_ms: float
+    dropped_messages: int
     preemptions: int
     seeds: list[int]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvboost_edge.engine.answers import KeptAnswers
@@ -20,11 +22,13 @@ from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.doctor.records import Asked
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
+from kvboost_edge.server.work.overflow import ranges_to_drop
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
 
 __all__ = ["chat_order", "encode_asked"]
 
+_ANSWER_SHARE = 8  # of the context: what an answer without a limit must have room for when turns are left out
 _SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
@@ -39,10 +43,15 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
     check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
 
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
-        ids, asked = encode_asked(
-            state, answers, body.messages, body, body.add_generation_prompt is not False, continues=body.continues
-        )
-        return [EncodedPrompt(ids, turn=turn_of(tokenizer, body, ids), asked=asked)]
+        def encoded(messages: Sequence[ChatMessage]) -> EncodedPrompt:
+            generates = body.add_generation_prompt is not False
+            ids, asked = encode_asked(state, answers, messages, body, generates, continues=body.continues)
+            return EncodedPrompt(ids, asked=asked, dropped=len(body.messages) - len(messages))
+
+        prompt = encoded(body.messages)
+        if (body.context_overflow or state.settings.context_overflow) == "drop_oldest":
+            prompt = _fitting(state, body, prompt, encoded)
+        return [dataclasses.replace(prompt, turn=turn_of(tokenizer, body, prompt.token_ids))]
 
     def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
         room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
@@ -77,6 +86,35 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
         writer=writer or own,
         explain=own.explain if body.explain else None,
     )
+
+
+def _fitting(
+    state: ServerState,
+    body: ChatRequest,
+    prompt: EncodedPrompt,
+    encoded: Callable[[Sequence[ChatMessage]], EncodedPrompt],
+) -> EncodedPrompt:
+    """The prompt, or one without its oldest turns that leaves room for an answer; the smallest where none does."""
+    context, pool = state.engine.runner_info.max_context, state.admission.pool_tokens
+    limit = min(context, pool + 1) - (body.token_limit or context // _ANSWER_SHARE)
+    if len(prompt.token_ids) <= limit or limit < 1:
+        return prompt
+    tokenizer, messages = state.engine.tokenizer, body.messages
+    around = _tokens_around(tokenizer)
+    sizes = [len(tokenizer.encode(message.text, False)) + around for message in messages]
+    for gone in ranges_to_drop([message.role for message in messages], sizes, len(prompt.token_ids), limit):
+        prompt = encoded([*messages[: gone.start], *messages[gone.stop :]])
+        if len(prompt.token_ids) <= limit:
+            break
+    return prompt
+
+
+@functools.lru_cache(maxsize=8)
+def _tokens_around(tokenizer: Tokenizer) -> int:
+    """Tokens that the template writes around a message, about."""
+    one = [{"role": "user", "content": "x"}]
+    both = [*one, {"role": "assistant", "content": "x"}, *one]
+    return max(1, (len(encode_plain(tokenizer, both, None)) - len(encode_plain(tokenizer, one, None))) // 2 - 1)
 
 
 def encode_asked(

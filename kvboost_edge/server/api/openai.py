@@ -147,7 +147,7 @@ class OpenAIWriter:
     def _figures(self, results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]) -> Json:
         """usage, timings and kvboost."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-        told = costs(results, run.per_prompt, run.tokenize_ms)
+        told = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped)
         if self._diagnosis is not None:
             told["kvboost"]["cache"] = self._diagnosis.as_json()
         return {"usage": usage_of(results, run.per_prompt, reasoning), **told}

@@ -29,8 +29,8 @@ def usage_of(results: Sequence[GenerationResult], per_prompt: int, reasoning_tok
     }
 
 
-def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float) -> dict[str, Any]:
-    """The `timings` and `kvboost` members of an answer.
+def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float, dropped: int = 0) -> dict[str, Any]:
+    """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the prompt.
 
     All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest and add up to its
     total_ms, from the complete request to the last token; ttft_ms is the first token of any sequence. Where one of them
@@ -54,6 +54,7 @@ def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: flo
             **{f"{name}_ms": round(milliseconds, 3) for name, milliseconds in phases.items()},
             "ttft_ms": round(min(result.ttft_ms for result in results), 3),
             "total_ms": round(slowest.total_ms, 3),
+            "dropped_messages": dropped,
             "preemptions": sum(result.preemptions for result in results),
             "seeds": [result.seed for result in results],
         },

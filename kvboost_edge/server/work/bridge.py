@@ -56,7 +56,8 @@ _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its answers are made of;
-    None: text alone. pins: of its beginnings, see the engine's `Terms`. asked: what the prompt was made of."""
+    None: text alone. pins: of its beginnings, see the engine's `Terms`. asked: what the prompt was made of. dropped:
+    messages that were left out as they did not fit."""
 
     token_ids: list[int]
     text: str = ""
@@ -64,6 +65,7 @@ class EncodedPrompt:
     turn: Turn | None = None
     pins: tuple[tuple[int, float], ...] = ()
     asked: Asked = NOT_SAID
+    dropped: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

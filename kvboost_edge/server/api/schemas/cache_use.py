@@ -29,6 +29,11 @@ class CacheUse(Strict):
         None, description="whether tokens are guessed ahead from what was said before; answers are the same"
     )
     max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = None
+    context_overflow: Literal["error", "drop_oldest"] | None = Field(
+        None,
+        description="of a chat that does not fit: an error, or its oldest turns are left out, many at once, and "
+        "kvboost.dropped_messages says so; by default what the server was started with",
+    )
     explain: bool | None = Field(
         None, description="true: kvboost.cache of the answer says where and why its prompt left what was asked before"
     )

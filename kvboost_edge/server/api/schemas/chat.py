@@ -260,6 +260,11 @@ class ChatRequest(SamplingFields):
         return self.tool_choice or ToolChoice("auto" if self.tools else "none")
 
     @property
+    def context_overflow(self) -> str | None:
+        """What to do where the messages do not fit; None: as the server does."""
+        return None if self.kvboost is None else self.kvboost.context_overflow
+
+    @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

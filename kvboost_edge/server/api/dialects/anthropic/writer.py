@@ -126,7 +126,7 @@ class AnthropicWriter(TurnWriter):
         }
 
     def _costs(self, result: GenerationResult) -> Json:
-        figures = costs([result], 1, self.run.tokenize_ms)
+        figures = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
         size = self.state.engine.config.block_size
         pinned = self.run.handles[0].pinned_tokens // size * size
         return {"timings": figures["timings"], "kvboost": {**figures["kvboost"], "pinned_tokens": pinned}}

@@ -93,7 +93,7 @@ class OllamaWriter(TurnWriter):
 
     def _figures(self, result: GenerationResult, reason: str) -> Json:
         """Times in nanoseconds. The prompt's tokens are all of them, with those that were read from the cache."""
-        usage, spent = usage_of([result], 1), costs([result], 1, self.run.tokenize_ms)
+        usage, spent = usage_of([result], 1), costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
         return {
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": _nanoseconds(spent["kvboost"]["total_ms"]),

@@ -101,7 +101,7 @@ class ResponsesWriter(TurnWriter):
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
-            **costs([result], 1, self.run.tokenize_ms),
+            **costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped),
         }
         whole = dumps_long(self._response)
         if self._keep is not None and not self._keep(self._response["id"], whole):

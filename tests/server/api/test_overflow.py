@@ -1,0 +1,87 @@
+"""Chats that outgrow the context: an error with the arithmetic, or the oldest turns go and the answer says so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from doctor_cases import CHAT, app_of
+from engine import fake_runner
+from engine.fake_runner import fake_engine
+from spoken_turns import TEMPLATE, Speaker
+
+CONTEXT = 600
+DROP = {"context_overflow": "drop_oldest"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with fake_engine(num_blocks=512, max_context=CONTEXT) as engine:
+        engine.tokenizer.chat_template = TEMPLATE
+        speaker = Speaker(engine)
+        monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
+        speaker.text = "Good day."
+        yield engine
+
+
+@pytest.fixture
+async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with app_of(engine) as client:
+        yield client
+
+
+def body(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    return {"messages": messages, "max_tokens": 20, "temperature": 0, **fields}
+
+
+async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the_arithmetic(app: Any) -> None:
+    messages = [SYSTEM, *[{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}] * 9]
+    answer = await app.post(CHAT, json=body([*messages, {"role": "user", "content": "z"}]))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert str(CONTEXT) in answer.json()["error"]["message"]
+
+
+async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app: Any) -> None:
+    messages, dropped, cached = [SYSTEM], [], []
+    for turn in range(30):
+        messages.append({"role": "user", "content": f"Turn {turn}: tell me more of it."})
+        answer = (await app.post(CHAT, json=body(messages, kvboost=DROP))).json()
+        dropped.append(answer["kvboost"]["dropped_messages"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert answer["usage"]["prompt_tokens"] + 20 <= CONTEXT
+        messages.append(answer["choices"][0]["message"])
+        assert messages[-1]["content"] == "Good day."
+    assert dropped[0] == 0
+    assert dropped[-1] > 0
+    assert dropped == sorted(dropped)
+    cuts = sum(one != other for one, other in itertools.pairwise(dropped))
+    assert cuts <= 8
+    # Where nothing more was left out than a turn before, all but the new turn came from the cache.
+    stayed = [hit for hit, now, before in zip(cached[1:], dropped[1:], dropped, strict=False) if now == before]
+    assert min(stayed[2:]) > 100
+
+
+async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app: Any) -> None:
+    long = [SYSTEM, {"role": "user", "content": "old"}, {"role": "assistant", "content": "older"},
+            {"role": "user", "content": "x" * CONTEXT}]  # fmt: skip
+    answer = await app.post(CHAT, json=body(long, kvboost=DROP))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_the_server_can_do_so_by_default_and_a_stream_says_it(engine: Any) -> None:
+    turns = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}] * 9
+    asked = body([SYSTEM, *turns, {"role": "user", "content": "z"}], stream=True)
+    async with app_of(engine, context_overflow="drop_oldest") as client:
+        answer = await client.post(CHAT, json=asked)
+        refused = await client.post(CHAT, json={**asked, "kvboost": {"context_overflow": "error"}})
+    assert answer.status_code == 200
+    assert '"dropped_messages":0' not in answer.text
+    assert '"dropped_messages":' in answer.text
+    assert refused.status_code == 400
