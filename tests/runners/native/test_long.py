@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "int8", {}),
     "gemma2-520": ("gemma2", "bf16", {"sliding_window": 520}),
     "gemma3": ("gemma3", "int4", {"sliding_window": 513}),
+    "gemma4": ("gemma4", "int8", {}),
+    "gemma4_unified": ("gemma4_unified", "int4", {"sliding_window": 513}),
     "phi3": ("phi3", "int8", {}),
     "olmo2": ("olmo2", "f32", {}),
     "olmo3": ("olmo3", "int8", {}),

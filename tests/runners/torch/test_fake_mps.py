@@ -35,10 +35,10 @@ def on_device(family: str, dtype: torch.dtype = torch.float32) -> TorchRunner:
     return TorchRunner(model)
 
 
-def passed(runner: TorchRunner) -> np.ndarray:
+def passed(runner: TorchRunner, device: str = DEVICE) -> np.ndarray:
     """Logits of a prompt in pieces, and of a token decoded behind it."""
-    assert runner.device == DEVICE
-    driver = PagedDriver(runner, TorchBackend(runner.info.kv_spec, 8, device=DEVICE))
+    assert runner.device == device
+    driver = PagedDriver(runner, TorchBackend(runner.info.kv_spec, 8, device=device))
     sequence = driver.open(TOKENS.tolist())
     logits = driver.prefill(sequence, 17)
     driver.decode([sequence], [logits[-1]], 2)
@@ -53,6 +53,7 @@ def error(logits: np.ndarray, family: str) -> float:
 
 
 # Sorting tokens by expert and dividing integer positions is outside what the double of the device knows.
+AMPLIFYING = ("gemma4-wide",)
 NOT_ON_THE_DOUBLE = ("olmoe", "ernie4_5_moe", "ministral3")
 
 
@@ -62,7 +63,10 @@ def test_a_whole_pass_calls_what_an_apple_gpu_has(family: str) -> None:
     logits = passed(on_device(family))
     assert {"embedding", "bmm", "index.Tensor"} <= recorded
     assert recorded & {"linear", "addmm"}
-    assert error(logits, family) < 1e-5
+    # Some models' norms let rounding grow with depth: there the pieces alone are as far from the whole on the CPU.
+    own = error(passed(TorchRunner(build_tiny_model(family)), "cpu"), family) if family in AMPLIFYING else 0.0
+    assert error(logits, family) < max(1e-5, 2 * own)
+    assert own < 2e-5
 
 
 def test_half_precision_too() -> None:

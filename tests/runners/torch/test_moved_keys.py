@@ -35,12 +35,13 @@ ONE_LAYER: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {})
         for name in FAMILIES
-        if name not in (*OTHER_ROPE, *OTHER_TURNS, *WINDOWED, "gemma2", "gemma3", "smollm3")
+        if name not in (*OTHER_ROPE, *OTHER_TURNS, *WINDOWED, "gemma2", "gemma3", "smollm3", "granitemoehybrid")
     },
     **{f"{name}-window": (name, {"layer_types": [SLIDING]}) for name in WINDOWED if name != "olmo3"},
     "gemma2-window": ("gemma2", {"layer_types": [SLIDING]}),
     "gemma3-global": ("gemma3", {"layer_types": [FULL]}),
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
+    "granitemoehybrid": ("granitemoehybrid", {"layer_types": ["attention"]}),
     "smollm3-rope": ("smollm3", {"no_rope_layers": [1]}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
 }
