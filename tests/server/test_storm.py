@@ -103,6 +103,8 @@ def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
     before = held_by(server)
     seen = asyncio.run(storm(0, count))
     wait_until(settled, "the storm to be over", 60)
+    # A connection is told that it is lost before its socket is closed.
+    wait_until(lambda: psutil.Process().num_fds() <= before[1], "the last sockets to be closed", 10)
     assert held_by(server) == before
     assert {"incomplete", "left", "left in the answer", "200"} <= set(seen)
     server.engine._scheduler.manager.check_invariants([])
