@@ -20,7 +20,7 @@ __all__ = ["NOT_SAID", "Asked", "Diagnosis", "Field", "History", "Record"]
 
 Ids = npt.NDArray[np.int32]
 
-_MAX_REQUESTS = 256  # of one tenant: comparing with as many of 30,000 tokens takes some 2 ms
+_MAX_REQUESTS = 256  # of one tenant: comparing with as many of 30,000 tokens takes up to some 2 ms
 _MAX_BYTES = 64 << 20  # of all
 _MAX_TENANT_BYTES = 16 << 20
 _HEAD = 64  # tokens that tell most pairs apart before all of them are looked at

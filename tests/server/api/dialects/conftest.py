@@ -12,7 +12,7 @@ from engine import fake_runner
 from engine.fake_runner import fake_engine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from server.api.test_tools import TEMPLATE, Speaker
+from spoken_turns import TEMPLATE, Speaker
 
 KEYS = ("first-key", "second-key")
 
