@@ -234,11 +234,12 @@ function take(chunk, step, part, arrived) {
   part.update();
 }
 
-function spoken(step, failure, { usage, kvboost }) {
+function spoken(step, failure, { usage, kvboost, finish }) {
   if (failure !== null) return failure.message;
   if (step.state === "stopped") return "Stopped.";
   const how = kvboost?.approximate === true ? ", approximate" : "";
   const size = usage === null ? "" : `, ${plural(usage.completion_tokens, "token")}`;
   const calls = step.calls.map(({ name }) => name).join(", ");
-  return calls === "" ? `Answer complete${how}${size}.` : `The model calls ${calls} and waits for the result.`;
+  if (calls === "") return `Answer complete${how}${size}.`;
+  return finish === "length" ? `The call of ${calls} was cut.` : `The model calls ${calls} and waits for the result.`;
 }
