@@ -189,11 +189,11 @@ class History:
         found = (records.get(request_id) for (owner, _), records in self._spaces.items() if owner == tenant)
         return next((record for record in found if record is not None), None)
 
-    def latest(self, tenant: str | None, count: int) -> list[Record]:
-        """The tenant's last requests, the latest first."""
+    def latest(self, tenant: str | None) -> list[Record]:
+        """The tenant's requests, the latest first."""
         self.forget_old()
         mine = [record for space in self._spaces if space[0] == tenant for record in reversed(list(self._of(space)))]
-        return sorted(mine, key=lambda record: record.at, reverse=True)[:count]
+        return sorted(mine, key=lambda record: record.at, reverse=True)
 
     def _of(self, space: tuple[str | None, str | None]) -> Iterable[Record]:
         """The records of a space, the oldest first."""

@@ -54,7 +54,7 @@ def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last() -> None
         made = record(str(number), list(range(number)), text="x" * number)
         history.add(f"tenant {number % 5}", None, made)
         history.extend(f"tenant {number % 5}", None, made, range(number % 7))
-        kept = [one for tenant in range(5) for one in history.latest(f"tenant {tenant}", 999)]
+        kept = [one for tenant in range(5) for one in history.latest(f"tenant {tenant}")]
         assert history.nbytes == sum(one.nbytes for one in kept) <= 40_000 + made.nbytes
         assert history.find(f"tenant {number % 5}", str(number)) is made
 
@@ -62,7 +62,7 @@ def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last() -> None
 def test_a_request_too_large_to_keep_leaves_nothing_behind() -> None:
     history = History(60, max_tenant_bytes=2_000)
     history.add(None, None, record("large", list(range(1000))))
-    assert (history.nbytes, history.latest(None, 9)) == (0, [])
+    assert (history.nbytes, history.latest(None)) == (0, [])
 
 
 def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +83,6 @@ def test_many_small_requests_are_bounded_in_number() -> None:
     history = History(60)
     for number in range(300):
         history.add(None, None, record(str(number), [number]))
-    latest = history.latest(None, 999)
+    latest = history.latest(None)
     assert len(latest) == 256
     assert latest[0].request_id == "299" or latest[0].at == latest[-1].at
