@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "reserved_bytes"]
 
+_PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
 _FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
@@ -234,8 +235,13 @@ class Loader:
 
     def _expire(self, served: ServedModel) -> None:
         served.clock = None
-        if served.may_leave and not self._ended.is_set():
-            self._spawn(self._unload(served, "idle"))
+        if not served.may_leave or served.state is None or self._ended.is_set():
+            return
+        if served.state.engine.paged_stats()["pinned_blocks"]:  # somebody was promised that they stay
+            loop = asyncio.get_running_loop()
+            served.clock = loop.call_later(max(_PINNED_SECONDS, served.keep_alive), self._expire, served)
+            return
+        self._spawn(self._unload(served, "idle"))
 
     async def _unload(self, served: ServedModel, why: str) -> None:
         """It leaves at once; what it holds is given back when this returns."""
