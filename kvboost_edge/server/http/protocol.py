@@ -275,7 +275,7 @@ class DeadlineProtocol(H11Protocol):
         self._refuse(self.conn.error_status)
 
     def _refuse(self, status: int) -> None:
-        """Answer if no answer has begun, in the shape of the API that was asked or, if no head was read, in OpenAI's; and
+        """Answer if no answer has begun, in the shape of the API that was asked, in OpenAI's if no head was read; and
         close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close(QUIET_SECONDS)
