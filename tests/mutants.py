@@ -161,7 +161,13 @@ FAULTS = (
         "once.first < again.first",
         *KVCACHE,
     ),
-    fault("what is retained is never too much", "kvcache/eviction/order.py", "len(queue) > self._floor:", "False:", *KVCACHE),
+    fault(
+        "what is retained is never too much",
+        "kvcache/eviction/order.py",
+        "len(queue) > self._floor:",
+        "False:",
+        *KVCACHE,
+    ),
     fault(
         "a second choice counts as a second call",
         "engine/retention.py",
