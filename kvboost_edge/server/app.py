@@ -41,7 +41,7 @@ from kvboost_edge.server.work.admission import Bodies
 from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["ROUTERS", "create_app"]
 
@@ -64,7 +64,7 @@ _PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES 
 
 
 def create_app(
-    engine: CPUPagedEngine,
+    engine: Engine,
     settings: ServerSettings,
     source: ModelSource | None = None,
     others: Sequence[tuple[tuple[str, ...], ModelSource]] = (),
@@ -72,7 +72,7 @@ def create_app(
 ) -> FastAPI:
     """The application. `engine` is the first model, which is loaded; `app.state.kv` is the `ServerState`.
 
-    source   loads the first model again after it was unloaded; None: it stays, and is not closed
+    source   loads the first model again after it was unloaded, for which `engine` can be closed; None: it stays
     others   names and sources of further models, loaded when somebody asks for them
     budget   bytes that weights and pools of all loaded models may take; None: all that is available now
     """
@@ -84,7 +84,7 @@ def create_app(
     ]
     models = Models(served, shared, reserved_bytes(engine) + available_bytes() if budget is None else budget)
     loader = models.loader
-    loader.adopt(models.first, engine)
+    loader.adopt(models.first, loader.prepared(models.first, engine))
     if loader.taken > loader.budget:
         raise ConfigError(
             f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights and pool of the first "

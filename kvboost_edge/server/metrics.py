@@ -19,8 +19,8 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.work.admission import Admission
 
 __all__ = ["Metrics"]
@@ -57,7 +57,7 @@ class Metrics:
     """All metrics of one model, whose name they bear. `observe` is cheap; what the registry collects reads the engine,
     if there is one at the moment."""
 
-    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission) -> None:
+    def __init__(self, engine: Engine, model_name: str, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
         self._speeds = Speeds()
@@ -81,7 +81,7 @@ class Metrics:
         self._collector = _EngineCollector(engine, model_name, admission, self._speeds)
         self.registry.register(self._collector)
 
-    def follow(self, engine: CPUPagedEngine | None, admission: Admission | None) -> None:
+    def follow(self, engine: Engine | None, admission: Admission | None) -> None:
         """From now on this engine is read; None: the model is not loaded."""
         self._collector.read = None if engine is None or admission is None else (engine, admission)
 
@@ -191,8 +191,8 @@ class _EngineCollector(Collector):
     """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures, a
     model that is not loaded leaves nothing here."""
 
-    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission, speeds: Speeds) -> None:
-        self.read: tuple[CPUPagedEngine, Admission] | None = (engine, admission)
+    def __init__(self, engine: Engine, model_name: str, admission: Admission, speeds: Speeds) -> None:
+        self.read: tuple[Engine, Admission] | None = (engine, admission)
         self._model_name = model_name
         self._speeds = speeds
 
@@ -213,7 +213,7 @@ class _EngineCollector(Collector):
         yield from self._of_pool(stats)
         yield from self._of_tiers(stats)
 
-    def _of_server(self, engine: CPUPagedEngine, admission: Admission) -> Iterator[Metric]:
+    def _of_server(self, engine: Engine, admission: Admission) -> Iterator[Metric]:
         alive = float(engine.is_alive())
         yield self._gauge("kvboost:engine_alive", "1 while the engine computes requests.", alive)
         yield self._gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)

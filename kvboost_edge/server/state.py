@@ -13,9 +13,9 @@ from kvboost_edge.server.work.remembered import Remembered
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.server.doctor.doctor import Doctor
     from kvboost_edge.server.doctor.normalise import Normaliser
+    from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
@@ -41,7 +41,7 @@ class ModelState:
     """A model from when it is loaded until it is unloaded. `model_name` is the first of its names, the one that answers
     tell."""
 
-    engine: CPUPagedEngine
+    engine: Engine
     model_name: str
     metrics: Metrics
     admission: Admission

@@ -16,7 +16,7 @@ from kvboost_edge.server.doctor.diagnosis import diagnose, placed
 from kvboost_edge.server.doctor.records import Asked, Diagnosis, History, Record
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["Doctor", "Watch"]
 
@@ -28,7 +28,7 @@ class Doctor:
     count     is told the cause of each request
     """
 
-    def __init__(self, engine: CPUPagedEngine, history: History, count: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, history: History, count: Callable[[str], None]) -> None:
         self.history = history
         self._engine, self._count = engine, count
         self._left: list[tuple[Watch, RequestHandle]] = []

@@ -13,20 +13,20 @@ import re
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import give_back
 from kvboost_edge.server.doctor.doctor import Doctor
 from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
-from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
+from kvboost_edge.server.models.served import ClosableEngine, Known, Refusal, ServedModel, abilities_of
 from kvboost_edge.server.state import ModelState, Shared
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.threads import in_thread
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["Loader", "reserved_bytes"]
 
@@ -66,17 +66,19 @@ class Loader:
         """Whether nothing is loaded any more."""
         return self._ended.is_set()
 
-    def adopt(self, served: ServedModel, engine: CPUPagedEngine) -> None:
-        """The engine is that model's from now on."""
-        settings = self._shared.settings
-        admission = Admission(engine, settings)
-        if served.metrics is None:
-            served.metrics = Metrics(engine, served.name, admission)
-        else:
-            served.metrics.follow(engine, admission)
-        doctor = Doctor(engine, served.history, served.metrics.observe_cause)
-        served.known, served.num_bytes = Known.of(engine), reserved_bytes(engine)
-        served.state = ModelState(engine, served.name, served.metrics, admission, doctor, self._shared)
+    def prepared(self, served: ServedModel, engine: Engine) -> ModelState:
+        """What requests will work with. May wait for the engine."""
+        admission = Admission(engine, self._shared.settings)
+        metrics = served.metrics or Metrics(engine, served.name, admission)
+        metrics.follow(engine, admission)
+        doctor = Doctor(engine, served.history, metrics.observe_cause)
+        served.known, served.num_bytes, served.metrics = Known.of(engine), reserved_bytes(engine), metrics
+        return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
+
+    @staticmethod
+    def adopt(served: ServedModel, state: ModelState) -> None:
+        """The model is loaded from now on."""
+        served.state = state
         served.phase, served.refusal, served.waits_for = "loaded", None, ""
         served.loaded_at = served.idle_since = time.monotonic()
 
@@ -125,7 +127,7 @@ class Loader:
                     await served.unloading
                 served.phase = "loading"
                 engine = await self._loaded(served)
-            self.adopt(served, engine)
+                self.adopt(served, await in_thread(lambda: self.prepared(served, engine)))
             served.num_loads += 1
             self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
             await self._keep_within(served)
@@ -141,7 +143,7 @@ class Loader:
             if not served.in_use:
                 self.watch_idle(served)
 
-    async def _loaded(self, served: ServedModel) -> CPUPagedEngine:
+    async def _loaded(self, served: ServedModel) -> Engine:
         """Room is made, and the engine."""
         source = served.source
         assert source is not None
@@ -235,13 +237,20 @@ class Loader:
 
     def _expire(self, served: ServedModel) -> None:
         served.clock = None
-        if not served.may_leave or served.state is None or self._ended.is_set():
+        if not self._ended.is_set():
+            self._spawn(self._leave(served))
+
+    async def _leave(self, served: ServedModel) -> None:
+        if served.state is None or not served.may_leave:
             return
-        if served.state.engine.paged_stats()["pinned_blocks"]:  # somebody was promised that they stay
+        pinned = (await in_thread(served.state.engine.paged_stats))["pinned_blocks"]
+        if not served.may_leave or self._ended.is_set():
+            return
+        if pinned:  # somebody was promised that they stay
             loop = asyncio.get_running_loop()
             served.clock = loop.call_later(max(_PINNED_SECONDS, served.keep_alive), self._expire, served)
-            return
-        self._spawn(self._unload(served, "idle"))
+        else:
+            await self._unload(served, "idle")
 
     async def _unload(self, served: ServedModel, why: str) -> None:
         """It leaves at once; what it holds is given back when this returns."""
@@ -251,10 +260,10 @@ class Loader:
         served.state, served.phase = None, "unloading"
         served.stop_clock()
         served.metrics.follow(None, None)
-        served.unloading = self._spawn(self._close(served, state.engine, why))
+        served.unloading = self._spawn(self._close(served, cast(ClosableEngine, state.engine), why))
         await asyncio.shield(served.unloading)
 
-    async def _close(self, served: ServedModel, engine: CPUPagedEngine, why: str) -> None:
+    async def _close(self, served: ServedModel, engine: ClosableEngine, why: str) -> None:
         started = time.monotonic()
         kept = engine.config.disk_cache_dir is not None or engine.config.redis_url is not None
         try:
@@ -281,13 +290,13 @@ class Loader:
         log_facts(level, event, model=served.name, **facts)
 
 
-def reserved_bytes(engine: CPUPagedEngine) -> int:
+def reserved_bytes(engine: Engine) -> int:
     """Bytes that a loaded model's weights and pool take, read or not yet read, written or not yet written."""
     stats = engine.paged_stats()
     return int(stats["weight_bytes"]) + int(stats["pool_bytes"])
 
 
-def _closed(engine: CPUPagedEngine, abilities: tuple[str, ...]) -> tuple[str, ...]:
+def _closed(engine: ClosableEngine, abilities: tuple[str, ...]) -> tuple[str, ...]:
     """Close it; what it could do, if that was not known."""
     found = abilities or (abilities_of(engine) if engine.is_alive() else ())
     engine.close()

@@ -8,20 +8,26 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.engines import Engine
 from kvboost_edge.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.server.doctor.records import History
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.state import ModelState
 
-__all__ = ["Known", "ModelSource", "Phase", "Refusal", "ServedModel", "abilities_of"]
+__all__ = ["ClosableEngine", "Known", "ModelSource", "Phase", "Refusal", "ServedModel", "abilities_of"]
 
 Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
+
+
+class ClosableEngine(Engine, Protocol):
+    """One that belongs to the server. `close` ends it, gives its memory back, and may be called again."""
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class ModelSource:
     """
 
     plan: Callable[[], int]
-    load: Callable[[threading.Event], CPUPagedEngine]
+    load: Callable[[threading.Event], ClosableEngine]
 
 
 class Known(NamedTuple):
@@ -49,7 +55,7 @@ class Known(NamedTuple):
     chat_template: str
 
     @classmethod
-    def of(cls, engine: CPUPagedEngine) -> Known:
+    def of(cls, engine: Engine) -> Known:
         info = engine.runner_info
         fields = (info.architecture, info.dtype, info.vocab_size, info.max_context, info.weight_bytes, info.hidden_size)
         return cls(info.name, *fields, engine.tokenizer.chat_template or "")
@@ -140,7 +146,7 @@ class ServedModel:
             self.clock = None
 
 
-def abilities_of(engine: CPUPagedEngine) -> tuple[str, ...]:
+def abilities_of(engine: Engine) -> tuple[str, ...]:
     """What a model can do, in Ollama's words. Reads its chat template, which may take a while the first time."""
     if not engine.tokenizer.chat_template:
         return ("completion",)
