@@ -296,10 +296,10 @@ def reserved_bytes(engine: Engine) -> int:
     return int(stats["weight_bytes"]) + int(stats["pool_bytes"])
 
 
-def _closed(engine: ClosableEngine, abilities: tuple[str, ...]) -> tuple[str, ...]:
-    """Close it; what it could do, if that was not known."""
-    found = abilities or (abilities_of(engine) if engine.is_alive() else ())
-    engine.close()
+def _closed(owned: ClosableEngine, abilities: tuple[str, ...]) -> tuple[str, ...]:
+    """Close an engine; what it could do, if that was not known."""
+    found = abilities or (abilities_of(owned) if owned.is_alive() else ())
+    owned.close()
     give_back()
     return found
 
