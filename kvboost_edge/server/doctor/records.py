@@ -6,6 +6,7 @@ another's. `--request-history 0` keeps nothing.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import time
@@ -128,6 +129,7 @@ class History:
         self._max_bytes, self._max_tenant_bytes = max_bytes, max_tenant_bytes
         self._spaces: OrderedDict[tuple[str | None, str | None], OrderedDict[str, Record]] = OrderedDict()
         self._sizes: dict[tuple[str | None, str | None], int] = {}
+        self._sweep: asyncio.TimerHandle | None = None
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +184,17 @@ class History:
         for space in list(self._spaces):
             for record in list(itertools.takewhile(lambda record: record.at < before, self._of(space))):
                 self._drop(space, record.request_id)
+
+    def sweep_later(self) -> None:
+        """Records end in time where no request comes either, and whether or not their model is still loaded."""
+        if self.seconds and self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(self.seconds, self._swept)
+
+    def _swept(self) -> None:
+        self._sweep = None
+        self.forget_old()
+        if self.nbytes:
+            self.sweep_later()
 
     def find(self, tenant: str | None, request_id: str) -> Record | None:
         """The tenant's record of a request, under any salt."""

@@ -257,6 +257,7 @@ class Loader:
         state = served.state
         assert state is not None
         assert served.metrics is not None
+        state.doctor.settle()
         served.state, served.phase = None, "unloading"
         served.stop_clock()
         served.metrics.follow(None, None)
