@@ -16,7 +16,7 @@ const settings = new SettingsForm(() => {
 });
 const live = new LiveView(() => settings.key);
 const prompts = new Prompts(() => settings.key);
-new Chat(settings, { model: async () => model || findModel(), openSettings });
+new Chat(settings, { model: async () => model || findModel(), openSettings, showRequest });
 
 // Where there is room, the chat is always shown, with the live view or the settings beside it.
 const wide = matchMedia("(min-width: 900px)");
@@ -35,6 +35,12 @@ function show(view) {
 function openSettings(name) {
   show("settings");
   byId(name).focus();
+}
+
+/** Shows what became of a request's prompt in the cache. */
+function showRequest(id) {
+  show("requests");
+  prompts.open(id);
 }
 
 /** The model's name, asked of the server and shown; rejects with ApiError. */
@@ -60,6 +66,8 @@ const showModel = () => findModel().catch(() => {});
 for (const button of document.querySelectorAll("nav button")) {
   button.addEventListener("click", () => show(button.dataset.view));
 }
+// Where one view is shown at a time, the message field is there only with the chat.
+document.querySelector(".skip").addEventListener("click", () => { if (!byId("prompt").checkVisibility()) show("chat"); });
 wide.addEventListener("change", () => show(document.body.dataset.view));
 show("chat");
 // Where there is no mouse, focus would open the keyboard over the page.
