@@ -38,6 +38,7 @@ STATIC_FILES = {
     "jsontext.js": _SCRIPT,
     "live.js": _SCRIPT,
     "main.js": _SCRIPT,
+    "models.js": _SCRIPT,
     "poolmap.js": _SCRIPT,
     "promptrow.js": _SCRIPT,
     "prompts.js": _SCRIPT,
