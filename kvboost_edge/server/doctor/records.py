@@ -187,7 +187,7 @@ class History:
     def find(self, tenant: str | None, request_id: str) -> Record | None:
         """The tenant's record of a request, under any salt."""
         self.forget_old()
-        found = self._tenants.get(tenant, {}).get(request_id)
+        found = self._tenants[tenant].get(request_id) if tenant in self._tenants else None
         return None if found is None else found.record
 
     def latest(self, tenant: str | None) -> list[Record]:
@@ -200,8 +200,7 @@ class History:
         return self._tenants[tenant].values() if tenant in self._tenants else ()
 
     def _keeps(self, tenant: str | None, record: Record) -> bool:
-        found = self._tenants.get(tenant, {}).get(record.request_id)
-        return found is not None and found.record is record
+        return any(kept.record is record for kept in self._of(tenant))
 
     def _grow(self, tenant: str | None, num_bytes: int) -> None:
         self.nbytes += num_bytes
