@@ -199,7 +199,7 @@ def test_as_much_as_is_remembered_is_read_beside_others(large: LiveServer) -> No
                 assert client.get(f"/v1/responses/resp_{number}").status_code == 200
             asked = {"input": "x", "previous_response_id": before, "max_output_tokens": 1}
             refused = client.post("/v1/responses", json=asked, timeout=120)
-            assert refused.status_code == 400
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
 
     try:
         check(least_lag(large, load))

@@ -137,9 +137,7 @@ def _items(turns: list[Turn]) -> list[dict[str, Any]]:
         items += json.loads(turn.sent)
         items += json.loads(turn.answer)["output"]
         if len(items) > COUNTS["continued"].high:
-            message = (
-                f"the conversation has more than {COUNTS['continued'].high} items; begin another with what matters"
-            )
+            message = f"the conversation has more than {COUNTS['continued'].high} items; begin a new one"
             raise ApiError(400, message, code="request_too_large", param="previous_response_id")
     return items
 
