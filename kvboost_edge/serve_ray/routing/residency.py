@@ -10,6 +10,7 @@ all that a replica told becomes such a belief, until it has told everything anew
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -184,6 +185,13 @@ class Residency:
     def keys_of(self, slot: int) -> dict[int, bool]:
         """What a replica is believed to hold, and whether it told so."""
         return {key: until == _TOLD for key, until in self._known[slot].until.items() if not key & self._coarse}
+
+    def num_bytes(self) -> int:
+        """Memory of the map and of what is known of each replica, counted through."""
+        holders, known = self._holders, self._known.values()
+        bits = {id(one): sys.getsizeof(one) for one in holders.values()}
+        tables = sys.getsizeof(holders) + sum(sys.getsizeof(one.until) for one in known)
+        return tables + sum(map(sys.getsizeof, holders)) + sum(bits.values())
 
     def check(self) -> None:
         """Recompute the map from what is known of each replica; AssertionError on any difference."""

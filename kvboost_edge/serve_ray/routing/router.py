@@ -168,6 +168,14 @@ class PrefixRouter:
         """(replica, block) pairs remembered."""
         return self._residency.num_entries
 
+    def num_bytes(self) -> int:
+        """Memory of what is believed, nearly: the map, its keys and holders."""
+        return self._residency.num_bytes()
+
+    def beliefs(self, replica_id: str) -> dict[int, bool]:
+        """Keys of the blocks a replica is believed to hold, and whether it told so."""
+        return self._residency.keys_of(self._slots[replica_id])
+
     def check(self) -> None:
         """Recompute all bookkeeping; AssertionError on the first contradiction."""
         self._residency.check()
