@@ -18,7 +18,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 
-__all__ = ["POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "pool_tokens"]
+__all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "pool_tokens"]
 
 PROMPT_TOKEN = 1.8e-3
 DECODE_STEP, DECODE_MORE = 10e-3, 0.075

@@ -5,10 +5,11 @@
 Traces are those of `bench_eviction.py`: as many copies with seeds of their own as give the replicas so much work that
 they were busy for `--load` of the time if nothing was ever found in a cache, from the middle of the trace on. A block
 of a trace is 64 tokens here. "unique" are the chats' prompts without anything in common. What arrives in the first
-third of the time warms the caches and is not counted, whatever the way. See `sim_replicas.py` for a replica's costs.
+half of the time warms the caches and is not counted, whatever the way. See `sim_replicas.py` for a replica's costs.
 
 hit rate     of the prompt tokens, found by the replica itself
 p50, p99     seconds from the arrival at the router to the first token
+"floor"      no way at all: what these were if each prompt found all that was ever computed anywhere, and nobody waited
 imbalance    the busiest replica's busy time over the mean
 messages     a second, from all replicas to the router: events and figures, every 200 ms if there is anything new
 lost, late   shares of the messages that never come, or one second late
@@ -38,9 +39,9 @@ from eviction_traces import TRACES, Access
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
 from sim_policies import POLICIES, Ours
-from sim_replicas import POOL_TOKENS, PROMPT_TOKEN, Job, Replica, pool_tokens
+from sim_replicas import DECODE_STEP, POOL_TOKENS, PROMPT_TOKEN, Job, Replica, pool_tokens
 
-__all__ = ["Faults", "Outcome", "simulate", "workload"]
+__all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 
 BLOCK_TOKENS = 64
 POOL_BLOCKS = 512
@@ -124,7 +125,7 @@ class _Run:
         self.dead: set[int] = set()
         self.faults, self.rng = faults, random.Random(seed)
         self.trace = trace
-        self.counted_from = trace[-1].at / 3
+        self.counted_from = trace[-1].at / 2
         self.roots = {
             tenant: root_hash(model_fingerprint="replay", kv_format="", tenant=tenant)
             for tenant in {access.tenant for access in trace}
@@ -280,6 +281,20 @@ def simulate(
     return run.run(), run.policy
 
 
+def floor(trace: Sequence[Access]) -> Outcome:
+    """What the best cache in the world would leave of the time to the first token."""
+    outcome, seen = Outcome(busy=[1.0], seconds=1.0), set[tuple[str, int]]()
+    for access in trace:
+        found = list(itertools.takewhile(lambda one, a=access: (a.tenant, one) in seen, access.prompt_ids))
+        seen.update((access.tenant, one) for one in (*access.prompt_ids, *access.output_ids))
+        if access.at >= trace[-1].at / 2:
+            outcome.hit_tokens += len(found) * BLOCK_TOKENS
+            outcome.prompt_tokens += len(access.prompt_ids) * BLOCK_TOKENS + 1
+            missing = (len(access.prompt_ids) - len(found)) * BLOCK_TOKENS + 1
+            outcome.ttft.append(2 * NETWORK + max(missing * PROMPT_TOKEN, DECODE_STEP))
+    return outcome
+
+
 def row_of(trace_name: str, num_replicas: int, policy: str, outcome: Outcome, made: Any) -> dict[str, Any]:
     """One row of the table."""
     p50, p99 = np.percentile(outcome.ttft, [50, 99])
@@ -307,15 +322,16 @@ def main() -> None:
     options.add_argument("--traces", nargs="+", default=[*TRACES, "unique"], choices=[*TRACES, "unique"])
     options.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     options.add_argument("--load", type=float, default=0.7, help="share of time replicas work if nothing is found")
-    options.add_argument("--requests", type=int, default=40, help="for each replica; at least 2,000 in all")
+    options.add_argument("--requests", type=int, default=40, help="for each replica; at least 4,000 in all")
     options.add_argument("--lost", type=float, default=0.0)
     options.add_argument("--late", type=float, default=0.0)
     given: argparse.Namespace = options.parse_args()
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:
         for name in given.traces:
-            most = 300 if given.quick else max(2000, given.requests * num_replicas)
+            most = 300 if given.quick else max(4000, given.requests * num_replicas)
             trace = workload(name, num_replicas, given.load, most)
+            rows.append(row_of(name, num_replicas, "floor", floor(trace), None))
             for policy in given.policies:
                 outcome, made = simulate(trace, num_replicas, policy, Faults(given.lost, given.late))
                 rows.append(row_of(name, num_replicas, policy, outcome, made))

@@ -23,7 +23,7 @@ from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cur
 __all__ = ["Level", "Residency"]
 
 _TOLD = math.inf  # when a belief expires that a replica told
-_MOST_LEVELS = 64  # of one chain; finer differences between replicas are a 64th of the prompt
+_MOST_LEVELS = 32  # of one chain; finer differences between replicas are a 32nd of the prompt
 
 
 class Level(NamedTuple):
@@ -137,10 +137,13 @@ class Residency:
                 known.until[key] = at
         self._expiries.append(_Expiry(at, slot, known, None))
 
-    def believe(self, slot: int, keys: Sequence[int], now: float) -> None:
-        """These blocks of a prompt are about to be there: it was sent there."""
+    def believe(self, slot: int, keys: Sequence[int], num_matched: int, now: float) -> None:
+        """These blocks of a prompt are about to be there: it was sent there. `num_matched` were believed to be: they
+        are looked at only if the last of them is about to expire."""
         until = self._known[slot].until
         at, renewed_before = now + self._believed_seconds, now + 0.75 * self._believed_seconds
+        if num_matched and until.get(keys[num_matched - 1], 0.0) >= renewed_before:
+            keys = keys[num_matched:]
         new = tuple(key for key in self._kept(keys) if until.get(key, 0.0) < renewed_before)
         if new:
             self._hold(slot, new, at)
@@ -163,7 +166,7 @@ class Residency:
         places = range(len(keys)) if not self._coarse else [i for i, key in enumerate(keys) if not key & self._coarse]
         found: list[Level] = []
         get, last, first = self._holders.get, len(places) - 1, 0
-        step = max(1, len(places) // _MOST_LEVELS)
+        step = -(-len(places) // _MOST_LEVELS)
         holders = get(keys[places[0]], 0) if places else 0
         while holders:
             low, high = first, last
