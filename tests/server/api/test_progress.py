@@ -16,6 +16,7 @@ from kvboost_edge.server.api import generation
 from kvboost_edge.server.api.dialects.anthropic import order
 from live_servers import HeldForward, LiveServer, serving, wait_until
 
+MODEL = "kvboost-edge/demo"
 CHUNK = 64  # tokens a step
 PROMPT = [number % 200 for number in range(300)]
 CHAT = [{"role": "user", "content": "The mill grinds corn. " * 20}]
@@ -376,9 +377,7 @@ def test_anthropics_client_waits_on(server: LiveServer, held: HeldForward) -> No
     async def read() -> tuple[str, int]:
         async with anthropic.AsyncAnthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
             extra = {"return_progress": True}
-            async with client.messages.stream(
-                model="kvboost-edge/demo", messages=CHAT, max_tokens=3, extra_body=extra
-            ) as stream:
+            async with client.messages.stream(model=MODEL, messages=CHAT, max_tokens=3, extra_body=extra) as stream:
                 held.release()
                 message = await stream.get_final_message()
                 return message.type, message.usage.output_tokens
