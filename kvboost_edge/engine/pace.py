@@ -23,7 +23,7 @@ __all__ = ["Pace"]
 _FIRST_DEPTH = 1024  # tokens; up to here it is one depth, then up to twice as many, and so on
 _KEPT = 9  # steps of each depth; their median counts, so that one that compiled a kernel does not
 _MIN_TOKENS = 32  # of a prompt in a step: with fewer most of its time goes elsewhere
-_BOARD_SECONDS = 0.2
+_BOARD_SECONDS = 0.5
 _LATEST = 0.1  # part of the latest step, or output, in their means
 
 
