@@ -16,7 +16,7 @@ from kvboost_edge.server.api.dialects.responses.tools import names_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, event
 from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning
 
@@ -29,7 +29,7 @@ Keep = Callable[[str, bytes], bool]
 class ResponsesWriter(TurnWriter):
     """keep: remembers the JSON of a finished response under its id; False: it is too large."""
 
-    def __init__(self, state: ServerState, body: ResponseRequest, keep: Keep | None) -> None:
+    def __init__(self, state: ModelState, body: ResponseRequest, keep: Keep | None) -> None:
         super().__init__(state)
         self._keep = keep
         self._response = _head(state, body)
@@ -122,7 +122,7 @@ def _status(reason: str) -> str:
     return "incomplete" if reason == "length" else "completed"
 
 
-def _head(state: ServerState, body: ResponseRequest) -> Json:
+def _head(state: ModelState, body: ResponseRequest) -> Json:
     """A response that has just begun."""
     reasoning = body.reasoning
     return {
