@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Annotated, Any, Literal
 
@@ -61,7 +62,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 
             writer = ResponsesWriter(state, body, keep if body.store is not False else None)
             try:
-                await respond(request, send, chat_order(state, chat, writer))
+                await respond(request, send, dataclasses.replace(chat_order(state, chat, writer), pings=True))
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 
