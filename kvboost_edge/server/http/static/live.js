@@ -54,7 +54,10 @@ export class LiveView {
   /** Reads now, if the view can be seen: after it was shown, or when the key or the model is another one. */
   wake({ otherKey = false, otherModel = false } = {}) {
     if (otherKey) this.#refused = false;
-    if (otherModel) this.#samples = [];
+    if (otherModel) {
+      this.#samples = [];
+      this.#spark.clear();
+    }
     this.#pause = INTERVAL_MS;
     this.#schedule(0);
   }
