@@ -30,7 +30,7 @@ from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.text.turns.reader import Turn
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = [
     "Answer",
@@ -148,7 +148,7 @@ def _long_workers() -> ThreadPoolExecutor:
 
 
 @asynccontextmanager
-async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
+async def running(engine: Engine, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
     """Tokenize, queue, and cancel whatever is not done when the block is left."""
     started = time.perf_counter()
     answers = engine.kept_answers(tenant=ticket.tenant, cache_salt=job.cache_salt)
@@ -166,7 +166,7 @@ async def running(engine: CPUPagedEngine, job: Job, ticket: Ticket) -> AsyncGene
 
 
 async def _submit(
-    engine: CPUPagedEngine, job: Job, ticket: Ticket, prompts: Sequence[EncodedPrompt], entry: Entry
+    engine: Engine, job: Job, ticket: Ticket, prompts: Sequence[EncodedPrompt], entry: Entry
 ) -> list[RequestHandle]:
     """Queue every sequence, or none: an error or a cancel meanwhile takes back those that were queued."""
     handles: list[RequestHandle] = []
