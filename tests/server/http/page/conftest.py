@@ -160,6 +160,11 @@ class StandIn:
         """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in their choice."""
         self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
 
+    def reading(self, **progress: Any) -> None:
+        """How far the prompt is read, as a server tells it to those who ask."""
+        head = [{"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}]
+        self._send({"choices": head, "usage": None, "prompt_progress": progress})
+
     def end(self, reason: str, **last: Any) -> None:
         """The end of the answer; `last`: fields of its last chunk, such as usage."""
         self.deltas({}, finish_reason=reason)

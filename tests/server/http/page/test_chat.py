@@ -80,7 +80,7 @@ def test_the_settings_are_what_is_sent(visit):
         "model": "kvboost-edge/demo",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
         "temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 3, "seed": 12,
-        "stream": True, "stream_options": {"include_usage": True},
+        "stream": True, "return_progress": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     answer = visit.answer().locator(".answer-body").inner_text()
     visit.page.get_by_role("button", name="Regenerate").click()  # the same seed gives the same answer
