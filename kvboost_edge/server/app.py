@@ -34,7 +34,7 @@ from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["ROUTERS", "create_app"]
 
@@ -56,7 +56,7 @@ ROUTERS = (
 _PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
 
 
-def create_app(engine: CPUPagedEngine, settings: ServerSettings) -> FastAPI:
+def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
     admission = Admission(engine, settings)
     metrics = Metrics(engine, settings.model_name, admission)

@@ -19,8 +19,8 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.work.admission import Admission
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -59,7 +59,7 @@ _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout"
 class Metrics:
     """All metrics of one server. `observe` and `observe_http` are cheap; `render` reads the engine."""
 
-    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission) -> None:
+    def __init__(self, engine: Engine, model_name: str, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
         self._speeds = Speeds()
@@ -200,7 +200,7 @@ class _ReuseMetrics:
 class _EngineCollector(Collector):
     """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures."""
 
-    def __init__(self, engine: CPUPagedEngine, model_name: str, admission: Admission, speeds: Speeds) -> None:
+    def __init__(self, engine: Engine, model_name: str, admission: Admission, speeds: Speeds) -> None:
         self._engine = engine
         self._model_name = model_name
         self._admission = admission

@@ -30,7 +30,7 @@ from kvboost_edge.server.settings import ServerSettings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
@@ -122,7 +122,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def run_server(engine: CPUPagedEngine, settings: ServerSettings, listener: socket.socket) -> None:
+def run_server(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
     """Serve on a socket from `bind` until told to end. Engine and socket stay open."""
     host, port = listener.getsockname()[:2]
     server = DrainingServer(create_app(engine, settings), settings)

@@ -13,9 +13,9 @@ from kvboost_edge.server.work.remembered import Remembered
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.server.doctor.doctor import Doctor
     from kvboost_edge.server.doctor.normalise import Normaliser
+    from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
@@ -27,7 +27,7 @@ class ServerState:
     """`model_name` is the name clients use. `draining` is set once, when the server was told to end. `created` is
     seconds since the epoch."""
 
-    engine: CPUPagedEngine
+    engine: Engine
     settings: ServerSettings
     model_name: str
     metrics: Metrics

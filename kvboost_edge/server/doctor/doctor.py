@@ -17,7 +17,7 @@ from kvboost_edge.server.doctor.diagnosis import diagnose, placed
 from kvboost_edge.server.doctor.records import Asked, Diagnosis, History, Record
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["Doctor", "Watch"]
 
@@ -29,7 +29,7 @@ class Doctor:
     count     is told the cause of each request
     """
 
-    def __init__(self, engine: CPUPagedEngine, seconds: float, count: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, seconds: float, count: Callable[[str], None]) -> None:
         self.history = History(seconds)
         self._engine, self._count = engine, count
         self._left: list[tuple[Watch, RequestHandle]] = []

@@ -21,8 +21,8 @@ from kvboost_edge.server.work.grouping import PrefixGroups
 from kvboost_edge.server.work.shares import Shares
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.settings import ServerSettings
 
 __all__ = ["Admission", "Observer", "Ticket"]
@@ -43,7 +43,7 @@ class Observer(Protocol):
 class Admission:
     """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread touches it."""
 
-    def __init__(self, engine: CPUPagedEngine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         stats = engine.paged_stats()
         self.weights = settings.tenant_weights
         self.batch = settings.max_batch_size or int(stats["max_num_seqs"])
