@@ -72,7 +72,7 @@ def create_app(
 ) -> FastAPI:
     """The application. `engine` is the first model, which is loaded; `app.state.kv` is the `ServerState`.
 
-    source   loads the first model again after it was unloaded, for which `engine` can be closed; None: it stays
+    source   loads the first model again after it was unloaded, and `engine` is closed; None: it stays
     others   names and sources of further models, loaded when somebody asks for them
     budget   bytes that weights and pools of all loaded models may take; None: all that is available now
     """

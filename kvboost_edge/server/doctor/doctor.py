@@ -109,7 +109,7 @@ class Watch:
         """The end of the request."""
         self._record.diagnosis = self._doctor.diagnose(self._tenant, self._salt, self._record, result)
         computed = result.output_token_ids[:-1]  # the last was said, and nothing was computed behind it
-        self._doctor.history.extend(self._tenant, self._salt, self._record, computed)
+        self._doctor.history.extend(self._tenant, self._record, computed)
 
     @property
     def finished(self) -> bool:
@@ -118,7 +118,7 @@ class Watch:
 
     def forget(self) -> None:
         """The request ended and left nothing in the cache."""
-        self._doctor.history.remove(self._tenant, self._salt, self._record)
+        self._doctor.history.remove(self._tenant, self._record)
 
     def reasoned(self, num_tokens: int) -> None:
         """How many tokens of the answer are reasoning."""

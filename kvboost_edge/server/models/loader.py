@@ -13,14 +13,14 @@ import re
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import give_back
 from kvboost_edge.server.doctor.doctor import Doctor
 from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
-from kvboost_edge.server.models.served import ClosableEngine, Known, Refusal, ServedModel, abilities_of
+from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
 from kvboost_edge.server.state import ModelState, Shared
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.threads import in_thread
@@ -261,10 +261,10 @@ class Loader:
         served.state, served.phase = None, "unloading"
         served.stop_clock()
         served.metrics.follow(None, None)
-        served.unloading = self._spawn(self._close(served, cast(ClosableEngine, state.engine), why))
+        served.unloading = self._spawn(self._close(served, state.engine, why))
         await asyncio.shield(served.unloading)
 
-    async def _close(self, served: ServedModel, engine: ClosableEngine, why: str) -> None:
+    async def _close(self, served: ServedModel, engine: why: str) -> None:
         started = time.monotonic()
         kept = engine.config.disk_cache_dir is not None or engine.config.redis_url is not None
         try:
@@ -297,10 +297,10 @@ def reserved_bytes(engine: Engine) -> int:
     return int(stats["weight_bytes"]) + int(stats["pool_bytes"])
 
 
-def _closed(owned: ClosableEngine, abilities: tuple[str, ...]) -> tuple[str, ...]:
+def _closed(engine: abilities: tuple[str, ...]) -> tuple[str, ...]:
     """Close an engine; what it could do, if that was not known."""
-    found = abilities or (abilities_of(owned) if owned.is_alive() else ())
-    owned.close()
+    found = abilities or (abilities_of(engine) if engine.is_alive() else ())
+    engine.close()
     give_back()
     return found
 

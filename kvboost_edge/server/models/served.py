@@ -8,26 +8,20 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.server.engines import Engine
 from kvboost_edge.server.errors import ApiError
 
 if TYPE_CHECKING:
     from kvboost_edge.server.doctor.records import History
+    from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.state import ModelState
 
-__all__ = ["ClosableEngine", "Known", "ModelSource", "Phase", "Refusal", "ServedModel", "abilities_of"]
+__all__ = ["Known", "ModelSource", "Phase", "Refusal", "ServedModel", "abilities_of"]
 
 Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
-
-
-class ClosableEngine(Engine, Protocol):
-    """One that belongs to the server. `close` ends it, gives its memory back, and may be called again."""
-
-    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +33,7 @@ class ModelSource:
     """
 
     plan: Callable[[], int]
-    load: Callable[[threading.Event], ClosableEngine]
+    load: Callable[[threading.Event], Engine]
 
 
 class Known(NamedTuple):

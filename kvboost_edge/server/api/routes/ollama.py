@@ -61,7 +61,8 @@ async def chat(request: Request, body: OllamaChat) -> Response:
             await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=True)))
             return
         with renamed(CHAT_FIELDS):
-            await _chat(request, send, state, chat_of(body), body.model, chat=True)
+            chat = await off_loop(lambda: chat_of(body))  # of thousands of messages it takes a while
+            await _chat(request, send, state, chat, body.model, chat=True)
 
     return _answered(request, body, work, asks=bool(body.messages))
 

@@ -44,7 +44,7 @@ def messages_order(state: ModelState, body: MessagesRequest) -> tuple[Order, Cha
 
     retention = None if pins_fit else max((mark.seconds for mark in marks), default=None)
     job = dataclasses.replace(order.job, encode=encode, params=params, retention=retention)
-    return dataclasses.replace(order, job=job), chat
+    return dataclasses.replace(order, job=job, pings=True), chat
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:

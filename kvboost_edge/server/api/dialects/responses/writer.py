@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import Send
 
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.api.dialects.responses.items import new_id
 from kvboost_edge.server.api.dialects.responses.output import Output
@@ -36,6 +37,7 @@ class ResponsesWriter(TurnWriter):
         self._output = Output(names_of(body.tools or ()))
         self._stream: EventStream | None = None
         self._number = 0
+        self._is_open = False
 
     def written(self, result: GenerationResult, reason: str) -> bytes:
         for part in self._parts():
@@ -49,7 +51,15 @@ class ResponsesWriter(TurnWriter):
         self._stream = EventStream(send, self._failure)
         return self._stream
 
+    def wait(self, index: int, progress: Progress) -> None:
+        if self._is_open:
+            self._tell({"type": "response.in_progress", "response": self._response})
+        self.opened()
+
     def opened(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
         for kind in ("response.created", "response.in_progress"):
             self._tell({"type": kind, "response": self._response})
 
