@@ -264,7 +264,7 @@ class Loader:
         served.unloading = self._spawn(self._close(served, state.engine, why))
         await asyncio.shield(served.unloading)
 
-    async def _close(self, served: ServedModel, engine: why: str) -> None:
+    async def _close(self, served: ServedModel, engine: Engine, why: str) -> None:
         started = time.monotonic()
         kept = engine.config.disk_cache_dir is not None or engine.config.redis_url is not None
         try:
@@ -297,7 +297,7 @@ def reserved_bytes(engine: Engine) -> int:
     return int(stats["weight_bytes"]) + int(stats["pool_bytes"])
 
 
-def _closed(engine: abilities: tuple[str, ...]) -> tuple[str, ...]:
+def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
     """Close an engine; what it could do, if that was not known."""
     found = abilities or (abilities_of(engine) if engine.is_alive() else ())
     engine.close()
