@@ -158,7 +158,7 @@ async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine: An
         answer = await app.get(f"/v1/requests/{found['request_id']}/cache")
         assert answer.status_code == 404
         assert "--request-history 0" in answer.json()["error"]["message"]
-        assert app._transport.app.state.kv.doctor.history.nbytes == 0
+        assert app._transport.app.state.kv.first.doctor.history.nbytes == 0
 
 
 async def test_of_several_prompts_and_choices_the_first_is_told(app: Any, speaker: Speaker, spoken_engine: Any) -> None:
@@ -250,7 +250,7 @@ async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(
 async def test_records_end_though_no_request_comes(spoken_engine: Any, speaker: Speaker) -> None:
     async with app_of(spoken_engine, request_history=0.05) as app:
         await ask(app, SYSTEM, "Hi")
-        history = app._transport.app.state.kv.doctor.history
+        history = app._transport.app.state.kv.first.doctor.history
         until = time.monotonic() + 10
         while history.nbytes and time.monotonic() < until:
             await asyncio.sleep(0.01)
@@ -260,7 +260,7 @@ async def test_records_end_though_no_request_comes(spoken_engine: Any, speaker: 
 @pytest.mark.alone
 async def test_a_long_prompt_among_many_does_not_hold_the_loop(app: Any, spoken_engine: Any, speaker: Speaker) -> None:
     """Compared with as much as is kept of one tenant, all alike up to their ends: some milliseconds."""
-    doctor = app._transport.app.state.kv.doctor
+    doctor = app._transport.app.state.kv.first.doctor
     ids = list(range(30_000))
     for number in range(256):
         doctor.watch(f"r{number}", None, None, [*ids, number], NOT_SAID)
