@@ -192,7 +192,7 @@ class Residency:
     def num_bytes(self) -> int:
         """Memory of what is believed and of what expires, object by object: walks through all of it."""
         tables: list[Mapping[int, object]] = [self._holders, *(known.until for known in self._known.values())]
-        parts = [one for table in tables for one in table] + list(self._holders.values())
+        parts: list[object] = [*(one for table in tables for one in table), *self._holders.values()]
         parts += [expiry.keys for expiry in self._expiries if expiry.keys is not None]
         sizes = {id(one): sys.getsizeof(one) for one in parts}
         return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
