@@ -51,7 +51,8 @@ SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 """Scores of a router -> F_SCORE; see `reference.experts.Routing`."""
 RENORMS = {"": 0, "add": 1, "least": 2}
 """What shares are divided by -> F_RENORM."""
-# Float parameters: factor of the result, eps of a norm (OP_ROUTE: of the sum of shares), the cap; OP_ADD_NORM: factor of the sum.
+# Float parameters: factor of the result, eps of a norm (OP_ROUTE: of the sum of shares), the cap; OP_ADD_NORM: factor
+# of the sum.
 P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 
 # Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of

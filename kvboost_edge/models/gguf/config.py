@@ -134,7 +134,7 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
                 f"{keys.header.path}: key {key!r} is not understood for this architecture; without it the model "
                 "would compute something else"
             )
-    if keys.header.values.get(keys.name("expert_count")) not in (None, 0):
+    if not architecture.experts and keys.header.values.get(keys.name("expert_count")) not in (None, 0):
         raise keys.error("expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts")
     causal = keys.header.value(keys.name("attention.causal"), bool)
     if causal is architecture.both_ways:

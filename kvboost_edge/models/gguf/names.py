@@ -44,6 +44,12 @@ _GEMMA4 = {
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
 }
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 _BARE = ("layer_scalar",)  # without ".weight" in transformers
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GEMMA4_OUTER = {
@@ -65,6 +71,7 @@ class GgufArchitecture:
     keys         metadata keys "architecture.KEY" that only some architectures have
     dense        tensors behind the pooling, which are no part of the decoder
     both_ways    its attention is bidirectional
+    experts      it is a mixture of experts
     """
 
     model_type: str
@@ -75,17 +82,23 @@ class GgufArchitecture:
     keys: frozenset[str] = frozenset()
     dense: tuple[str, ...] = ()
     both_ways: bool = False
+    experts: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 _DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
 _SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
+_EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
         "llama": GgufArchitecture("llama", {**_MATRICES, **_PRE_NORMS}, permuted=True),
         "qwen2": GgufArchitecture("qwen2", {**_MATRICES, **_PRE_NORMS}),
         "qwen3": GgufArchitecture("qwen3", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS}),
+        "qwen3moe": GgufArchitecture(
+            "qwen3_moe", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS, **_EXPERTS}, keys=_EXPERT_KEYS, experts=True
+        ),
+        "olmoe": GgufArchitecture("olmoe", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS, **_EXPERTS}, experts=True),
         "qwen3vl": GgufArchitecture(
             "qwen3_vl_text", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS},
             keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
