@@ -77,10 +77,14 @@ def _experts(config: Config, keys: Sequence[str], sparse: Sequence[bool], **rest
     if used > count:
         raise ModelFormatError(f"{of_used}={used} is above {of_count}={count}: a token cannot go to more experts")
     if width % _GROUP:
-        raise ModelFormatError(f"{of_width}={width} of the experts is no multiple of {_GROUP}, which their kernels need")
+        raise ModelFormatError(
+            f"{of_width}={width} of the experts is no multiple of {_GROUP}, which their kernels need"
+        )
     hidden = integer_of(config, "hidden_size", 1)
     if hidden % _TILE:
-        raise ModelFormatError(f"hidden_size={hidden} beside experts is no multiple of {_TILE}, which their kernels need")
+        raise ModelFormatError(
+            f"hidden_size={hidden} beside experts is no multiple of {_TILE}, which their kernels need"
+        )
     return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
 
 

@@ -230,7 +230,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                         "post_mlp_layernorm"),
         ),
         "granite": Family(multipliers=True, no_rope="typed"),
-        "granitemoe": Family(multipliers=True, experts=granite_experts),
+        "granitemoe": Family(multipliers=True, no_rope="typed", experts=granite_experts),
         "granite_swa": Family(multipliers=True, tied=True, eps=1e-5, sinks=True, layer_thetas=True,
                               windows=all_but_first_of(4, 128)),
         "granitemoehybrid": Family(

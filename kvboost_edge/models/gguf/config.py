@@ -37,6 +37,7 @@ _OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
+    "expert_gating_func": 1,  # softmax, which is what families that are read have
 }  # fmt: skip
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
