@@ -178,7 +178,7 @@ def _random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray
     halves, largest = K_SCALES[kind.name]
     for at in halves:
         blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def q4_k_m(name: str) -> str:
@@ -241,7 +241,7 @@ def write_gguf(
         number = GGMLQuantizationType[chosen if "ffn_gate_inp" not in name else "F32"]
         if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32
-        data = _random_blocks(values, number) if chosen in K_SCALES else quants.quantize(values, number)
+        data = _random_blocks(values, number) if number.name in K_SCALES else quants.quantize(values, number)
         writer.add_tensor(name, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
