@@ -55,9 +55,18 @@ _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", True, False, {}),
     "minicpm": ("MiniCPMForCausalLM", False, False, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
     "qwen3": ("Qwen3ForCausalLM", False, True, {"head_dim": 32}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", False, True, {
-        "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
-        "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        False,
+        True,
+        {
+            "head_dim": 32,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
 }
 
 

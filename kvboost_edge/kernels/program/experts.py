@@ -62,21 +62,21 @@ def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
 
 
 @kernel
-def _runs(job: ProgramJob, op: Any) -> int:
+def _runs(job: ProgramJob, op: Any) -> Any:
     """Units of one expert's groups of inner channels."""
     size = tiles_in_unit(op, job.tokens)
     return (op[lt.F_COUNT] // GROUP + size - 1) // size
 
 
 @kernel
-def _down_tiles(job: ProgramJob, op: Any) -> int:
+def _down_tiles(job: ProgramJob, op: Any) -> Any:
     """Tiles in a unit of the way down."""
     size = op[lt.F_UNIT]
     return size if job.tokens <= SMALL_TOKENS[-1] else min(size, _DOWN_TILES)
 
 
 @kernel
-def experts_units(job: ProgramJob, op: Any) -> int:
+def experts_units(job: ProgramJob, op: Any) -> Any:
     """Units of an operation on experts. Those of experts that turn out to have no tokens do nothing: how many there are
     must not depend on what a pass finds, because threads that come late count them again."""
     code = op[lt.F_OP]

@@ -47,36 +47,36 @@ def dispatch_numbers(experts: int) -> int:
 
 
 @kernel
-def count_active(job: ProgramJob) -> int:
+def count_active(job: ProgramJob) -> Any:
     """Experts that have tokens in this pass."""
     return load_i64(job.buffers[lt.B_DISPATCH])
 
 
 @kernel
-def active_expert(job: ProgramJob, index: int) -> int:
+def active_expert(job: ProgramJob, index: int) -> Any:
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (1 + index))
 
 
 @kernel
-def first_slot(job: ProgramJob, experts: int, index: int) -> int:
+def first_slot(job: ProgramJob, experts: int, index: int) -> Any:
     """Of active expert `index`; of the number of them the end of all slots."""
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (1 + experts + index))
 
 
 @kernel
-def place_at(job: ProgramJob, experts: int, slot: int) -> int:
+def place_at(job: ProgramJob, experts: int, slot: int) -> Any:
     """token * used + rank of a slot."""
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (2 + 3 * experts + slot))
 
 
 @kernel
-def most_active(job: ProgramJob, op: Any) -> int:
+def most_active(job: ProgramJob, op: Any) -> Any:
     """Experts that can have tokens at most. A number that no pass changes: threads that come late ask for it, too."""
     return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])
 
 
 @kernel
-def sigmoid_f32(x: float) -> Any:
+def sigmoid_f32(x: Any) -> Any:
     """1 / (1 + exp(-x)), NaN of NaN."""
     power = -x
     if power > _MAX_EXPONENT:  # and not min(), which may lose a NaN

@@ -43,8 +43,8 @@ def route_rows(logits: Floats, routing: Routing, bias: Floats | None = None) -> 
     dtype, used = logits.dtype, routing.used
     scores = _scores(logits, routing.score)
     wanted = scores if bias is None else (scores + bias.astype(dtype)).astype(dtype)
-    broken = np.isnan(wanted).any(axis=1)
-    order = np.argsort(-np.where(broken[:, None], 0, wanted), axis=1, kind="stable")
+    broken = np.isnan(wanted).any(axis=1, keepdims=True)
+    order = np.argsort(-np.where(broken, 0, wanted), axis=1, kind="stable")
     chosen: Longs = np.sort(order[:, :used], axis=1).astype(np.int64)
     shares = np.take_along_axis(scores, chosen, axis=1)
     if routing.score == "chosen":
@@ -55,7 +55,7 @@ def route_rows(logits: Floats, routing: Routing, bias: Floats | None = None) -> 
             total = total + shares[:, index : index + 1]
         eps = dtype.type(routing.eps)
         shares = shares / (total + eps if routing.renorm == "add" else np.maximum(total, eps))
-    shares = np.where(broken[:, None], dtype.type(np.nan), shares * dtype.type(routing.scale))
+    shares = np.where(broken, dtype.type(np.nan), shares * dtype.type(routing.scale))
     return chosen, shares.astype(dtype)
 
 
@@ -65,12 +65,14 @@ def _scores(logits: Floats, score: str) -> Floats:
         if score == "chosen":
             return logits
         if score == "sigmoid":
-            return one / (one + np.exp(-logits))
+            passed: Floats = one / (one + np.exp(-logits))
+            return passed
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
         total = np.zeros((len(logits), 1), logits.dtype)
         for index in range(logits.shape[1]):
             total = total + powers[:, index : index + 1]
-        return powers / total
+        shares: Floats = powers / total
+        return shares
 
 
 def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:

@@ -10,6 +10,7 @@ from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZE
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.weights.experts import expert_number
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = [
@@ -301,6 +302,10 @@ def check_tensors(plan: Sequence[PackEntry], source: WeightSource, tables: Seque
     ignored = {"lm_head.weight"}  # a tied head that was saved all the same
     left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
     left -= {name for name in left if _is_of_sharing_layer(name, used)}
+    surplus = min(left, default="")
+    number = expert_number(surplus)
+    if number is not None and f".experts.{number - 1}.".join(surplus.split(f".experts.{number}.")) in used:
+        raise ModelFormatError(f"tensor {surplus!r} is of expert {number}, and layers have {number}: 0 to {number - 1}")
     if left:
         raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")
 
