@@ -46,7 +46,7 @@ def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_expert_shared_count(config["moe_num_shared_experts"])
-        # Its converter's own rule, which is the width by chance alone.
+        # Its converter's own rule, which is not the width of every model.
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
         return
     count = config.get("num_local_experts") or config.get("num_experts")

@@ -66,10 +66,14 @@ class Experts:
     shared: int = 0
 
 
-def _experts(config: Config, keys: Sequence[str], sparse: Sequence[bool], **rest: Any) -> Experts:
-    """keys: of the number of experts, of those a token goes to, and of the width of one."""
+def _experts(
+    config: Config, keys: Sequence[str], usual: Sequence[int | None], sparse: Sequence[bool], **rest: Any
+) -> Experts:
+    """keys: of the number of experts, of those a token goes to, and of the width of one; usual: what they are where the
+    config does not say."""
     # One name became another in later versions of transformers.
-    keys = tuple(_ALSO[key] if config.get(key) is None and key in _ALSO else key for key in keys)
+    keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
+    config = {**dict(zip(keys, usual, strict=True)), **config}
     of_count, of_used, of_width = keys
     count, used, width = (integer_of(config, key, 1) for key in keys)
     if count > _MOST:
@@ -107,40 +111,45 @@ def _by_step(config: Config, layers: int) -> list[bool]:
 
 
 _QWEN_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
 
 
 def qwen3_experts(config: Config, layers: int) -> Experts:
     """Shares are the softmax of all logits, divided by their sum where norm_topk_prob says so."""
-    renorm = "add" if _flag(config, "norm_topk_prob", False) else ""
-    return _experts(config, _QWEN_KEYS, _by_step(config, layers), renorm=renorm)
+    return _qwen(config, layers, (128, 8, 768))
 
 
 def qwen2_experts(config: Config, layers: int) -> Experts:
     """The same beside an expert that all tokens share, by a gate of its own."""
-    found = qwen3_experts(config, layers)
+    found = _qwen(config, layers, (60, 4, 1408))
+    config = {"shared_expert_intermediate_size": 5632, **config}
     parts = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
     names = ExpertNames(shared=parts, shared_gate="mlp.shared_expert_gate")
     return dataclasses.replace(found, shared=integer_of(config, "shared_expert_intermediate_size", 1), names=names)
 
 
+def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
+    renorm = "add" if _flag(config, "norm_topk_prob", False) else ""
+    return _experts(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=renorm)
+
+
 def olmoe_experts(config: Config, layers: int) -> Experts:
     """As Qwen3's, in all layers."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
-    return _experts(config, keys, [True] * layers, renorm="add" if _flag(config, "norm_topk_prob", False) else "")
+    renorm = "add" if _flag(config, "norm_topk_prob", False) else ""
+    return _experts(config, keys, (64, 8, None), [True] * layers, renorm=renorm)
 
 
 def mixtral_experts(config: Config, layers: int) -> Experts:
     """The softmax of all logits, divided by the sum of the chosen."""
-    keys = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
     names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
-    return _experts(config, keys, [True] * layers, renorm="add", names=names)
+    return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
 
 
 def granite_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits."""
-    keys = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
-    return _experts(config, keys, [True] * layers, score="chosen", names=names)
+    return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
 
 
 def ernie_experts(config: Config, layers: int) -> Experts:
@@ -158,7 +167,7 @@ def ernie_experts(config: Config, layers: int) -> Experts:
     parts = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
     names = ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", shared=parts if shared else ())
     found = _experts(
-        full, ("moe_num_experts", "moe_k", "moe_intermediate_size"), sparse, names=names,
+        full, ("moe_num_experts", "moe_k", "moe_intermediate_size"), (64, 6, 1536), sparse, names=names,
         renorm="least", eps=number_of(full, "moe_norm_min", 0.0, 1.0),
     )  # fmt: skip
     return dataclasses.replace(found, shared=shared * found.width)

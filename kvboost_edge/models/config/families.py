@@ -201,7 +201,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family(head_norm="head", head_dim=128, windows=qwen_windows),
         "qwen2_moe": dataclasses.replace(_QWEN2, experts=qwen2_experts, unless=(("qkv_bias", (None, True)),)),
         "mixtral": Family(qkv_bias=False, eps=1e-5, theta=1e6, windows=same_window(0), experts=mixtral_experts),
-        "qwen3_moe": Family(head_norm="head", head_dim=128, windows=qwen_windows, experts=qwen3_experts),
+        "qwen3_moe": Family(head_norm="head", windows=qwen_windows, experts=qwen3_experts),
         "olmoe": Family(head_norm="all", eps=1e-5, experts=olmoe_experts, unless=(("clip_qkv", (None,)),)),
         "qwen3_vl_text": Family(head_norm="head", head_dim=128, theta=5e5),
         "gemma": _GEMMA,

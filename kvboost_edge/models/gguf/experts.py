@@ -41,7 +41,8 @@ def mixtral(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ernie_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """What the file calls the width of the shared experts is another number, and llama.cpp asks the tensors."""
+    """Converters make the width of the shared experts from other numbers, so it follows from how many they are; of
+    another width the tensors are refused."""
     shared = keys.optional_size("expert_shared_count", 0) or 0
     return {
         **experts(keys, "moe_num_experts", "moe_k"),

@@ -107,7 +107,7 @@ def test_tensors_that_do_not_fit(name: str, weights: str, tmp_path: Path) -> Non
 CONFIGS = {
     "k": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_experts=12"),
     "no k": ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be an integer from 1"),
-    "no experts": ({"num_experts": None}, "num_local_experts=None must be an integer from 1"),
+    "no experts": ({"num_experts": None}, "num_experts=None must be an integer from 1"),
     "many": ({"num_experts": 5000}, "num_experts=5000 is above 4096"),
     "width": ({"moe_intermediate_size": 80}, "moe_intermediate_size=80 of the experts is no multiple of 32"),
     "hidden": ({"hidden_size": 72}, "hidden_size=72 beside experts is no multiple of 16"),
