@@ -61,7 +61,7 @@ LAYER_FAULTS = (
         "for rank in range(used - 1):\n        # The",
         *_ROUTED,
     ),
-    ("shares are not divided by their sum", _OF_CONFIG, 'renorm = "add" if', 'renorm = "" if', *_SPARSE),
+    ("shares are not divided by their sum", _OF_CONFIG, 'return "add" if', 'return "" if', *_SPARSE),
     (
         "shares are divided by their sum unasked",
         _OF_CONFIG,

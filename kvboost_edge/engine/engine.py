@@ -26,6 +26,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Intake, Terms
 from kvboost_edge.engine.prompts import Document, Prompt
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.residency import TellsResidency
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.sequences import Sequences
@@ -40,7 +41,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 __all__ = ["CPUPagedEngine"]
 
 
-class CPUPagedEngine(Embeds):
+class CPUPagedEngine(Embeds, TellsResidency):
     """A language model on a paged, prefix-shared pool of keys and values.
 
     Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options are the fields of
@@ -296,11 +297,6 @@ class CPUPagedEngine(Embeds):
         `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may be given; with
         mode="chunk_kv_reuse", which is approximate, recompute_* alone: it asks how far greedy answers change."""
         return verify(self, self._gate, self._intake, mode, prompts, max_new_tokens, options)
-
-    def cache_stats(self) -> dict[str, float]:
-        """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
-        with self._core.reading():
-            return stats.cache_stats(self._parts, self._core.tiering)
 
     def paged_stats(self) -> dict[str, Any]:
         """State of pool, memory and engine; keys in `stats.paged_stats`."""

@@ -19,7 +19,7 @@ from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_token
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
 from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import narrowed_root
+from kvboost_edge.kvcache.hashing import narrowed_root, shared_root
 from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.repair import Repair
 
@@ -320,12 +320,10 @@ class Intake:
 
     def root(self, terms: Terms) -> bytes:
         """Where the prefix hashes of a tenant and salt start."""
-        root = self._tenant_root(terms)
-        return narrowed_root(root, "cache_salt", terms.cache_salt) if terms.cache_salt else root
+        return shared_root(self._parts.root, terms.tenant, terms.cache_salt)
 
     def _tenant_root(self, terms: Terms) -> bytes:
-        root = self._parts.root
-        return narrowed_root(root, "tenant", terms.tenant) if terms.tenant else root
+        return shared_root(self._parts.root, terms.tenant, None)
 
     def renumbered(self, request: Request) -> Request:
         """The same request as the latest arrival: the arrival number decides who runs first."""

@@ -21,6 +21,7 @@ __all__ = [
     "encode_tokens",
     "narrowed_root",
     "root_hash",
+    "shared_root",
 ]
 
 HashFn = Callable[[bytes, bytes], bytes]
@@ -69,6 +70,13 @@ def root_hash(*, model_fingerprint: str, kv_format: str, rope: str = "", adapter
 def narrowed_root(root: bytes, name: str, value: str) -> bytes:
     """Return the 32 bytes that chains start from when only requests of equal `value` under `name` may share them."""
     return _digest_of(b"kvboost-edge narrowed root 1\n" + root, {name: value})
+
+
+def shared_root(root: bytes, tenant: str | None, cache_salt: str | None) -> bytes:
+    """Where the chains of a tenant's prompts start; None or "": the engine's own `root`, no salt."""
+    for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
+        root = narrowed_root(root, name, value) if value else root
+    return root
 
 
 def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:

@@ -19,15 +19,16 @@ from kvboost_edge.kvcache.content import (
     BlockCounts,
     Content,
 )
-from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvboost_edge.kvcache.events import EventLog
+from kvboost_edge.kvcache.eviction.pins import Pins
+from kvboost_edge.kvcache.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
-from kvboost_edge.kvcache.pins import Pins
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Publisher
 from kvboost_edge.kvcache.spans import Spans
-from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -44,6 +45,7 @@ class KVCacheManager(BlockCounts):
     miss_tokens    tokens it left them to compute; a table that is freed before it was extended counts for nothing
     spans          blocks at other positions than those they were computed at, see `Spans`
     content        what blocks hold, for whoever keeps copies of them elsewhere
+    events         which prefixes came and left, for whoever sends requests where they are
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     """
 
@@ -69,6 +71,7 @@ class KVCacheManager(BlockCounts):
         self._uses = Uses(num_blocks)
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
+        self.events = EventLog(self._index, num_blocks)
         self._publisher = Publisher(self._index, self._claims, self.content, hash_fn, block_size)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as ordered sets.
         self._fresh: dict[int, None] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from kvboost_edge.errors import CacheCorruption
@@ -65,6 +65,14 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return sum(entry is not None for entry in self._entries)
+
+    def __contains__(self, prefix_hash: object) -> bool:
+        """Whether a block of this hash is published."""
+        return prefix_hash in self._buckets
+
+    def hashes(self) -> Iterable[bytes]:
+        """The hashes of all published blocks, each once."""
+        return self._buckets.keys()
 
     def entry(self, block_id: int) -> PrefixEntry | None:
         """The entry of a published block, None for any other."""

@@ -129,15 +129,17 @@ def qwen2_experts(config: Config, layers: int) -> Experts:
 
 
 def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
-    renorm = "add" if _flag(config, "norm_topk_prob", False) else ""
-    return _experts(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=renorm)
+    return _experts(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=_renorm(config))
+
+
+def _renorm(config: Config) -> str:
+    return "add" if _flag(config, "norm_topk_prob", False) else ""
 
 
 def olmoe_experts(config: Config, layers: int) -> Experts:
     """As Qwen3's, in all layers."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
-    renorm = "add" if _flag(config, "norm_topk_prob", False) else ""
-    return _experts(config, keys, (64, 8, None), [True] * layers, renorm=renorm)
+    return _experts(config, keys, (64, 8, None), [True] * layers, renorm=_renorm(config))
 
 
 def mixtral_experts(config: Config, layers: int) -> Experts:

@@ -45,6 +45,8 @@ BOUNDS: dict[str, Bound] = {
     "max_completion_tokens": Bound(1, 2**24),
     "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: as far as the context goes
     "num_ctx": Bound(1, 2**24),
+    "call_index": Bound(0, 2**16),  # of a call in a message, as Ollama's clients send it back
+    "listed": Bound(1, 100),  # entries of a list that is read page by page
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),
@@ -69,6 +71,7 @@ COUNTS: dict[str, Bound] = {
     "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
     "logprob_entries": Bound(0, 2**19),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
     "messages": Bound(1, 10_000),
+    "continued": Bound(0, 20_000),  # items of all the responses that one continues
     "documents": Bound(1, 256),
     "inputs": Bound(1, 2048),  # OpenAI's
     "reranked": Bound(1, 1024),

@@ -17,7 +17,7 @@ from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.doctor.records import Asked, Field
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def completion_order(
-    state: ServerState, body: CompletionRequest, writer: AnswerWriter | None = None, *, fills: bool = False
+    state: ModelState, body: CompletionRequest, writer: AnswerWriter | None = None, *, fills: bool = False
 ) -> Order:
     """How to run a completion request, and to answer it: with `writer`, or as OpenAI does. fills: without a limit the
     answer may fill the context. ApiError for fields that do not go together."""
@@ -82,6 +82,7 @@ def completion_order(
         streams=bool(body.stream),
         writer=writer or own,
         explain=own.explain if body.explain else None,
+        tells_progress=bool(body.return_progress),
     )
 
 
@@ -138,6 +139,9 @@ class CompletionChoice:
             offsets = [min(offset, len(text)) for offset in offsets]
             logprobs = completion_logprobs(self._texts, [*shown, *ids], [*known, *tokens], offsets)
         return self._piece(text, logprobs, ids, result.finish_reason)
+
+    def waiting(self) -> dict[str, Any]:
+        return self._piece("", None, [], None)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any] | None:
         if self._echo is None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.text.turns.parts import Content, Part
 from kvboost_edge.text.turns.reader import TurnMessage, TurnReader
@@ -24,7 +25,7 @@ class TurnWriter(ABC):
     run       the running request
     """
 
-    def __init__(self, state: ServerState, stop: Sequence[str] = ()) -> None:
+    def __init__(self, state: ModelState, stop: Sequence[str] = ()) -> None:
         self.state, self._stop = state, stop
         self.message = TurnMessage()
         self._reader: TurnReader | None = None
@@ -67,6 +68,9 @@ class TurnWriter(ABC):
         if turn is not None:
             self._reader = TurnReader(turn, tokenizer, self._stop, run.answers.keep)
             self.message = self._reader.message
+
+    def wait(self, index: int, progress: Progress) -> None:  # noqa: B027 - for APIs that have room for it
+        """Nothing is said of a prompt that is being read."""
 
     async def open(self, index: int) -> None:
         self.opened()

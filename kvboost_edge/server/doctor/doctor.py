@@ -16,22 +16,20 @@ from kvboost_edge.server.doctor.diagnosis import diagnose, placed
 from kvboost_edge.server.doctor.records import Asked, Diagnosis, History, Record
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.server.engines import Engine
 
 __all__ = ["Doctor", "Watch"]
 
-_ALL = 1 << 20
-
 
 class Doctor:
-    """One server's; only the event loop's thread touches it.
+    """One loaded model's; only the event loop's thread touches it.
 
-    seconds   how long a request is kept, 0: none is, and only what the engine says itself is known
+    history   what was asked before; one that keeps nothing: only what the engine says itself is known
     count     is told the cause of each request
     """
 
-    def __init__(self, engine: CPUPagedEngine, seconds: float, count: Callable[[str], None]) -> None:
-        self.history = History(seconds)
+    def __init__(self, engine: Engine, history: History, count: Callable[[str], None]) -> None:
+        self.history = history
         self._engine, self._count = engine, count
         self._left: list[tuple[Watch, RequestHandle]] = []
         self._sweep: asyncio.TimerHandle | None = None
@@ -41,7 +39,7 @@ class Doctor:
         self, request_id: str, tenant: str | None, salt: str | None, token_ids: Sequence[int], asked: Asked
     ) -> Watch:
         """A request that begins to run."""
-        self._settle()
+        self.settle()
         self._sweep_later()
         record = Record(request_id, asked, np.asarray(token_ids, dtype=np.int32), len(token_ids))
         self.history.add(tenant, salt, record)
@@ -69,17 +67,6 @@ class Doctor:
         """A request that nobody waits for: it was cancelled, and what became of it is known within a step."""
         self._left.append((watch, handle))
 
-    def latest(self, tenant: str | None, count: int) -> list[Record]:
-        """The tenant's last requests that ended, the latest first."""
-        self._settle()
-        records = self.history.latest(tenant, _ALL)
-        return [record for record in records if record.diagnosis is not None][:count]
-
-    def find(self, tenant: str | None, request_id: str) -> Record | None:
-        """The tenant's record of a request."""
-        self._settle()
-        return self.history.find(tenant, request_id)
-
     def explained(self, tenant: str | None, record: Record) -> Callable[[], Diagnosis] | None:
         """What says, in any thread, what became of a record, with the texts; None while it runs."""
         found, tokenizer = record.diagnosis, self._engine.tokenizer
@@ -90,7 +77,7 @@ class Doctor:
         other = self.history.find(tenant, found.compared_with) if found.compared_with else None
         return lambda: placed(found, record, other, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Requests that were left and have ended: what was computed of them is in the cache, so they count; one that
         never began, or broke, is forgotten."""
         left, self._left = self._left, []
@@ -135,7 +122,7 @@ class Watch:
         """The end of the request."""
         self._record.diagnosis = self._doctor.diagnose(self._tenant, self._salt, self._record, result)
         computed = result.output_token_ids[:-1]  # the last was said, and nothing was computed behind it
-        self._doctor.history.extend(self._tenant, self._salt, self._record, computed)
+        self._doctor.history.extend(self._tenant, self._record, computed)
 
     @property
     def finished(self) -> bool:
@@ -144,7 +131,7 @@ class Watch:
 
     def forget(self) -> None:
         """The request ended and left nothing in the cache."""
-        self._doctor.history.remove(self._tenant, self._salt, self._record)
+        self._doctor.history.remove(self._tenant, self._record)
 
     def reasoned(self, num_tokens: int) -> None:
         """How many tokens of the answer are reasoning."""

@@ -19,7 +19,7 @@ from kvboost_edge.server.api.prompts import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer, embedding_answer, rerank_answer
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps_long, send_json
 
@@ -34,7 +34,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """A vector for each input."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         size = state.engine.embedding_size
         if body.dimensions is not None and body.dimensions > size > 0:
             raise bad_field("dimensions", f"dimensions={body.dimensions} must be in 1..{size}, the numbers of a vector")
@@ -42,7 +42,9 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         def compute(**options: Any) -> Any:
             return state.engine.embed(body.input, body.dimensions, **options)
 
-        vectors, results = await _computed(state, request, body, compute, "input", body.input)
+        estimates = [estimate_tokens(item) if isinstance(item, str) else len(item) for item in body.input]
+        size = sum(map(len, body.input))
+        vectors, results = await _computed(state, request, body, compute, "input", estimates, size)
         model, as_base64 = body.model or state.model_name, body.encoding_format == "base64"
         answer = await off_loop(lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64)))
         await send_json(send, answer)
@@ -54,35 +56,42 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The documents by how well they answer the query, the best first."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         own = {} if body.instruction is None else {"instruction": body.instruction}
 
         def compute(**options: Any) -> list[float]:
             return state.engine.rerank(body.query, body.documents, **own, **options)
 
-        prompts = [body.query + document for document in body.documents]
-        scores, results = await _computed(state, request, body, compute, "documents", prompts)
+        # Each document stands behind the query, whose length counts so often; nothing is written down before it may in.
+        query, lengths = estimate_tokens(body.query), [len(body.query) + len(document) for document in body.documents]
+        estimates = [query + estimate_tokens(document) for document in body.documents]
+        scores, results = await _computed(state, request, body, compute, "documents", estimates, sum(lengths))
         texts = body.documents if body.return_documents else None
         model, count = body.model or state.model_name, body.top_n or len(scores)
-        await send_json(send, dumps_long(rerank_answer(model, scores, texts, count, results)))
+        answer = await off_loop(lambda: dumps_long(rerank_answer(model, scores, texts, count, results)))
+        await send_json(send, answer)
 
     return answered(request, body.model, work)
 
 
 async def _computed(
-    state: ServerState,
+    state: ModelState,
     request: Request,
     body: EmbeddingRequest | RerankRequest,
     compute: Callable[..., T],
     field: str,
-    inputs: Sequence[str | list[int]],
+    estimates: Sequence[int],
+    size: int,
 ) -> tuple[T, list[GenerationResult]]:
     """What the engine computes of the inputs, and their results; a client that goes ends it. ApiError names the field.
 
-    The engine queues some of the inputs at a time, so together they take as many places as run at once."""
-    estimate = sum(estimate_tokens(item) if isinstance(item, str) else len(item) for item in inputs)
-    places, priority = min(len(inputs), state.admission.batch), check_priority(state, body.priority)
-    async with state.admit(request, estimate, places) as ticket:
+    The engine queues some of the inputs at a time, so together they take as many places as run at once.
+
+    estimates   tokens of each input, about
+    size        characters or tokens to read
+    """
+    places, priority = min(len(estimates), state.admission.batch), check_priority(state, body.priority)
+    async with state.admit(request, sum(estimates), places) as ticket:
         handles: list[RequestHandle] = []
 
         def run() -> T:
@@ -103,7 +112,7 @@ async def _computed(
                 handle.cancel()
 
         try:
-            found = await to_its_end(run, sum(map(len, inputs)), stop)
+            found = await to_its_end(run, size, stop)
         except KVBoostError:
             await wait_all(ticket, handles)  # the one that was ended from outside says why
             raise

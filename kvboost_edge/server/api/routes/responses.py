@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered
 from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList, ResponseAnswer
@@ -23,10 +25,11 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.remembered import Turn
-from kvboost_edge.server.work.streams import dumps, json_response
+from kvboost_edge.server.work.streams import dumps_long, json_response
 
 __all__ = ["router"]
 
@@ -43,16 +46,15 @@ ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 async def create(request: Request, body: ResponseRequest) -> Response:
     """Answer a conversation, given whole or continued."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         if body.stream_options is not None and not body.stream:
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         tenant = _tenant(request)
         turns = _conversation(state, tenant, body.previous_response_id)
         with renamed(FIELDS):
             size = body.size + sum(turn.size for turn in turns)
-            chat = (
-                to_chat(body, _items(turns)) if size < _LONG else await off_loop(lambda: to_chat(body, _items(turns)))
-            )
+            short = size < _LONG
+            chat = to_chat(body, _items(turns)) if short else await off_loop(lambda: to_chat(body, _items(turns)), size)
 
             def keep(name: str, answer: bytes) -> bool:
                 turn = Turn(answer, json.dumps(body.input).encode(), body.previous_response_id)
@@ -60,7 +62,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 
             writer = ResponsesWriter(state, body, keep if body.store is not False else None)
             try:
-                await respond(request, send, chat_order(state, chat, writer))
+                await respond(request, send, dataclasses.replace(chat_order(state, chat, writer), pings=True))
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 
@@ -79,7 +81,7 @@ async def retrieve(request: Request, response_id: ResponseId, stream: Annotated[
 @router.delete("/v1/responses/{response_id}", response_class=JSONResponse, responses={200: {"model": DeletedResponse}})
 async def delete(request: Request, response_id: ResponseId) -> Response:
     """Forget a response; what continues it cannot be continued any more."""
-    if not state_of(request).remembered.forget(_tenant(request), response_id):
+    if not server_of(request).shared.remembered.forget(_tenant(request), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -90,22 +92,28 @@ async def delete(request: Request, response_id: ResponseId) -> Response:
 async def input_items(
     request: Request,
     response_id: ResponseId,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Query(ge=int(BOUNDS["listed"].low), le=int(BOUNDS["listed"].high))] = 20,
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """The items that were sent for a response; those of the responses that it continues are theirs."""
-    items = json.loads(_found(request, response_id).sent)
-    items = items if order == "asc" else items[::-1]
-    if after is not None:
-        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
-        if at is None:
-            raise bad_field("after", "after must be the id of an item of this response")
-        items = items[at + 1 :]
-    shown = items[:limit]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    answer = {"object": "list", "data": shown, **ends, "has_more": len(items) > limit}
-    return Response(dumps(answer), media_type="application/json")
+    turn = _found(request, response_id)
+
+    def listed() -> bytes:
+        items = json.loads(turn.sent)
+        items = items if order == "asc" else items[::-1]
+        if after is not None:
+            at = next((number for number, item in enumerate(items) if item["id"] == after), None)
+            if at is None:
+                raise bad_field("after", "after must be the id of an item of this response")
+            items = items[at + 1 :]
+        shown = items[:limit]
+        ends = (
+            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+        )
+        return dumps_long({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
+
+    return Response(await off_loop(listed), media_type="application/json")
 
 
 def _tenant(request: Request) -> str | None:
@@ -113,7 +121,7 @@ def _tenant(request: Request) -> str | None:
     return tenant
 
 
-def _conversation(state: ServerState, tenant: str | None, name: str | None) -> list[Turn]:
+def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[Turn]:
     """The turns that a body continues. ApiError 404 where one of them is not remembered."""
     if name is None:
         return []
@@ -125,15 +133,19 @@ def _conversation(state: ServerState, tenant: str | None, name: str | None) -> l
 
 
 def _items(turns: list[Turn]) -> list[dict[str, Any]]:
+    """The items of all turns. ApiError for more than are read: so many fill any context, and hold up the others."""
     items: list[dict[str, Any]] = []
     for turn in turns:
         items += json.loads(turn.sent)
         items += json.loads(turn.answer)["output"]
+        if len(items) > COUNTS["continued"].high:
+            message = f"the conversation has more than {COUNTS['continued'].high} items; begin a new one"
+            raise ApiError(400, message, code="request_too_large", param="previous_response_id")
     return items
 
 
 def _found(request: Request, name: str) -> Turn:
-    turn = state_of(request).remembered.find(_tenant(request), name)
+    turn = server_of(request).shared.remembered.find(_tenant(request), name)
     if turn is None:
         raise _unknown(name)
     return turn

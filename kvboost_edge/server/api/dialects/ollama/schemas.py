@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import bounded, counted
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.dialects.ollama.durations import KeepAlive
 from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyEmpty, OnlyFalse, Stop, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
@@ -32,7 +33,6 @@ _OPTIONS = {
 }
 _TEMPLATE = "the model's own chat template is used; for a prompt as it is say raw: true"
 _FOREIGN = {
-    "keep_alive": _IGNORED,  # the model stays
     "logprobs": Foreign("use /v1/chat/completions", (False,)),
     "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
     "images": Foreign("images are not built in this server", ([],)),
@@ -44,6 +44,7 @@ _FOREIGN = {
     "steps": Foreign("images are not built in this server", (0,)),
 }
 _ANY_OBJECT = {"type": "object"}
+_MOST_MESSAGES = int(COUNTS["messages"].high)
 
 
 def _format(value: Any) -> dict[str, Any] | None:
@@ -87,7 +88,7 @@ class Options(Strict):
 class CallFunction(Strict):
     name: Annotated[str, AfterValidator(check_text), counted("tool_name")]
     arguments: dict[str, Any]
-    index: int | None = None
+    index: Annotated[int, bounded("call_index")] | None = None
 
 
 class Call(Strict):
@@ -116,6 +117,7 @@ class _Generating(Strict):
     options: Options | None = None
     format: Format = None
     think: Think | None = None
+    keep_alive: KeepAlive = None
 
     @property
     def streams(self) -> bool:
@@ -129,7 +131,7 @@ class _Generating(Strict):
 class OllamaChat(_Generating):
     """Without messages nothing is asked, and the answer says that the model is loaded."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=10_000)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None = None
     tools: Tools | None = None
 
 

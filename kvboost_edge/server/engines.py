@@ -1,0 +1,109 @@
+"""What the server asks of an engine. `CPUPagedEngine` answers it in this process; whatever else does can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvboost_edge.config import GenerationMode
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.answers import KeptAnswers
+    from kvboost_edge.engine.handle import RequestHandle
+    from kvboost_edge.engine.prompts import Document, Prompt
+    from kvboost_edge.engine.request import Entry, SamplingParams
+    from kvboost_edge.engine.results import WarmResult
+    from kvboost_edge.engine.stats import BlockDetail
+    from kvboost_edge.runners.base import RunnerInfo
+    from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    """Each member means what it means of `CPUPagedEngine`, and raises the same errors. Safe to use from any thread.
+
+    `submit`, `kept_answers`, `is_alive` and the properties are used on the event loop, so they never wait; all others
+    are called in worker threads and may.
+    """
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def runner_info(self) -> RunnerInfo: ...
+
+    @property
+    def reuse_refusal(self) -> str | None: ...
+
+    @property
+    def embedding_size(self) -> int: ...
+
+    # Requests.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        sampling: SamplingParams | None = None,
+        entry: Entry | None = None,
+        **options: Any,
+    ) -> RequestHandle: ...
+
+    def embed(
+        self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
+    ) -> npt.NDArray[np.float32]: ...
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]: ...
+
+    # The cache.
+
+    def warm(
+        self,
+        text: Prompt | None = None,
+        position_offset: int = 0,
+        *,
+        documents: Sequence[Document] | None = None,
+        handles: list[RequestHandle] | None = None,
+        **options: Any,
+    ) -> WarmResult: ...
+
+    def warm_result(
+        self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> WarmResult: ...
+
+    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int: ...
+
+    def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers: ...
+
+    def reset_cache(self) -> int: ...
+
+    # What there is to know.
+
+    def cache_stats(self) -> dict[str, float]: ...
+
+    def paged_stats(self) -> dict[str, Any]: ...
+
+    def block_map(self) -> list[int]: ...
+
+    def block_details(self, limit: int = 4096) -> list[BlockDetail]: ...
+
+    def num_running(self) -> int: ...
+
+    def num_waiting(self) -> int: ...
+
+    def waiting_tokens(self) -> int: ...
+
+    def is_alive(self) -> bool: ...
+
+    def read_ahead(self) -> None: ...
+
+    def close(self) -> None: ...

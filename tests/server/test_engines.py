@@ -1,0 +1,50 @@
+"""The engine is what the server asks for, member by member; mypy checks the types where `__main__` serves one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.server import engines
+from kvboost_edge.server.engines import Engine
+
+MEMBERS = [name for name in vars(Engine) if not name.startswith("_")]
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_engine_has_each_member_of_the_protocol(name: str) -> None:
+    asked, there = vars(Engine)[name], inspect.getattr_static(CPUPagedEngine, name)
+    assert isinstance(there, property) == isinstance(asked, property)
+    if not isinstance(asked, property):
+        assert _parameters(there) == _parameters(asked)
+    annotations = [item.fget if isinstance(item, property) else item for item in (asked, there)]
+    returned = [
+        function.__annotations__["return"].replace("Floats", "npt.NDArray[np.float32]") for function in annotations
+    ]
+    assert returned[0] == returned[1]
+
+
+def test_the_server_uses_nothing_of_the_engine_that_the_protocol_lacks() -> None:
+    server = Path(engines.__file__).parent
+    used = {
+        node.attr
+        for path in server.rglob("*.py")
+        if path.name != "__main__.py"  # it makes the engine
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and (name := node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", ""))
+        and name in ("engine", "_engine")
+    }
+    used -= {"add_argument"}  # of flags.py: a group of flags that is named so
+    used -= set(dir(dict))  # the engine's options, by name
+    assert used <= set(MEMBERS), sorted(used - set(MEMBERS))
+    assert set(MEMBERS) <= used | {"embed", "rerank"}, sorted(set(MEMBERS) - used)
