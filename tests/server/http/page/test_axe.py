@@ -50,6 +50,9 @@ def test_a_chat_has_no_findings(page):
     assert findings(page) == []
     page.visit.ask("Weather?")
     page.asked(1)
+    page.reading(total=4000, cache=400, processed=1600, time_ms=3000, estimated_ms=6000)
+    expect(page.visit.page.get_by_role("progressbar")).to_be_visible()
+    assert findings(page) == []
     page.deltas({"reasoning_content": "A tool."})
     assert findings(page) == []
     page.deltas({"content": "Let me see.\n```py\nx = 1\n```\n"})
