@@ -65,6 +65,18 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
     expect(page.locator(".answer-body")).to_have_text("Yes.")
 
 
+def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
+    asked.visit.page.evaluate(
+        "new MutationObserver(() => { window.flashed ||= document.querySelector('.progress') !== null; })"
+        ".observe(document.getElementById('log'), {childList: true, subtree: true})"
+    )
+    asked.reading(**LAST)
+    asked.deltas({"content": "Yes."})
+    asked.end("stop")
+    assert asked.visit.page.evaluate("window.flashed") is False
+    assert [text for text in asked.visit.page.evaluate("window.heard") if "reading" in text] == []
+
+
 def test_it_is_said_at_first_and_then_every_ten_seconds(asked):
     page = asked.visit.page
     for number in range(30):  # one each half second
