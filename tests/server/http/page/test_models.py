@@ -32,7 +32,7 @@ class Several:
 
     def _pool(self, route) -> None:
         self.pools.append(route.request.url.split("/v1/blocks")[1])
-        route.continue_()
+        route.continue_(url=route.request.url.split("?")[0])  # the server itself has one model
 
     def tells(self, *models: dict) -> None:
         """The states are others, and the page reads them."""
