@@ -1,0 +1,164 @@
+"""One request on its way to a replica and back; everything here runs on the pool's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.serve_ray.errors import NoReplica, ReplicaLost
+from kvboost_edge.serve_ray.messages import Came, Sent
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.router import PrefixRouter
+
+__all__ = ["Cancelled", "Flight", "Stream", "is_loss"]
+
+_TRIES = 4
+_TARGETS = 3  # replicas that are tried in order, before any
+_ENDING_SECONDS = 5.0  # a cancelled request that has not ended by then is given up
+
+
+class Cancelled(KVBoostError):
+    """The request was cancelled before a replica began it, or its replica did not say what became of it."""
+
+
+class Stream(Protocol):
+    """What Ray gives for a call that answers in pieces."""
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+    def cancel(self) -> None: ...
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of a call means that its replica, or the way to it, is gone."""
+    from ray import exceptions
+
+    kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RpcError, exceptions.RaySystemError)
+    return isinstance(error, kinds)
+
+
+class Flight:
+    """Brings the answer of one request into its handle.
+
+    call     sends it and gives the stream of what comes
+    end      asks the replicas to cancel it
+    keep     is told the token ids of the answer's text
+    """
+
+    def __init__(
+        self,
+        sent: Sent,
+        chain: PromptChain,
+        handle: RequestHandle,
+        router: PrefixRouter,
+        *,
+        call: Callable[[Sent], Stream],
+        end: Callable[[Sent], Awaitable[None]],
+        keep: Callable[[Sent, str, list[int]], None],
+    ) -> None:
+        self._sent, self._chain, self._handle, self._router = sent, chain, handle, router
+        self._call, self._end, self._keep = call, end, keep
+        self._begun = time.monotonic()
+        self._has_begun = self._has_events = False
+        self._stream: Stream | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Until the handle has its result or its error."""
+        self._task = asyncio.current_task()
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            self._handle._finish(None, Cancelled(f"request {self._sent.request} was cancelled"))
+        except Exception as error:
+            self._handle._finish(None, error)
+        finally:
+            if self._stream is not None:
+                self._stream.cancel()  # harmless once it has ended
+            if self._ending is not None:
+                self._ending.cancel()
+
+    def cancel(self) -> None:
+        """Have it end: by the replica if it has begun there, else here."""
+        if self._ending is None and self._task is not None and not self._task.done():
+            if self._has_begun:
+                self._ending = asyncio.ensure_future(self._end_there())
+            else:
+                self._task.cancel()
+
+    async def _end_there(self) -> None:
+        with suppress(Exception):
+            await asyncio.wait_for(self._end(self._sent), _ENDING_SECONDS)
+        await asyncio.sleep(_ENDING_SECONDS)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        lost: set[str] = set()
+        for _ in range(_TRIES):
+            choice, sent = self._placed(lost)
+            try:
+                if await self._follow(sent):
+                    return
+            except Exception as error:
+                if not is_loss(error):
+                    raise
+            if self._has_events or self._ending is not None:
+                raise ReplicaLost
+            # Nobody has seen anything of it, so another replica may compute it.
+            if choice is not None:
+                self._router.note_not_started(choice)
+                lost.add(choice.replica_id)
+            self._has_begun = False
+        raise NoReplica
+
+    def _placed(self, lost: set[str]) -> tuple[Choice | None, Sent]:
+        """The request with the replicas it shall go to. Those that were lost are tried last, by Ray alone."""
+        now = time.monotonic()
+        choices = [
+            choice
+            for choice in self._router.choose(self._chain, now, count=_TARGETS + len(lost))
+            if choice.replica_id not in lost
+        ][:_TARGETS]
+        passed = now - self._begun
+        sent = self._sent._replace(
+            targets=tuple(choice.replica_id for choice in choices),
+            since=self._sent.since + passed,
+            left=None if self._sent.left is None else max(0.0, self._sent.left - passed),
+            missing_tokens=choices[0].missing_tokens if choices else self._chain.num_tokens,
+        )
+        if not choices:
+            return None, sent
+        self._router.note_routed(choices[0], self._chain, now)
+        return choices[0], sent
+
+    async def _follow(self, sent: Sent) -> bool:
+        """Pass on what comes; False if the replica ended before the answer did."""
+        handle = self._handle
+        self._stream = self._call(sent)
+        async for came in self._stream:
+            assert isinstance(came, Came)
+            self._has_begun = True
+            handle.cached_tokens, handle.prompt_logprobs = came.cached_tokens, came.prompt_logprobs
+            for event in came.events:
+                self._has_events = True
+                handle._push(event)
+            if came.failure is not None:
+                if came.failure.has_died:
+                    return False
+                raise came.failure.as_error()
+            if came.result is not None:
+                handle.pinned_tokens = came.pinned_tokens
+                if came.kept is not None:
+                    self._keep(sent, came.result.output_text, came.kept)
+                self._stream = None
+                handle._finish(came.result, None)
+                return True
+        return False
