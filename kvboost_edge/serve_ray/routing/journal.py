@@ -3,8 +3,11 @@ pace, and late ones be told all there is."""
 
 from __future__ import annotations
 
+import secrets
+from collections import deque
+
 from kvboost_edge.kvcache.events import CacheEvents
-from kvboost_edge.serve_ray.routing.records import Cursor, EventBatch
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, Cursor, EventBatch
 
 __all__ = ["Journal"]
 
@@ -17,13 +20,45 @@ class Journal:
     """
 
     def __init__(self, max_changes: int = 100_000, epoch: int | None = None) -> None:
-        raise NotImplementedError
+        self._epoch = epoch if epoch is not None else secrets.randbits(62) + 1
+        self._max_changes = max_changes
+        self._batches: deque[EventBatch] = deque()
+        self._num_changes = 0
+        self._serial = -1
+        self._held: set[bytes] = set()
 
     def add(self, events: CacheEvents) -> EventBatch | None:
         """What the engine's `take_cache_events` gave; the batch it became, None where nothing changed."""
-        raise NotImplementedError
+        published = {prefix_hash[:KEY_BYTES] for prefix_hash in events.published}
+        if events.is_whole:
+            evicted = self._held - published
+            published = published - self._held
+        else:
+            # Of two hashes with one key, one that came outweighs one that left: a belief too many costs time only.
+            evicted = {prefix_hash[:KEY_BYTES] for prefix_hash in events.evicted} - published
+            evicted &= self._held
+            published -= self._held
+        if not published and not evicted and self._serial >= 0:
+            return None
+        self._held |= published
+        self._held -= evicted
+        self._serial += 1
+        batch = EventBatch(self._epoch, self._serial, False, b"".join(published), b"".join(evicted))
+        self._batches.append(batch)
+        self._num_changes += len(published) + len(evicted)
+        while self._num_changes > self._max_changes:
+            gone = self._batches.popleft()
+            self._num_changes -= (len(gone.published) + len(gone.evicted)) // KEY_BYTES
+        return batch
 
     def since(self, cursor: Cursor) -> list[EventBatch]:
         """The batches after those somebody knows, in order; one whole batch where those are not kept, or the cursor is
         of another epoch; [] where nothing is new."""
-        raise NotImplementedError
+        if self._serial < 0:
+            return []
+        missing = self._serial - cursor.serial if cursor.epoch == self._epoch else -1
+        if missing == 0:
+            return []
+        if 0 < missing <= len(self._batches):
+            return list(self._batches)[-missing:]
+        return [EventBatch(self._epoch, self._serial, True, b"".join(self._held), b"")]

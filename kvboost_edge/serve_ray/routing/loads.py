@@ -1,1 +1,107 @@
-"""To come."""
+"""How busy each replica is, and what a first token would cost there: one number a replica in each array."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.serve_ray.routing.records import ReplicaReport
+
+__all__ = ["Loads"]
+
+Vector = npt.NDArray[np.float64]
+
+_ASSUMED_SECONDS = 1e-3  # of a token, before any replica has reported
+_FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_running num_waiting max_running free_blocks
+answer_seconds""".split()
+
+
+class Loads:
+    """Figures of the replicas in slots 0, 1, ..., brought forward from each report by what was routed since.
+
+    A replica works through its queue by itself: what is kept is not its length but the time at which it is empty, so
+    that it needs no report to grow shorter.
+
+    report_seconds   how old a report may be when it arrives: what was routed since then is not in it
+
+    usable           bool [slots]: there, and not draining
+    """
+
+    def __init__(self, report_seconds: float) -> None:
+        self._report_seconds = report_seconds
+        self._serials: dict[int, int] = {}
+        self._underway: dict[int, deque[tuple[float, float, float]]] = {}  # (when, tokens, blocks) routed lately
+        self.usable = np.zeros(0, bool)
+        self._figures: dict[str, Vector] = {name: np.zeros(0) for name in _FIGURES}
+
+    def open(self, slot: int) -> None:
+        """A replica of which nothing is known: idle, as fast as the others."""
+        if slot >= len(self.usable):
+            more = max(64, slot)
+            self.usable = np.concatenate([self.usable, np.zeros(more, bool)])
+            self._figures = {name: np.concatenate([old, np.zeros(more)]) for name, old in self._figures.items()}
+        reported = self._figures["seconds_per_token"][[one for one, serial in self._serials.items() if serial >= 0]]
+        self._serials[slot] = -1
+        self._underway[slot] = deque()
+        speed = float(np.median(reported)) if len(reported) else _ASSUMED_SECONDS
+        self._set(slot, ReplicaReport(serial=0, seconds_per_token=speed))
+        self._figures["busy_until"][slot] = -np.inf
+
+    def close(self, slot: int) -> None:
+        """A replica is gone."""
+        self.usable[slot] = False
+        del self._serials[slot], self._underway[slot]
+
+    def _set(self, slot: int, report: ReplicaReport) -> None:
+        for name in _FIGURES[1:]:
+            self._figures[name][slot] = getattr(report, name)
+        self.usable[slot] = not report.is_draining
+
+    def take(self, slot: int, report: ReplicaReport, now: float) -> None:
+        """A replica's own figures, and on top of them what it cannot have seen. Late reports change nothing."""
+        if report.serial <= self._serials[slot]:
+            return
+        self._serials[slot] = report.serial
+        self._set(slot, report)
+        self._figures["busy_until"][slot] = now + report.queued_tokens * report.seconds_per_token
+        underway = self._underway[slot]
+        while underway and underway[0][0] < now - self._report_seconds:
+            underway.popleft()
+        for _, tokens, blocks in underway:
+            self._add(slot, tokens, blocks, now)
+
+    def note_routed(self, slot: int, num_tokens: int, num_blocks: int, now: float) -> None:
+        """So many prompt tokens are on their way there, and need so many free blocks."""
+        self._underway[slot].append((now, num_tokens, num_blocks))
+        self._add(slot, num_tokens, num_blocks, now)
+
+    def note_not_started(self, slot: int, num_tokens: int) -> None:
+        """So many are not, after all."""
+        for one in self._underway[slot]:
+            if one[1] == num_tokens:
+                self._underway[slot].remove(one)
+                self._add(slot, -one[1], -one[2], -np.inf)
+                return
+
+    def _add(self, slot: int, num_tokens: float, num_blocks: float, now: float) -> None:
+        figures = self._figures
+        busy = figures["busy_until"]
+        busy[slot] = max(busy[slot], now) + num_tokens * figures["seconds_per_token"][slot]
+        figures["num_waiting"][slot] += 1 if num_tokens > 0 else -1
+        figures["free_blocks"][slot] -= num_blocks
+
+    def seconds(self, missing_tokens: Vector, missing_blocks: Vector, now: float) -> Vector:
+        """Expected time to the first token in each slot, [slots], of a prompt that lacks so much there: the queue
+        before it, the step that runs, its own tokens beside those of running requests, and where the replica is full
+        the time until somebody leaves."""
+        figures = self._figures
+        running, step_tokens = figures["num_running"], figures["step_tokens"]
+        wait = np.maximum(figures["busy_until"] - now, 0.0)
+        share = np.maximum(1.0 - running / np.maximum(step_tokens, 1.0), 0.125)  # of a step, left to prompts
+        own = missing_tokens * figures["seconds_per_token"] / share
+        too_many = np.maximum(running + figures["num_waiting"] + 1.0 - figures["max_running"], 0.0)
+        leaving = np.maximum(too_many, missing_blocks > figures["free_blocks"])
+        full = leaving * figures["answer_seconds"] / np.maximum(running, 1.0)
+        return wait + own + figures["decode_seconds"] + full

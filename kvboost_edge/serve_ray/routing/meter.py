@@ -2,35 +2,91 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 from kvboost_edge.serve_ray.routing.records import ReplicaReport
 
 __all__ = ["Meter"]
 
+_REMEMBERED_TOKENS = 20_000  # what was measured longer ago counts for less than a third
+_PRIOR_TOKENS = 512.0
+_REMEMBERED_ANSWERS = 20.0
+
 
 class Meter:
     """Counts and measures what a `ReplicaReport` says. Not for several threads at once; `now` as in `PrefixRouter`.
+
+    Prompts are taken as computed one after the other: a request's tokens took the time from its beginning, or from the
+    first token before its own where that was later.
 
     seconds_per_token   what is taken as known before anything was measured
     step_tokens, max_running   see ReplicaReport
     """
 
     def __init__(self, *, seconds_per_token: float, step_tokens: int, max_running: int) -> None:
-        raise NotImplementedError
+        self._step_tokens, self._max_running = step_tokens, max_running
+        self._tokens, self._seconds = _PRIOR_TOKENS, _PRIOR_TOKENS * seconds_per_token
+        self._begun: dict[Hashable, tuple[float, int]] = {}  # without a first token: (since when, missing tokens)
+        self._running: dict[Hashable, float] = {}  # since their first token
+        self._queued_tokens = 0
+        self._free_since = -math.inf  # the last first token
+        self._answer_seconds = self._step_seconds = 0.0
+        self._serial = -1
+        self.report(0.0, free_blocks=0)  # ConfigError for figures that are none
+        self._serial = -1
 
     def begin(self, request: Hashable, missing_tokens: int, now: float) -> None:
         """A request arrived that has so many prompt tokens to compute (`Choice.missing_tokens`)."""
-        raise NotImplementedError
+        self._begun[request] = (now, missing_tokens)
+        self._queued_tokens += missing_tokens
 
     def first_token(self, request: Hashable, now: float) -> None:
         """It gave its first token; later calls for the same request do nothing."""
-        raise NotImplementedError
+        begun = self._begun.pop(request, None)
+        if begun is None:
+            return
+        since, tokens = begun
+        self._queued_tokens -= tokens
+        fades = math.exp(-tokens / _REMEMBERED_TOKENS)
+        self._tokens = self._tokens * fades + tokens
+        self._seconds = self._seconds * fades + max(now - max(since, self._free_since), 0.0)
+        self._free_since = now
+        self._running[request] = now
 
     def end(self, request: Hashable, now: float, num_tokens: int = 0) -> None:
         """It is done, cancelled or failed, after so many tokens of answer."""
-        raise NotImplementedError
+        begun = self._begun.pop(request, None)
+        if begun is not None:
+            self._queued_tokens -= begun[1]
+            self._free_since = now  # what it took is nobody's measure
+            return
+        since = self._running.pop(request, None)
+        if since is None:
+            return
+        self._answer_seconds = _moved(self._answer_seconds, now - since)
+        if num_tokens > 1:
+            self._step_seconds = _moved(self._step_seconds, (now - since) / (num_tokens - 1))
 
     def report(self, now: float, *, free_blocks: int, is_draining: bool = False) -> ReplicaReport:
         """The figures of this moment."""
-        raise NotImplementedError
+        self._serial += 1
+        return ReplicaReport(
+            serial=self._serial,
+            # A clock too coarse to see a step would make a token free.
+            seconds_per_token=max(self._seconds / self._tokens, 1e-9),
+            queued_tokens=self._queued_tokens,
+            num_running=len(self._running),
+            decode_seconds=self._step_seconds if self._running else 0.0,
+            step_tokens=self._step_tokens,
+            num_waiting=len(self._begun),
+            max_running=self._max_running,
+            free_blocks=free_blocks,
+            answer_seconds=self._answer_seconds,
+            is_draining=is_draining,
+        )
+
+
+def _moved(mean: float, value: float) -> float:
+    """A mean that follows, from the first value on."""
+    return value if mean == 0.0 else mean + (value - mean) / _REMEMBERED_ANSWERS

@@ -1,1 +1,242 @@
-"""To come."""
+"""What each replica is believed to hold: a bounded map from keys of blocks to the replicas that have them.
+
+Replicas are numbers here, their slots. The holders of a block are one integer with a bit for each slot, so that "who
+holds all blocks up to here" is an `and` of two integers, however many replicas there are.
+
+Beliefs come from the replicas' events, in order and without gaps, or from what was sent there and expires. After a gap
+all that a replica told becomes such a belief, until it has told everything anew. A wrong belief costs time only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor, EventBatch
+
+__all__ = ["Level", "Residency"]
+
+_TOLD = math.inf  # when a belief expires that a replica told
+_MOST_LEVELS = 64  # of one chain; finer differences between replicas are a 64th of the prompt
+
+
+class Level(NamedTuple):
+    """The replicas whose bits are set in `holders` hold the first `num_blocks` blocks of a chain."""
+
+    num_blocks: int
+    holders: int
+
+
+class _Known:
+    """Of one replica.
+
+    until       keys it is believed to hold -> until when
+    cursor      the last batch that was applied, or seen
+    is_synced   no batch is missing
+    """
+
+    __slots__ = ("cursor", "is_synced", "until")
+
+    def __init__(self) -> None:
+        self.until: dict[int, float] = {}
+        self.cursor, self.is_synced = NOTHING_KNOWN, False
+
+
+class _Expiry(NamedTuple):
+    """At `at` the beliefs in `keys` end that were not renewed; None: all of that replica that it did not tell since."""
+
+    at: float
+    slot: int
+    known: _Known
+    keys: tuple[int, ...] | None
+
+
+class Residency:
+    """Beliefs about the replicas in slots 0, 1, ... Not for several threads at once.
+
+    max_entries        most (replica, block) pairs. With more, blocks whose key has one more zero bit at its end are
+                       kept alone: half of them, the same ones for all replicas, so that matches lose precision and
+                       nothing is forgotten from a prompt's beginning. The others go little by little
+    believed_seconds   so long a belief lasts that no replica told
+    """
+
+    def __init__(self, max_entries: int, believed_seconds: float) -> None:
+        if max_entries < 1:
+            raise ConfigError(f"max_entries={max_entries!r} must be at least 1")
+        if not (math.isfinite(believed_seconds) and believed_seconds > 0):
+            raise ConfigError(f"believed_seconds={believed_seconds!r} must be finite and above 0")
+        self._max_entries, self._believed_seconds = max_entries, believed_seconds
+        self._holders: dict[int, int] = {}
+        self._known: dict[int, _Known] = {}
+        self._expiries: deque[_Expiry] = deque()  # in order: all last equally long
+        self._coarse = 0  # a key is kept if these low bits of it are 0
+        self._unswept: list[int] = []  # slots that may hold other keys
+        self.num_entries = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that somebody is believed to hold."""
+        return len(self._holders)
+
+    def open(self, slot: int) -> None:
+        """A replica that holds nothing, in a free slot."""
+        self._known[slot] = _Known()
+
+    def close(self, slot: int) -> None:
+        """A replica is gone, and all that was believed of it."""
+        self._forget(slot)
+        del self._known[slot]
+
+    def cursor(self, slot: int) -> Cursor:
+        """From where to ask the replica on; NOTHING_KNOWN where batches are missing."""
+        known = self._known[slot]
+        return known.cursor if known.is_synced else NOTHING_KNOWN
+
+    def apply(self, slot: int, batch: EventBatch, now: float) -> bool:
+        """Believe a batch; False where others are missing before it. Repeated and late ones change nothing."""
+        known = self._known[slot]
+        if batch.epoch != known.cursor.epoch:  # another process: nothing of the old one's cache is left
+            self._forget(slot)
+            known = self._known[slot]
+            known.is_synced = not batch.is_whole and batch.serial == 0
+        elif batch.serial < known.cursor.serial or (batch.serial == known.cursor.serial and not batch.is_whole):
+            return known.is_synced
+        elif known.is_synced and not batch.is_whole and batch.serial != known.cursor.serial + 1:
+            self._doubt(slot, now)
+        known.cursor = Cursor(batch.epoch, batch.serial)
+        if batch.is_whole:
+            known.is_synced = True
+            told = _keys(batch.published)
+            self._drop(slot, known.until.keys() - told)
+            self._hold(slot, told, _TOLD)
+        else:
+            self._drop(slot, _keys(batch.evicted))
+            self._hold(slot, _keys(batch.published), _TOLD if known.is_synced else self._expire_at(slot, batch, now))
+        self._bound()
+        return known.is_synced
+
+    def _expire_at(self, slot: int, batch: EventBatch, now: float) -> float:
+        """What a replica tells while batches are missing is true now, and no later batch may say when it ends."""
+        at = now + self._believed_seconds
+        self._expiries.append(_Expiry(at, slot, self._known[slot], tuple(_keys(batch.published))))
+        return at
+
+    def _doubt(self, slot: int, now: float) -> None:
+        """Batches are missing: what was told before them expires unless it is told again."""
+        known = self._known[slot]
+        known.is_synced = False
+        at = now + self._believed_seconds
+        for key, until in known.until.items():
+            if until == _TOLD:
+                known.until[key] = at
+        self._expiries.append(_Expiry(at, slot, known, None))
+
+    def believe(self, slot: int, keys: Sequence[int], now: float) -> None:
+        """These blocks of a prompt are about to be there: it was sent there."""
+        until = self._known[slot].until
+        at, renewed_before = now + self._believed_seconds, now + 0.75 * self._believed_seconds
+        new = tuple(key for key in self._kept(keys) if until.get(key, 0.0) < renewed_before)
+        if new:
+            self._hold(slot, new, at)
+            self._expiries.append(_Expiry(at, slot, self._known[slot], new))
+        self._bound()
+
+    def expire(self, now: float) -> None:
+        """End the beliefs whose time is over."""
+        while self._expiries and self._expiries[0].at <= now:
+            _, slot, known, keys = self._expiries.popleft()
+            if self._known.get(slot) is known:
+                until = known.until
+                self._drop(slot, [key for key in (until if keys is None else keys) if until.get(key, _TOLD) <= now])
+
+    def levels(self, keys: Sequence[int]) -> list[Level]:
+        """Who holds how much of a chain, from its beginning: ever more blocks, ever fewer holders; [] if nobody does.
+
+        Blocks are looked up by halving, as if a replica that holds a block held all before it.
+        """
+        places = range(len(keys)) if not self._coarse else [i for i, key in enumerate(keys) if not key & self._coarse]
+        found: list[Level] = []
+        get, last, first = self._holders.get, len(places) - 1, 0
+        step = max(1, len(places) // _MOST_LEVELS)
+        holders = get(keys[places[0]], 0) if places else 0
+        while holders:
+            low, high = first, last
+            if get(keys[places[last]], 0) & holders == holders:
+                low = last
+            while high - low > 1:
+                middle = (low + high) // 2
+                if get(keys[places[middle]], 0) & holders == holders:
+                    low = middle
+                else:
+                    high = middle
+            found.append(Level(places[low] + 1, holders))
+            if low == last:
+                break
+            first = min(low + step, last)
+            holders &= get(keys[places[first]], 0)
+        return found
+
+    def keys_of(self, slot: int) -> dict[int, bool]:
+        """What a replica is believed to hold, and whether it told so."""
+        return {key: until == _TOLD for key, until in self._known[slot].until.items() if not key & self._coarse}
+
+    def check(self) -> None:
+        """Recompute the map from what is known of each replica; AssertionError on any difference."""
+        holders: dict[int, int] = {}
+        for slot, known in self._known.items():
+            for key in known.until:
+                holders[key] = holders.get(key, 0) | 1 << slot
+        assert holders == self._holders
+        assert self.num_entries == sum(len(known.until) for known in self._known.values())
+
+    def _kept(self, keys: Iterable[int]) -> Iterator[int]:
+        coarse = self._coarse
+        return (key for key in keys if not key & coarse)
+
+    def _hold(self, slot: int, keys: Iterable[int], until: float) -> None:
+        bit, held, holders = 1 << slot, self._known[slot].until, self._holders
+        before = len(held)
+        for key in self._kept(keys):
+            if key not in held:
+                others = holders.get(key)
+                holders[key] = bit if others is None else others | bit
+            held[key] = until
+        self.num_entries += len(held) - before
+
+    def _drop(self, slot: int, keys: Iterable[int]) -> None:
+        bit, held, holders = 1 << slot, self._known[slot].until, self._holders
+        before = len(held)
+        for key in keys:
+            if held.pop(key, None) is not None:
+                others = holders[key] ^ bit
+                if others:
+                    holders[key] = others
+                else:
+                    del holders[key]
+        self.num_entries -= before - len(held)
+
+    def _forget(self, slot: int) -> None:
+        self._drop(slot, list(self._known[slot].until))
+        self._known[slot] = _Known()
+
+    def _bound(self) -> None:
+        """Keep to `max_entries`: one slot's worth of work at a time."""
+        if self._unswept:
+            slot = self._unswept.pop()
+            if slot in self._known:
+                self._drop(slot, [key for key in self._known[slot].until if key & self._coarse])
+        elif self.num_entries > self._max_entries:
+            self._coarse = 2 * self._coarse + 1
+            self._unswept = list(self._known)
+
+
+def _keys(data: bytes) -> list[int]:
+    if len(data) % KEY_BYTES:
+        raise ConfigError(f"{len(data)} bytes are no keys of {KEY_BYTES} bytes each")
+    keys: list[int] = np.frombuffer(data, dtype="<u8").tolist()
+    return keys

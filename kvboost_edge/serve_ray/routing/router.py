@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.choose import choose, home, seed_of
+from kvboost_edge.serve_ray.routing.loads import Loads
 from kvboost_edge.serve_ray.routing.records import Choice, Cursor, EventBatch, ReplicaReport
+from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 __all__ = ["PrefixRouter"]
+
+_KEY_SHARE = 0.8  # what a second costs at the home of a prompt's cache key
+_FEW_HOLDERS = 8  # so many bits are looked at one by one
 
 
 class PrefixRouter:
@@ -16,57 +25,167 @@ class PrefixRouter:
     `now` is seconds of one clock that never goes back (`time.monotonic`). What the router believes may be wrong: that
     costs time. Which replica may be used at all is never a belief: only those added, not removed, not draining.
 
-    max_entries        most (replica, block) pairs remembered, about 100 bytes each; beyond it every second block is
-                       forgotten, again and again as needed, and matches are known to fewer places
+    max_entries        most (replica, block) pairs remembered, see `Residency`
     believed_seconds   so long a replica is believed to hold what was sent there, unless it says otherwise
+    report_seconds     how old a report may be when it arrives
     """
 
-    def __init__(self, *, max_entries: int = 4_000_000, believed_seconds: float = 120.0) -> None:
-        raise NotImplementedError
+    def __init__(
+        self, *, max_entries: int = 4_000_000, believed_seconds: float = 120.0, report_seconds: float = 0.05
+    ) -> None:
+        self._residency = Residency(max_entries, believed_seconds)
+        self._loads = Loads(report_seconds)
+        self._slots: dict[str, int] = {}
+        self._ids: list[str | None] = []
+        self._free: list[int] = []
+        self._seeds = np.zeros(0, np.uint64)
+        self._num_routed = 0
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
         """These replicas there are; others are forgotten with all that was known of them, new ones hold nothing."""
-        raise NotImplementedError
+        members = dict.fromkeys(replica_ids)
+        for replica_id in self._slots.keys() - members.keys():
+            self.remove(replica_id)
+        for replica_id in members:
+            self.add(replica_id)
+
+    def members(self) -> list[str]:
+        """The replicas there are."""
+        return list(self._slots)
 
     def add(self, replica_id: str) -> None:
         """A replica is there; no change if it was."""
-        raise NotImplementedError
+        if replica_id in self._slots:
+            return
+        slot = self._free.pop() if self._free else len(self._ids)
+        if slot == len(self._ids):
+            self._ids.append(None)
+        self._ids[slot], self._slots[replica_id] = replica_id, slot
+        self._residency.open(slot)
+        self._loads.open(slot)
+        if len(self._seeds) < len(self._loads.usable):
+            more = len(self._loads.usable) - len(self._seeds)
+            self._seeds = np.concatenate([self._seeds, np.zeros(more, np.uint64)])
+        self._seeds[slot] = seed_of(replica_id)
 
     def remove(self, replica_id: str) -> None:
         """A replica is gone; no change if it was not there."""
-        raise NotImplementedError
+        slot = self._slots.pop(replica_id, None)
+        if slot is None:
+            return
+        self._residency.close(slot)
+        self._loads.close(slot)
+        self._ids[slot] = None
+        self._free.append(slot)
 
     def cursor(self, replica_id: str) -> Cursor:
         """What of a replica's events is known: ask its `Journal.since` from here. After a gap, NOTHING_KNOWN."""
-        raise NotImplementedError
+        return self._residency.cursor(self._slots[replica_id])
 
     def take_events(self, replica_id: str, batches: Iterable[EventBatch], now: float) -> bool:
         """Believe what a replica tells; False where batches are missing, and `cursor` says from where to ask again.
 
         Repeated and late batches change nothing. Of a replica that is not there they are ignored (True).
         """
-        raise NotImplementedError
+        slot = self._slots.get(replica_id)
+        if slot is None:
+            return True
+        is_synced = True
+        for batch in batches:
+            is_synced = self._residency.apply(slot, batch, now)
+        return is_synced
 
     def take_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
         """A replica's figures; late ones and those of a replica that is not there are ignored."""
-        raise NotImplementedError
+        slot = self._slots.get(replica_id)
+        if slot is not None:
+            self._loads.take(slot, report, now)
 
     def choose(
         self, chain: PromptChain, now: float, among: Collection[str] | None = None, count: int = 1
     ) -> list[Choice]:
         """At most `count` replicas, the best first; of those `among` if given. [] where none takes requests. Changes
         nothing but what has expired."""
-        raise NotImplementedError
+        self._residency.expire(now)
+        usable = self._usable(among)
+        slots = np.flatnonzero(usable)
+        if not len(slots):
+            return []
+        levels = self._residency.levels(chain.keys)
+        depths = _depths(levels, len(usable))
+        most = chain.num_tokens - 1  # the last token of a prompt is always computed
+        matched = np.minimum(depths * chain.block_size, most)
+        missing_blocks = (-(-chain.num_tokens // chain.block_size) - depths).astype(np.float64)
+        seconds = self._loads.seconds((chain.num_tokens - matched).astype(np.float64), missing_blocks, now)
+        ranks = np.where(usable, seconds, np.inf)
+        if chain.cache_key is not None:
+            ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
+        chosen = [choose(ranks, depths, self._tie_key(chain, levels), self._seeds)]
+        if count > 1:
+            order = slots[np.argsort(ranks[slots], kind="stable")]
+            chosen += [int(slot) for slot in order[:count] if slot != chosen[0]][: count - 1]
+        return [self._choice(slot, int(matched[slot]), chain, float(seconds[slot])) for slot in chosen]
+
+    def _choice(self, slot: int, matched_tokens: int, chain: PromptChain, seconds: float) -> Choice:
+        replica_id = self._ids[slot]
+        assert replica_id is not None  # only members are usable
+        return Choice(replica_id, matched_tokens, chain.num_tokens - matched_tokens, seconds)
+
+    def _usable(self, among: Collection[str] | None) -> npt.NDArray[np.bool_]:
+        if among is None:
+            return self._loads.usable
+        asked = np.zeros(len(self._loads.usable), bool)
+        asked[[slot for slot in map(self._slots.get, among) if slot is not None]] = True
+        return asked & self._loads.usable
+
+    def _tie_key(self, chain: PromptChain, levels: Sequence[Level]) -> int:
+        """What of the prompt is new has a home: prompts that go on alike behind what is known meet there."""
+        if chain.cache_key is not None:
+            return chain.cache_key
+        if not chain.keys:
+            return self._num_routed * 0x9E3779B97F4A7C15 % 2**64  # nothing to be found again: anywhere
+        known = levels[-1].num_blocks if levels else 0
+        return chain.keys[min(known, len(chain.keys) - 1)]
 
     def note_routed(self, choice: Choice, chain: PromptChain, now: float) -> None:
         """The request went there: until the next report its tokens count as queued, and its blocks are believed to be
         there for `believed_seconds`."""
-        raise NotImplementedError
+        self._num_routed += 1
+        slot = self._slots.get(choice.replica_id)
+        if slot is None:
+            return
+        num_blocks = -(-choice.missing_tokens // chain.block_size)
+        self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
+        self._residency.believe(slot, chain.keys, now)
 
     def note_not_started(self, choice: Choice) -> None:
         """A request that was noted never reached the replica: its tokens do not wait there."""
-        raise NotImplementedError
+        slot = self._slots.get(choice.replica_id)
+        if slot is not None:
+            self._loads.note_not_started(slot, choice.missing_tokens)
 
     def num_entries(self) -> int:
         """(replica, block) pairs remembered."""
-        raise NotImplementedError
+        return self._residency.num_entries
+
+    def check(self) -> None:
+        """Recompute all bookkeeping; AssertionError on the first contradiction."""
+        self._residency.check()
+        assert all(self._ids[slot] == replica_id for replica_id, slot in self._slots.items())
+        assert len(self._slots) + len(self._free) == len(self._ids)
+        assert int(self._loads.usable.sum()) <= len(self._slots)
+
+
+def _depths(levels: Sequence[Level], num_slots: int) -> npt.NDArray[np.int64]:
+    """Blocks of a chain that each slot holds, [num_slots]."""
+    depths = np.zeros(num_slots, np.int64)
+    for num_blocks, holders in levels:
+        if holders.bit_count() <= _FEW_HOLDERS:
+            while holders:
+                low = holders & -holders
+                depths[low.bit_length() - 1] = num_blocks
+                holders ^= low
+        else:
+            packed = np.frombuffer(holders.to_bytes(-(-num_slots // 8), "little"), np.uint8)
+            depths[np.unpackbits(packed, count=num_slots, bitorder="little").view(bool)] = num_blocks
+    return depths
