@@ -45,6 +45,8 @@ BOUNDS: dict[str, Bound] = {
     "max_completion_tokens": Bound(1, 2**24),
     "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: as far as the context goes
     "num_ctx": Bound(1, 2**24),
+    "call_index": Bound(0, 2**16),  # of a call in a message, as Ollama's clients send it back
+    "listed": Bound(1, 100),  # entries of a list that is read page by page
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),

@@ -20,6 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
+from kvboost_edge.server.error_shapes import id_headers
 from kvboost_edge.server.errors import ApiError, error_body
 from kvboost_edge.server.http.closing import QUIET_SECONDS, LingeringTransport
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
@@ -274,15 +275,17 @@ class DeadlineProtocol(H11Protocol):
         self._refuse(self.conn.error_status)
 
     def _refuse(self, status: int) -> None:
-        """Answer in OpenAI's shape if no answer has begun, and close."""
+        """Answer if no answer has begun, in the shape of the API that was asked, in OpenAI's if no head was read; and
+        close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close(QUIET_SECONDS)
             return
         message, code = _MESSAGES[status]
-        body = json.dumps(error_body(ApiError(status, message, code=code))).encode()
+        path = "" if self._between_requests() else self.cycle.scope["path"]
+        body = json.dumps(error_body(ApiError(status, message, code=code), path)).encode()
         request_id = self._account(status)
         headers = {**SECURITY_HEADERS, "Content-Type": "application/json", "Content-Length": str(len(body))}
-        headers |= {"Connection": "close", "x-request-id": request_id}
+        headers |= {"Connection": "close", **{name.decode(): request_id for name in id_headers(path)}}
         if status == 503:
             headers["Retry-After"] = str(self.kv.admission.retry_after())
         start = h11.Response(

@@ -12,6 +12,7 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered
 from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList, ResponseAnswer
@@ -90,7 +91,7 @@ async def delete(request: Request, response_id: ResponseId) -> Response:
 async def input_items(
     request: Request,
     response_id: ResponseId,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Query(ge=int(BOUNDS["listed"].low), le=int(BOUNDS["listed"].high))] = 20,
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:

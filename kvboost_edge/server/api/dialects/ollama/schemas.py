@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from kvboost_edge.server.api.bounds import bounded, counted
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyEmpty, OnlyFalse, Stop, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
@@ -44,6 +44,7 @@ _FOREIGN = {
     "steps": Foreign("images are not built in this server", (0,)),
 }
 _ANY_OBJECT = {"type": "object"}
+_MOST_MESSAGES = int(COUNTS["messages"].high)
 
 
 def _format(value: Any) -> dict[str, Any] | None:
@@ -87,7 +88,7 @@ class Options(Strict):
 class CallFunction(Strict):
     name: Annotated[str, AfterValidator(check_text), counted("tool_name")]
     arguments: dict[str, Any]
-    index: int | None = None
+    index: Annotated[int, bounded("call_index")] | None = None
 
 
 class Call(Strict):
@@ -129,7 +130,7 @@ class _Generating(Strict):
 class OllamaChat(_Generating):
     """Without messages nothing is asked, and the answer says that the model is loaded."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=10_000)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None = None
     tools: Tools | None = None
 
 

@@ -78,7 +78,7 @@ class OllamaWriter(TurnWriter):
             call = self.message.calls[index]
             try:
                 arguments = json.loads(call["function"]["arguments"])
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             function = {"index": index, "name": call["function"]["name"], "arguments": arguments}
             calls.append({"id": call["id"], "function": function})

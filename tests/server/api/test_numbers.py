@@ -1,0 +1,206 @@
+"""Every number of every route has a bound in the one table; what is outside is refused by name, in the shape of the API
+that was asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api_bodies import ASKED, GENERATING, MODEL, error_text, said
+from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+_PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
+_CACHE = {f"kvboost.{name}": name for name in ("recompute_overlap", "recompute_ratio", "max_draft_tokens")}
+_TEMPLATE = {"chat_template_kwargs.{}": "template_number"}
+_COMPLETING = {**_SAMPLING, **_PENALTIES, **_CACHE, "n": "n", "repetition_penalty": "repetition_penalty"} | {
+    "max_tokens": "max_tokens",
+    "priority": "priority",
+    "logit_bias.{}": "logit_bias",
+    "stop_token_ids.*": "token_id",
+}
+_LLAMA = {**_SAMPLING, **_PENALTIES, "n_predict": "num_predict", "repeat_penalty": "repetition_penalty"}
+_OLLAMA = {**_SAMPLING, **_PENALTIES, "num_predict": "num_predict", "num_ctx": "num_ctx"} | {
+    "repeat_penalty": "repetition_penalty"
+}
+_OPTIONS = {f"options.{field}": bound for field, bound in _OLLAMA.items()}
+_THINKING = {"thinking.budget_tokens": "budget_tokens"}
+NUMBERS: dict[str, dict[str, str]] = {
+    "/v1/completions": {
+        **_COMPLETING,
+        **{name: name for name in ("best_of", "logprobs")},
+        "prompt.*": "token_id",
+        "prompt.*.*": "token_id",
+    },
+    "/v1/chat/completions": {
+        **_COMPLETING,
+        **_TEMPLATE,
+        **{name: name for name in ("max_completion_tokens", "top_logprobs")},
+    },
+    "/v1/messages": {
+        **_THINKING,
+        "max_tokens": "max_tokens",
+        "temperature": "anthropic_temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+    },
+    "/v1/messages/count_tokens": _THINKING,
+    "/v1/responses": {
+        **_SAMPLING,
+        **_CACHE,
+        **_TEMPLATE,
+        "max_output_tokens": "max_completion_tokens",
+        "repetition_penalty": "repetition_penalty",
+        "priority": "priority",
+    },
+    "/api/chat": {**_OPTIONS, "messages.*.tool_calls.*.function.index": "call_index"},
+    "/api/generate": _OPTIONS,
+    "/completion": {**_LLAMA, "prompt.*": "token_id"},
+    "/infill": _LLAMA,
+    "/apply-template": _TEMPLATE,
+    "/v1/embeddings": {
+        "input.*": "token_id",
+        "input.*.*": "token_id",
+        "dimensions": "dimensions",
+        "priority": "priority",
+    },
+    "/v1/rerank": {"top_n": "top_n", "priority": "priority"},
+    "/tokenize": _TEMPLATE,
+    "/detokenize": {"tokens.*": "token_id"},
+    "/v1/warm": {
+        **_TEMPLATE,
+        "documents.*.*": "token_id",
+        "position_offset": "position_offset",
+        "priority": "priority",
+        "ttl": "ttl",
+    },
+    "/v1/unpin": _TEMPLATE,
+}
+"""Of each path its numbers, "*" an entry of a list and "{}" of a map, and their names in the table of bounds."""
+
+# What the place takes that is no number: texts where a prompt may also be one, switches and texts for templates.
+TAKEN = {
+    **dict.fromkeys(("prompt.*", "input.*"), ("string", "list")),
+    **dict.fromkeys(("chat_template_kwargs.{}",), ("string", "true")),
+}
+_CALL = {"function": {"name": "clock", "arguments": {}}}
+
+
+@pytest.fixture
+async def app(tiny_engine: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(tiny_engine, ServerSettings(model_name=MODEL, max_queue_tokens=1 << 22))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        client.document = app.openapi()  # type: ignore[attr-defined]
+        yield client
+
+
+def numbers_of(schema: dict[str, Any], all_of_them: dict[str, Any], place: tuple[str, ...] = ()) -> Iterator[Any]:
+    """(place, schema) of each number that a value of this schema may hold."""
+    if "$ref" in schema:
+        schema = all_of_them[schema["$ref"].rpartition("/")[2]]
+    if schema.get("type") in ("integer", "number"):
+        yield ".".join(place), schema
+    for kind in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(kind, ()):
+            yield from numbers_of(one, all_of_them, place)
+    inner = [((*place, name), one) for name, one in schema.get("properties", {}).items()]
+    inner += [((*place, "*"), schema["items"])] if isinstance(schema.get("items"), dict) else []
+    values = schema.get("additionalProperties")
+    inner += [((*place, "{}"), values)] if isinstance(values, dict) else []
+    for at, one in inner:
+        yield from numbers_of(one, all_of_them, at)
+
+
+async def test_the_table_has_every_number_of_every_body(app: Any) -> None:
+    schemas = app.document["components"]["schemas"]
+    found: dict[str, dict[str, str]] = {}
+    for path, methods in app.document["paths"].items():
+        for operation in methods.values():
+            body = operation.get("requestBody", {"content": {}})["content"].get("application/json", {"schema": {}})
+            for place, schema in numbers_of(body["schema"], schemas):
+                bound = BOUNDS[NUMBERS[path][place]]
+                low = schema.get("exclusiveMinimum" if bound.open_low else "minimum")
+                assert (low, schema["maximum"]) == (float(bound.low), float(bound.high)), (
+                    path,
+                    place,
+                )  # floats in there
+                assert (schema["type"] == "integer") == bound.integer, (path, place)
+                found.setdefault(path, {})[place] = NUMBERS[path][place]
+            for parameter in operation.get("parameters", ()):
+                for _, schema in numbers_of(parameter["schema"], schemas):
+                    assert (schema["minimum"], schema["maximum"]) == BOUNDS["listed"][:2], (path, parameter["name"])
+    assert found == NUMBERS
+
+
+def bad_values(bound: str, place: str) -> dict[str, str]:
+    """JSON texts, so that NaN, 1e400 and integers beyond 64 bits are among them."""
+    low, high, integer, _ = BOUNDS[bound]
+    values = {
+        "below": json.dumps(int(low) - 1),
+        "above": json.dumps(int(high) + 1),
+        "least": json.dumps(-(2**63) - (low == -(2**63))),
+        "nan": "NaN",
+        "infinity": "1e400",
+        "huge": "1" * 400,
+        "string": '"1"',
+        "list": "[]",
+        "object": "{}",
+        "true": "true",
+        **({"fraction": "1.5"} if integer else {}),
+    }
+    return {kind: value for kind, value in values.items() if kind not in TAKEN.get(place, ())}
+
+
+def with_value(path: str, place: str, value: str) -> bytes:
+    """The body of a path as JSON, with a value at a place."""
+    body, mark = ASKED[path]("hello"), "THE VALUE"
+    if place.startswith("messages."):
+        body["messages"] += [{"role": "assistant", "content": "x", "tool_calls": [json.loads(json.dumps(_CALL))]}]
+        body["messages"][-1]["tool_calls"][0]["function"]["index"] = mark
+        body["messages"] += [{"role": "tool", "content": "ten"}, *said("hello")]
+        return json.dumps(body).replace(f'"{mark}"', value).encode()
+    first, *rest = place.split(".")
+    held: Any = mark
+    for name in reversed(rest):
+        held = [held] if name == "*" else {"5" if first == "logit_bias" else "a" if name == "{}" else name: held}
+    if first in ("thinking", "options"):
+        held |= {"type": "enabled"} if first == "thinking" else {**body["options"], **held}
+    return json.dumps({**body, first: held}).replace(f'"{mark}"', value).encode()
+
+
+def name_of(place: str) -> str:
+    """What an error has to say of a place."""
+    return [name for name in place.split(".") if name not in ("*", "{}")][-1]
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+async def test_a_number_outside_of_its_bound_is_refused_by_name(app: httpx.AsyncClient, path: str) -> None:
+    for place, bound in NUMBERS[path].items():
+        for kind, value in bad_values(bound, place).items():
+            answer = await app.post(path, content=with_value(path, place, value))
+            assert answer.status_code in (400, 422), (place, kind, answer.text)
+            message = error_text(path, answer.content)
+            assert name_of(place) in message, (place, kind, message)
+            assert len(message) < 500, (place, kind)
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+async def test_a_null_is_as_if_it_was_not_given(app: httpx.AsyncClient, path: str) -> None:
+    """Or it is refused by name, where there has to be a number. Without a limit an answer would fill the context."""
+    plain = (await app.post(path, json=ASKED[path]("hello"))).status_code
+    required = {"/v1/messages": "max_tokens", "/v1/warm": "position_offset"}
+    for place in NUMBERS[path]:
+        if place == GENERATING.get(path) != required.get(path):
+            continue
+        answer = await app.post(path, content=with_value(path, place, "null"))
+        if place.endswith(("*", "{}")) or required.get(path) == place:
+            assert answer.status_code == 400, (place, answer.text)
+            assert name_of(place) in error_text(path, answer.content)
+        else:
+            assert answer.status_code == plain, (place, answer.text)
