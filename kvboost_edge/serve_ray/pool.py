@@ -126,9 +126,7 @@ class ReplicaPool:
         info = self._about.info
         params.check_vocabulary(info.vocab_size)
         root = shared_root(self._about.root, terms.tenant, terms.cache_salt)
-        text, ids = encode_prompt(
-            prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root)
-        )
+        text, ids = encode_prompt(prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root))
         if params.max_new_tokens != 0:
             resolve_max_tokens(len(ids), params, info.max_context)
         sent = self._sent(ids, terms, params, entry, text or None)
@@ -262,9 +260,7 @@ class ReplicaPool:
         if not self._replicas.is_open:
             raise KVBoostError("the pool of replicas is closed")
 
-    def _sent(
-        self, ids: Sequence[int], terms: Terms, params: SamplingParams, entry: Entry, text: str | None
-    ) -> Sent:
+    def _sent(self, ids: Sequence[int], terms: Terms, params: SamplingParams, entry: Entry, text: str | None) -> Sent:
         left = None if terms.deadline is None else terms.deadline - time.monotonic()
         return Sent(
             request=f"{self._name}-{secrets.token_hex(8)}",
@@ -312,7 +308,11 @@ class ReplicaPool:
         size = sum(map(len, arguments[0] or ())) if call == "embed" else 1
         sent = self._sent((), terms, SamplingParams(), Entry(time.perf_counter(), ""), "")._replace(missing_tokens=size)
         future = self._replicas.start(self._replicas.compute(sent, call, arguments, options, everywhere))
-        whole = RequestHandle(next(self._numbers), lambda _: future.cancel())
+
+        def stop() -> None:
+            future.cancel()
+
+        whole = RequestHandle(next(self._numbers), lambda _: stop())
         handles.append(whole)
         try:
             computed = future.result()

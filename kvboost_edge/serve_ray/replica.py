@@ -8,7 +8,7 @@ import dataclasses
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
@@ -26,10 +26,7 @@ from kvboost_edge.serve_ray.routing.records import Cursor
 
 __all__ = ["EngineReplica", "ReplicaOptions", "own_options"]
 
-T = TypeVar("T")
-
 _STOPPING_SECONDS = 0.05
-_POOL_SHARE = 4  # as of an engine without replicas: at most a quarter of the memory
 _GUESSED_SECONDS = 1e-3  # a prompt token, before one was measured
 
 
@@ -45,21 +42,15 @@ class ReplicaOptions(NamedTuple):
 
 
 def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
-    """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of memory for.
-
-    Threads are the CPUs, unless something else is given. The pool takes at most a quarter of the reserved memory, so
-    that replicas of one machine do not each take a quarter of all there is. CapacityError where that exceeds what is
-    there.
-    """
+    """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of memory for: threads
+    are the CPUs, unless something else is given. CapacityError where more memory is reserved than there is."""
     options = dict(engine)
     if cpus >= 1:
         options.setdefault("num_threads", int(cpus))
-    if memory and options.get("num_blocks") is None and options.get("max_cache_bytes") is None:
-        if memory > available_bytes():
-            raise CapacityError(
-                f"memory={memory} bytes are reserved for the replica and {available_bytes()} are available; reserve less"
-            )
-        options["max_cache_bytes"] = memory // _POOL_SHARE
+    if memory > available_bytes():
+        raise CapacityError(
+            f"memory={memory} bytes are reserved for the replica and {available_bytes()} are available; reserve less"
+        )
     return options
 
 
@@ -148,9 +139,7 @@ class EngineReplica:
         if result is not None and result.finish_reason in ("stop", "length"):
             whose = {"tenant": sent.terms.tenant, "cache_salt": sent.terms.cache_salt}
             kept = self._engine.kept_answers(**whose).find(result.output_text)
-        return Came(
-            self.name, events, handle.cached_tokens, handle.prompt_logprobs, result, handle.pinned_tokens, kept
-        )
+        return Came(self.name, events, handle.cached_tokens, handle.prompt_logprobs, result, handle.pinned_tokens, kept)
 
     def _failure(self, error: Exception) -> Failure:
         return failure_of(error, self._engine.is_alive())
@@ -161,7 +150,9 @@ class EngineReplica:
         """The engine's `embed`, `rerank` or `warm`: None at once, then what became of it. Leaving it ends the work."""
         handles: list[RequestHandle] = []
         deadline = None if sent.left is None else time.monotonic() + sent.left
-        work = {"embed": self._engine.embed, "rerank": self._engine.rerank, "warm": self._engine.warm}[call]
+        calls: dict[str, Callable[..., Any]]
+        calls = {"embed": self._engine.embed, "rerank": self._engine.rerank, "warm": self._engine.warm}
+        work = calls[call]
         self._meter.begin(sent.request, sent.missing_tokens, time.monotonic())
 
         def run() -> Any:
@@ -225,11 +216,9 @@ class EngineReplica:
     async def _figures(self) -> Figures:
         engine = self._engine
         paged, cache = await asyncio.to_thread(lambda: (engine.paged_stats(), engine.cache_stats()))
-        return Figures(
-            self.name, paged, cache, engine.num_running(), engine.num_waiting(), engine.waiting_tokens()
-        )
+        return Figures(self.name, paged, cache, engine.num_running(), engine.num_waiting(), engine.waiting_tokens())
 
-    async def _block_states(self, limit: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+    async def _block_states(self, limit: int) -> tuple[list[int], list[tuple[int, ...]]]:
         engine = self._engine
         states, details = await asyncio.to_thread(lambda: (engine.block_map(), engine.block_details(limit)))
         return states, [tuple(detail) for detail in details]

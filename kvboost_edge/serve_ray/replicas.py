@@ -184,9 +184,7 @@ class Replicas:
                 raise one.as_error()
         return [one for one in found if not isinstance(one, Failure)]
 
-    async def _gather(
-        self, method: str, arguments: tuple[Any, ...], names: Iterable[str], seconds: float
-    ) -> list[Any]:
+    async def _gather(self, method: str, arguments: tuple[Any, ...], names: Iterable[str], seconds: float) -> list[Any]:
         answers = await asyncio.gather(*(self._ask_one(Asked((name,), method, arguments), seconds) for name in names))
         return [answer for answer in answers if answer is not None]
 

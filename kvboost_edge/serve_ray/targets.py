@@ -1,51 +1,24 @@
 """Ray's router of an ingress: it sends a request where the ingress wants it to go. Ray calls it in the process of the
-ingress, in a thread of its own, and keeps it up to date with the replicas there are."""
+ingress, in a thread of its own, and keeps it up to date with the replicas there are.
+
+Ray makes the class anew from a copy of this module's code, so nothing may be kept here; see members.py.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from kvboost_edge.serve_ray.members import tell_members
 from kvboost_edge.serve_ray.messages import Asked
 
-__all__ = ["TargetRouter", "watch_members"]
-
-Members = Mapping[str, Mapping[str, Any]]
-
-_lock = threading.Lock()
-_members: dict[str, Members] = {}
-_watchers: dict[str, Callable[[Members], frozenset[str]]] = {}
+__all__ = ["TargetRouter"]
 
 
-def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | None) -> None:
-    """Have `watcher` told of all replicas and their metadata, now if they are known and whenever they change; it says
-    which of them may be used. It is called in any thread. None: nobody watches any more."""
-    with _lock:
-        if watcher is None:
-            _watchers.pop(ingress, None)
-            _members.pop(ingress, None)
-            return
-        _watchers[ingress] = watcher
-        known = _members.get(ingress)
-    if known is not None:
-        watcher(known)
-
-
-def _tell(ingress: str, members: Members) -> frozenset[str]:
-    with _lock:
-        _members[ingress] = members
-        watcher = _watchers.get(ingress)
-    return frozenset(members) if watcher is None else watcher(members)
-
-
-class TargetRouter(RequestRouter):
+class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are not checked
     """Tries a request's `targets` in their order, then any other replica that may be used, the least busy first. What
     is asked of one replica (`Asked`) goes nowhere else.
 
-    ingress   which of a process's ingresses this router belongs to, see `watch_members`
+    ingress   which of a process's ingresses this router belongs to, see `members.watch_members`
     """
 
     def initialize_state(self, ingress: str = "") -> None:
@@ -56,7 +29,7 @@ class TargetRouter(RequestRouter):
         """Ray's replicas as of now."""
         found = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
         # First: requests that wait are sent from within the next call.
-        self._usable = _tell(self._ingress, found)
+        self._usable = tell_members(self._ingress, found)
         super().update_replicas(replicas)
 
     async def choose_replicas(

@@ -48,13 +48,21 @@ class _Flag(NamedTuple):
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What a command line asks for. `warm` texts, and each of `warm_documents` alone, are computed before the first
-    request is taken."""
+    request is taken. `workers` engines, each in a process of its own, of the Ray cluster at an address where one is
+    given; one engine without that needs no Ray."""
 
     model: str
     engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
     settings: ServerSettings
     warm: tuple[str, ...]
     warm_documents: tuple[str, ...] = ()
+    workers: int = 1
+    ray_address: str | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether engines run in processes of their own."""
+        return self.workers > 1 or self.ray_address is not None
 
 
 def _number(text: str) -> float:
@@ -133,6 +141,7 @@ _ENGINE_FLAGS = (
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
     _Flag("max_disk_bytes", _bytes, "most it may take, such as 8e9; default: 16 GiB, or a fifth of what is free"),
 )
+_MOST_WORKERS = 1000
 _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 
 
@@ -140,9 +149,9 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     """Read a command line. Wrong usage and `--help` end the process as argparse does (SystemExit 2 and 0); values out
     of range raise ConfigError."""
     given = vars(_parser(prog).parse_args(argv))
-    workers = given.pop("workers")
-    if workers != 1:
-        raise ConfigError(f"workers={workers} is refused: the engine batches all requests in one process; use 1")
+    workers = given["workers"]
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise ConfigError(f"workers={workers} must be in 1..{_MOST_WORKERS}")
     model = given["model"]
     settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
     names = [name.strip() for text in given["model_name"] for name in text.split(",")] or [_served_name(model)]
@@ -171,7 +180,7 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
     warm, documents = (tuple(_warm_text(text) for text in given[name]) for name in ("warm", "warm_document"))
-    return ServeOptions(model, engine, chosen, warm, documents)
+    return ServeOptions(model, engine, chosen, warm, documents, workers, given["ray_address"])
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -191,7 +200,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="cached at start for mode chunk_kv_reuse, which finds it wherever it stands in a prompt; @FILE reads it",
     )
-    parser.add_argument("--workers", type=int, default=1, help="only 1: one process batches all requests")
+    parser.add_argument("--workers", type=int, default=1, help="engines, each in a process of its own; extra [ray]")
+    parser.add_argument("--ray-address", metavar="TEXT", help="of a running Ray cluster for them, or 'auto'")
     safety = parser.add_argument_group("who may come in")
     safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")
     safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line, or KEY weight=4")

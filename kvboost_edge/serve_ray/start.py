@@ -1,0 +1,276 @@
+"""`kvboost-edge serve --workers N`: replicas on a Ray of this machine's own, or on a cluster, behind one server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge import errors
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.serve_ray.members import watch_members
+from kvboost_edge.serve_ray.model import open_tokenizer
+from kvboost_edge.serve_ray.replica import ReplicaOptions
+from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.settings import tenant_of_key
+
+if TYPE_CHECKING:
+    from kvboost_edge.serve_ray.pool import ReplicaPool
+    from kvboost_edge.server.flags import ServeOptions
+
+__all__ = ["cluster", "cpus_of_each", "deployed", "own_cluster", "replica_options", "replicated"]
+
+_STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
+_OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
+_MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
+_SESSION_PATH = 70  # what Ray puts behind it
+# Of this process: Ray remembers the first it sees.
+_TOKEN = secrets.token_hex(32)
+_LOOPBACK = "127.0.0.1"
+# Variables of a Ray of this process's own; None: not set.
+_OWN: dict[str, str | None] = {
+    "RAY_ADDRESS": None,
+    "RAY_AUTH_MODE": None,  # by default tokens are asked for
+    "RAY_AUTH_TOKEN": _TOKEN,
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: loopback alone
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_ERRORS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
+_LINE = re.compile(r"(?:[\w.]+\.)?(?P<kind>[A-Z]\w+): (?P<text>.*)")
+
+
+def replica_options(options: ServeOptions) -> ReplicaOptions:
+    """What every replica is made of."""
+    tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
+    return ReplicaOptions(options.model, options.engine, options.warm, options.warm_documents, tenants or (None,))
+
+
+def cpus_of_each(workers: int, num_threads: int | None, there: int) -> int:
+    """CPUs that each replica reserves: its threads, or an even part of those `there`. ConfigError for too few."""
+    each = num_threads or there // workers
+    if each < 1 or workers * each > there:
+        raise ConfigError(
+            f"workers={workers} with {each or 1} threads each need {workers * (each or 1)} CPUs, {there} may be used "
+            "here; lower --workers or --num-threads"
+        )
+    return each
+
+
+@contextlib.contextmanager
+def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
+    """Replicas as the options want them, as one engine; all of it is ended when the block is left."""
+    config = EngineConfig.from_options(**options.engine)
+    # Before Ray is started: wrong options and files are told at once.
+    tokenizer, digest = open_tokenizer(options.model, config)
+    threads = options.engine.get("num_threads")
+    with cluster(options.ray_address, options.workers, threads) as each:
+        name = "kvboost-edge" if options.ray_address is None else f"kvboost-edge-{secrets.token_hex(4)}"
+        with deployed(options, name, each) as handle:
+            from kvboost_edge.serve_ray.pool import ReplicaPool
+            from kvboost_edge.serve_ray.replicas import Replicas
+
+            replicas = Replicas(handle, digest, config.block_size)
+            try:
+                watch_members(name, replicas.members_changed)
+                replicas.open(_OPENING_SECONDS)
+                yield ReplicaPool(replicas, tokenizer, config)
+            finally:
+                watch_members(name, None)
+                replicas.close()
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, workers: int, num_threads: int | None) -> Iterator[int]:
+    """Ray for so many replicas: the cluster at the address, or one of this process; gives the CPUs of each replica."""
+    if address is None:
+        each = cpus_of_each(workers, num_threads, default_num_threads())
+        with own_cluster(workers * each):
+            yield each
+        return
+    import ray
+
+    try:
+        with _kept_signals():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BackendUnavailable(
+            f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start one with "
+            "`ray start --head`, or leave --ray-address out for one of its own"
+        ) from error
+    try:
+        yield cpus_of_each(workers, num_threads, int(ray.available_resources().get("CPU", 0)))
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def own_cluster(num_cpus: int) -> Iterator[None]:
+    """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and usage reports, its files
+    in a directory that is removed in the end. BackendUnavailable where it does not start."""
+    directory = tempfile.mkdtemp(prefix="kvboost-ray-")
+    try:
+        if len(directory) + _SESSION_PATH > _MOST_SOCKET_PATH:
+            raise ConfigError(
+                f"the directory for temporary files, {tempfile.gettempdir()!r}, has too long a path for Ray's sockets: "
+                f"at most {_MOST_SOCKET_PATH - _SESSION_PATH - 22} characters; set TMPDIR"
+            )
+        with _environment(_OWN):
+            import ray  # with these: it reads some of them once
+
+            try:
+                with (
+                    _kept_signals(),
+                    _free_agent_port(),
+                    _quiet("ray._private.authentication"),
+                ):  # that tokens are asked for
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        num_gpus=0,
+                        include_dashboard=False,
+                        object_store_memory=_STORE_BYTES,
+                        log_to_driver=False,
+                        logging_level=logging.WARNING,
+                        _temp_dir=directory,
+                        _node_ip_address=_LOOPBACK,
+                    )
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
+            try:
+                if ray.util.get_node_ip_address() != _LOOPBACK:
+                    raise BackendUnavailable(
+                        "Ray was loaded into this process before and listens on more than loopback; use a new process"
+                    )
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
+    """The replicas, all loaded; gives Ray's handle of them. Raises what a replica raised that could not load."""
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    from kvboost_edge.serve_ray.deployment import replica_deployment
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    serve.start(proxy_location="Disabled", logging_config=logging_config)
+    try:
+        application = replica_deployment(
+            replica_options(options),
+            workers=options.workers,
+            cpus=cpus,
+            ingress=name,
+            drain_seconds=options.settings.drain_seconds,
+        )
+        try:
+            handle = serve.run(application, name=name, route_prefix=None)
+        except RuntimeError as error:
+            raise _loading_error(_messages(name) or str(error)) from error
+        yield handle
+    finally:
+        serve.delete(name)  # waits until the replicas have closed their engines
+
+
+def _messages(name: str) -> str:
+    """What Ray Serve says of the application's deployments."""
+    from ray import serve
+
+    status = serve.status().applications.get(name)
+    return "" if status is None else "\n".join(one.message for one in status.deployments.values())
+
+
+def _loading_error(text: str) -> KVBoostError:
+    """What a replica raised, found in what Ray says of it: that is a traceback as text."""
+    found = [match for line in text.splitlines() if (match := _LINE.search(line)) and match["kind"] in _ERRORS]
+    if found:
+        kind: type[KVBoostError] = getattr(errors, found[-1]["kind"])
+        return kind(f"a replica could not load: {found[-1]['text']}")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return BackendUnavailable(f"a replica ended while it loaded: {lines[-1] if lines else 'Ray gives no reason'}")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """These variables for this process and those it starts, while the block runs; None: not set."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+@contextlib.contextmanager
+def _free_agent_port() -> Iterator[None]:
+    """Let Ray take any free port for its node's agent, while the block runs. By default it is the same for every Ray, a
+    second one on a machine would not start, and `ray.init` has no argument for it."""
+    from ray._private import parameter
+
+    made = parameter.RayParams
+    parameter.RayParams = functools.partial(made, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameter.RayParams = made
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """No message below an error of this logger, while the block runs."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _kept_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself: it is given back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def log_replicas(pool: ReplicaPool) -> None:
+    """Say which replicas there are."""
+    for name, view in pool.replicas().items():
+        stats = view.paged_stats()
+        shown = {field: stats[field] for field in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
+        log_facts(logging.INFO, "replica", replica=name, **shown)
