@@ -28,8 +28,9 @@ from kvboost_edge.server.settings import tenant_of_key
 if TYPE_CHECKING:
     from kvboost_edge.serve_ray.pool import ReplicaPool
     from kvboost_edge.server.flags import ServeOptions
+    from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["cluster", "cpus_of_each", "deployed", "own_cluster", "replica_options", "replicated"]
+__all__ = ["cluster", "cpus_of_each", "deployed", "own_cluster", "pooled", "replica_options", "replicated"]
 
 _STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
 _OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
@@ -75,19 +76,28 @@ def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
     tokenizer, digest = open_tokenizer(options.model, config)
     threads = options.engine.get("num_threads")
     with cluster(options.ray_address, options.workers, threads) as each:
-        name = "kvboost-edge" if options.ray_address is None else f"kvboost-edge-{secrets.token_hex(4)}"
-        with deployed(options, name, each) as handle:
-            from kvboost_edge.serve_ray.pool import ReplicaPool
-            from kvboost_edge.serve_ray.replicas import Replicas
+        name = f"kvboost-edge-{secrets.token_hex(4)}"
+        with deployed(options, name, each) as handle, pooled(handle, name, tokenizer, digest, config) as pool:
+            yield pool
 
-            replicas = Replicas(handle, digest, config.block_size)
-            try:
-                watch_members(name, replicas.members_changed)
-                replicas.open(_OPENING_SECONDS)
-                yield ReplicaPool(replicas, tokenizer, config)
-            finally:
-                watch_members(name, None)
-                replicas.close()
+
+@contextlib.contextmanager
+def pooled(
+    handle: Any, name: str, tokenizer: Tokenizer, digest: str, config: EngineConfig, seconds: float = _OPENING_SECONDS
+) -> Iterator[ReplicaPool]:
+    """The replicas of a handle as one engine, once the first of them is there. name: see `TargetRouter`; digest: of the
+    model's files, see `open_tokenizer`. Raises as `Replicas.open` does."""
+    from kvboost_edge.serve_ray.pool import ReplicaPool
+    from kvboost_edge.serve_ray.replicas import Replicas
+
+    replicas = Replicas(handle, digest, config.block_size)
+    try:
+        watch_members(name, replicas.members_changed)
+        replicas.open(seconds)
+        yield ReplicaPool(replicas, tokenizer, config)
+    finally:
+        watch_members(name, None)
+        replicas.close()
 
 
 @contextlib.contextmanager
@@ -126,14 +136,11 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                 f"at most {_MOST_SOCKET_PATH - _SESSION_PATH - 22} characters; set TMPDIR"
             )
         with _environment(_OWN):
-            import ray  # with these: it reads some of them once
+            import ray
 
             try:
-                with (
-                    _kept_signals(),
-                    _free_agent_port(),
-                    _quiet("ray._private.authentication"),
-                ):  # that tokens are asked for
+                # Quiet: what it would say is that tokens are asked for.
+                with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
                     ray.init(
                         address="local",
                         num_cpus=num_cpus,
@@ -149,9 +156,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                 raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
             try:
                 if ray.util.get_node_ip_address() != _LOOPBACK:
-                    raise BackendUnavailable(
-                        "Ray was loaded into this process before and listens on more than loopback; use a new process"
-                    )
+                    raise BackendUnavailable("Ray started on another address than loopback, which was not asked for")
                 yield
             finally:
                 ray.shutdown()
@@ -221,17 +226,19 @@ def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _free_agent_port() -> Iterator[None]:
-    """Let Ray take any free port for its node's agent, while the block runs. By default it is the same for every Ray, a
-    second one on a machine would not start, and `ray.init` has no argument for it."""
-    from ray._private import parameter
+def _on_loopback() -> Iterator[None]:
+    """While the block runs, Ray takes loopback for the address of this machine, and any free port for its node's agent:
+    by default that is the same for every Ray, and a second one would not start. `ray.init` has no arguments for it.
+    """
+    from ray._private import parameter, ray_constants
 
-    made = parameter.RayParams
+    made, clusters = parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER
     parameter.RayParams = functools.partial(made, dashboard_agent_listen_port=0)
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        parameter.RayParams = made
+        parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER = made, clusters
 
 
 @contextlib.contextmanager

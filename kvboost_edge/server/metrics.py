@@ -7,7 +7,7 @@ asks. Every server has a registry of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.engines import replicas_of
+from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
@@ -211,10 +213,15 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_server()
+        yield from self._by_llamacpp_of_server()
         try:
-            stats = self._engine.paged_stats()
-        except KVBoostError:
+            replicas = replicas_of(self._engine)
+            read = [(name, figures.paged_stats()) for name, figures in replicas.items()]
+        except (KVBoostError, ApiError):
             return
+        yield from _by_replica((name, self._of_engine(stats)) for name, stats in read)
+
+    def _of_engine(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield from self._by_vllm(stats)
         yield from self._by_llamacpp(stats)
         yield from self._of_pool(stats)
@@ -259,7 +266,7 @@ class _EngineCollector(Collector):
             enable_prefix_caching="True",
         )
 
-    def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
+    def _by_llamacpp_of_server(self) -> Iterator[Metric]:
         speeds = self._speeds
         prompt_speed, output_speed = speeds.recent()
         counters = {
@@ -271,13 +278,19 @@ class _EngineCollector(Collector):
         gauges = {
             "prompt_tokens_seconds": ("Prompt tokens a second, last minute.", prompt_speed),
             "predicted_tokens_seconds": ("Generated tokens a second and request, last minute.", output_speed),
+        }
+        for name, (text, value) in counters.items():
+            yield _counter(f"llamacpp:{name}", text, value)
+        for name, (text, value) in gauges.items():
+            yield _gauge(f"llamacpp:{name}", text, value)
+
+    def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        gauges = {
             "requests_processing": ("Requests that are computed.", stats["num_running"]),
             "requests_deferred": ("Requests that wait.", stats["num_waiting"]),
             "kv_cache_usage_ratio": ("Share of the blocks in use.", stats["block_utilization"]),
             "kv_cache_tokens": ("Tokens whose KV is in the pool.", stats["tokens_held"]),
         }
-        for name, (text, value) in counters.items():
-            yield _counter(f"llamacpp:{name}", text, value)
         for name, (text, value) in gauges.items():
             yield _gauge(f"llamacpp:{name}", text, value)
 
@@ -313,6 +326,21 @@ class _EngineCollector(Collector):
                     if stat[field] is not None:
                         family.add_metric([tier], float(stat[field]))
                 yield family
+
+
+def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
+    """The same metrics of several engines as one, each value with the name of its replica; of one without a name as
+    they are."""
+    merged: dict[str, Metric] = {}
+    for replica, metrics in engines:
+        for metric in metrics:
+            if replica:
+                named = [one._replace(labels={**one.labels, "replica": replica}) for one in metric.samples]
+                metric.samples = named
+            known = merged.setdefault(metric.name, metric)
+            if known is not metric:
+                known.samples += metric.samples
+    yield from merged.values()
 
 
 def _gauge(name: str, text: str, value: float, **labels: str) -> Metric:
