@@ -177,7 +177,9 @@ class EngineReplica:
     # What an ingress asks of this replica alone.
 
     async def ask(self, asked: Asked) -> Any:
-        """The answer of one of the methods below; an error of ours as a `Failure`."""
+        """The answer of one of the methods below; an error of ours as a `Failure`; None where another one is meant."""
+        if self.name not in asked.targets:
+            return None
         try:
             return await _QUESTIONS[asked.method](self, *asked.arguments)
         except KVBoostError as error:

@@ -6,6 +6,7 @@ One thread with an event loop does all of it, so the router needs no lock.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 import time
@@ -232,16 +233,17 @@ class Replicas:
     # The loop.
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the loop."""
+        """Run it on the loop, outside of any request of Ray's: in one all calls would have the same id, by which Ray's
+        router knows them apart."""
         if not self.is_open:
             work.close()
             raise KVBoostError("the pool of replicas is closed")
-        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return contextvars.Context().run(asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop)
 
     def call_soon(self, work: Callable[[], object]) -> None:
         """Call it on the loop; nothing happens once that is closed."""
         try:
-            self._loop.call_soon_threadsafe(work)
+            self._loop.call_soon_threadsafe(work, context=contextvars.Context())
         except RuntimeError:
             if self.is_open:
                 raise
