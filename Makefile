@@ -18,7 +18,7 @@ ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction \
-	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-embeddings bench-tiers real-model quality clean test-arm64 redis-server
+	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -152,11 +152,15 @@ bench-tiers: setup $(PEERS)/.setup-stamp  ## restarts from disk, what writing be
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/bench_tiers.py --out benchmarks/results/tiers-0.5b-q4_0.json
 
+bench-agents: setup $(PEERS)/.setup-stamp  ## a coding agent's session over HTTP, against llama.cpp's Python server; about 20 minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/bench_agents.py --out benchmarks/results/agents.json
+
 # gcc 12 drops stores before ldtilecfg where the processor has AMX: these two flags keep them, at full speed.
 $(PEERS)/.setup-stamp:
 	$(PYTHON) -m venv $(PEERS)
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'" \
-		$(PEERS)/bin/pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
+		$(PEERS)/bin/pip install --quiet --disable-pip-version-check 'llama-cpp-python[server]==0.3.36'
 	$(PEERS)/bin/pip install --quiet --disable-pip-version-check openvino-genai==2026.4.1.0
 	@touch $@
 

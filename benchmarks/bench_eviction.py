@@ -27,7 +27,7 @@ from typing import Any
 import harness
 from eviction_traces import BLOCK_TOKENS, TRACES, Access, read_mooncake
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.eviction.policy import EvictionPolicy, LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 

@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import numpy as np
@@ -124,9 +124,12 @@ async def drive(url: str, model: str, calls: list[list[Call]], tokens: int) -> t
 
 
 @contextlib.contextmanager
-def served(command: list[str], port: int) -> Iterator[psutil.Process]:
-    """A server process, from the moment it answers until it has ended."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def served(
+    command: list[str], port: int, *, log: IO[bytes] | None = None, cwd: Path | None = None
+) -> Iterator[psutil.Process]:
+    """A server process, from the moment it answers until it has ended. log: takes what it prints."""
+    output = subprocess.DEVNULL if log is None else log
+    process = subprocess.Popen(command, stdout=output, stderr=output, cwd=cwd)
     try:
         deadline = time.monotonic() + _START_S
         while True:

@@ -15,7 +15,7 @@ MODEL = "kvboost-edge/demo"
 Json = dict[str, Any]
 
 
-def said(text: str) -> list[Json]:
+def said(text: Any) -> list[Json]:
     """A conversation of one message."""
     return [{"role": "user", "content": text}]
 

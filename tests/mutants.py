@@ -156,12 +156,18 @@ FAULTS = (
     ),
     fault(
         "what is used once has no share",
-        "kvcache/order.py",
+        "kvcache/eviction/order.py",
         "len(once) > self.once_share or once.first < again.first",
         "once.first < again.first",
         *KVCACHE,
     ),
-    fault("what is retained is never too much", "kvcache/order.py", "len(queue) > self._floor:", "False:", *KVCACHE),
+    fault(
+        "what is retained is never too much",
+        "kvcache/eviction/order.py",
+        "len(queue) > self._floor:",
+        "False:",
+        *KVCACHE,
+    ),
     fault(
         "a second choice counts as a second call",
         "engine/retention.py",
@@ -169,10 +175,10 @@ FAULTS = (
         "False:",
         "tests/engine/test_retention.py",
     ),
-    fault("a pin's time is never over", "kvcache/pins.py", "pin.until <= now]", "pin.until < 0]", *KVCACHE),
+    fault("a pin's time is never over", "kvcache/eviction/pins.py", "pin.until <= now]", "pin.until < 0]", *KVCACHE),
     fault(
         "what two pins share goes with the first",
-        "kvcache/pins.py",
+        "kvcache/eviction/pins.py",
         "            if not self._counts[block_id]:\n",
         "            if self._counts[block_id] >= 0:\n",
         *KVCACHE,

@@ -5,6 +5,8 @@ Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it r
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -24,24 +26,36 @@ QUANTS = {
 }
 
 
-def write_gguf(path: Path, shape: Shape, quant: str) -> None:
+def write_gguf(
+    path: Path,
+    shape: Shape,
+    quant: str,
+    *,
+    tokenizer: Callable[[gguf.GGUFWriter, int], None] | None = None,
+    taught: Callable[[str, npt.NDArray[np.float32]], None] | None = None,
+) -> None:
     """Write the model; matrices in `quant` of `QUANTS`, head and embedding too, norms and biases in float32.
 
     Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K.
+    tokenizer: adds another one than `add_tokenizer`, of so many tokens. taught: changes a matrix, by its name, before
+    it is quantized.
     """
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"random {quant}")
     shape.describe(writer)
     writer.add_file_type(QUANTS[quant])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_tokenizer(writer, shape.vocab)
+    (tokenizer or add_tokenizer)(writer, shape.vocab)
     rng = np.random.default_rng(0)
     for name, dims in shape.tensors():
         if len(dims) == 1:
             writer.add_tensor(name, _vector(rng, name, dims[0], shape))
         else:
             kind = _type_of(name, quant, shape)
-            writer.add_tensor(name, _matrix(rng, dims, kind, as_blocks=not shape.in_float64), raw_dtype=kind)
+            teach = functools.partial(taught, name) if taught is not None else None
+            writer.add_tensor(
+                name, _matrix(rng, dims, kind, as_blocks=not shape.in_float64, taught=teach), raw_dtype=kind
+            )
     partial = path.with_suffix(".partial")
     writer.write_header_to_file(partial)
     writer.write_kv_data_to_file()
@@ -70,7 +84,14 @@ def _vector(rng: np.random.Generator, name: str, count: int, shape: Shape) -> np
     return 0.1 * rng.standard_normal(count, np.float32)
 
 
-def _matrix(rng: np.random.Generator, dims: tuple[int, ...], kind: _Type, *, as_blocks: bool) -> npt.NDArray[np.uint8]:
+def _matrix(
+    rng: np.random.Generator,
+    dims: tuple[int, ...],
+    kind: _Type,
+    *,
+    as_blocks: bool,
+    taught: Callable[[npt.NDArray[np.float32]], None] | None = None,
+) -> npt.NDArray[np.uint8]:
     """A random matrix [rows, width] whose products keep the size of what goes in. `as_blocks`: random codes instead of
     quantized normal numbers, which take a minute for a thousand million."""
     rows, width = dims
@@ -80,6 +101,8 @@ def _matrix(rng: np.random.Generator, dims: tuple[int, ...], kind: _Type, *, as_
     if as_blocks and kind in _PLAIN_BLOCKS:
         return _PLAIN_BLOCKS[kind](rng, rows, width, width**-0.5)
     values = rng.standard_normal(dims, np.float32) * np.float32(width**-0.5)
+    if taught is not None:
+        taught(values)
     return np.asarray(gguf.quants.quantize(values, kind))
 
 

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat, Thought
-from kvboost_edge.cli.render import pool_panel
+from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.errors import RequestError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run_remote_chat(url: str, api_key: str, model: str, settings: dict[str, Any]
 
 def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -> _Partner:
     def reply(messages: Messages, write: Write) -> tuple[dict[str, str], str]:
-        result = answer(engine, messages, settings, write)
+        result = answer(engine, messages, settings, write, console)
         return {"role": "assistant", "content": result.output_text}, timing_line(result)
 
     def show_stats() -> None:
@@ -65,17 +66,22 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
 
     def reply(messages: Messages, write: Write) -> tuple[dict[str, str], str]:
         thinking = False
-        for piece in remote.stream(messages, named):
-            if isinstance(piece, RemoteAnswer):
-                _show_calls(piece, console)
-                said = {"role": "assistant", "content": piece.text}
-                more = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-                return {**said, **more}, piece.timing_line
-            if isinstance(piece, Thought):
-                console.print(Text(piece.text, "dim"), end="", soft_wrap=True)
-            else:
-                write(f"\n{piece}" if thinking else piece)
-            thinking = isinstance(piece, Thought)
+        with PromptBar(console) as bar:
+            for piece in remote.stream(messages, named, progress=bar.is_wanted):
+                if isinstance(piece, Progress):
+                    bar.show(piece)
+                    continue
+                bar.close()
+                if isinstance(piece, RemoteAnswer):
+                    _show_calls(piece, console)
+                    said = {"role": "assistant", "content": piece.text}
+                    more = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+                    return {**said, **more}, piece.timing_line
+                if isinstance(piece, Thought):
+                    console.print(Text(piece.text, "dim"), end="", soft_wrap=True)
+                else:
+                    write(f"\n{piece}" if thinking else piece)
+                thinking = isinstance(piece, Thought)
         raise RequestError("the server ended the answer early")
 
     return _Partner(reply, lambda: console.print_json(json.dumps(remote.stats())))

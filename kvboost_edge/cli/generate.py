@@ -22,7 +22,7 @@ def run_generate(
     notes = Console(stderr=True, quiet=as_json)
     request: Any = [{"role": "user", "content": text}] if chat else text
     with loaded_engine(model, options, notes) as engine:
-        result = answer(engine, request, settings, _ignore if as_json else _write)
+        result = answer(engine, request, settings, _ignore if as_json else _write, notes)
     if as_json:
         shown = {**dataclasses.asdict(result), "approximate": result.approximate}
         print(json.dumps(shown, ensure_ascii=False, default=str))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from kvboost_edge.cli.render import reuse_words
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ __all__ = ["RemoteAnswer", "RemoteChat", "Thought", "ToolCall"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
+_TELLING = ("kvboost-edge", "llamacpp")  # servers that take return_progress, by what owns their models
 _KEY_VARIABLE = "KVBOOST_API_KEY"
 
 
@@ -90,6 +93,7 @@ class RemoteChat:
             self._client: httpx.Client = self._httpx.Client(base_url=base, headers=headers, timeout=timeout)
         except (self._httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
             raise ConfigError(f"--url {url!r} or the API key is not valid: {error}") from error
+        self._telling: bool | None = None
         self.model = model or self._first_model()
 
     def __enter__(self) -> RemoteChat:
@@ -99,11 +103,14 @@ class RemoteChat:
         self._client.close()
 
     def stream(
-        self, messages: list[dict[str, str]], settings: Mapping[str, Any]
-    ) -> Iterator[str | Thought | RemoteAnswer]:
-        """Pieces of thought and answer as they come, then the RemoteAnswer. Closing the iterator hangs up, which stops
-        the server's work. RequestError for what the server refuses."""
+        self, messages: list[dict[str, str]], settings: Mapping[str, Any], *, progress: bool = False
+    ) -> Iterator[str | Thought | Progress | RemoteAnswer]:
+        """Pieces of thought and answer as they come, then the RemoteAnswer; before them with `progress` how far the
+        prompt is, from servers that tell it. Closing the iterator hangs up, which stops the server's work. RequestError
+        for what the server refuses."""
         body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        if progress and self._tells_progress():
+            body["return_progress"] = True
         heard = _Heard()
         try:
             with self._client.stream("POST", "/v1/chat/completions", json={**body, **settings}) as response:
@@ -113,6 +120,8 @@ class RemoteChat:
                 for chunk in _events(response.iter_lines()):
                     if "error" in chunk:
                         raise RequestError(f"the server ended the answer: {_message(chunk)}")
+                    if (found := _progress(chunk.get("prompt_progress"))) is not None:
+                        yield found
                     yield from heard.take(chunk)
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from error
@@ -137,6 +146,15 @@ class RemoteChat:
     def warm(self, body: Mapping[str, Any]) -> Any:
         """Compute what prompts begin with, /v1/warm."""
         return self._got(lambda: self._client.post("/v1/warm", json=body))
+
+    def _tells_progress(self) -> bool:
+        """Whether the server takes `return_progress`; others might refuse it."""
+        if self._telling is None:
+            try:
+                self._telling = any(model.get("owned_by") in _TELLING for model in self.models())
+            except (KVBoostError, LookupError, TypeError, ValueError):
+                self._telling = False
+        return self._telling
 
     def _first_model(self) -> str:
         try:
@@ -253,6 +271,18 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield dict(json.loads(data))
         except (ValueError, TypeError) as error:
             raise RequestError(f"the server sent what is no JSON object: {data[:100]!r}") from error
+
+
+def _progress(told: Any) -> Progress | None:
+    """What a chunk says of the prompt, if it does."""
+    figures = told if isinstance(told, dict) else {}
+    known = {name: one for name, one in figures.items() if isinstance(one, (int, float)) and math.isfinite(one)}
+    try:
+        total, cached, computed, elapsed = (known[name] for name in ("total", "cache", "processed", "time_ms"))
+    except KeyError:
+        return None
+    left = known["estimated_ms"] / 1e3 if "estimated_ms" in known else None
+    return Progress(int(total), int(cached), int(computed), elapsed / 1e3, left)
 
 
 def _message(body: Any) -> str:

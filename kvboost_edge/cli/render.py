@@ -1,16 +1,23 @@
-"""What a terminal shows of the cache: the block map, the figures beside it, what an answer found in it."""
+"""What a terminal shows of the cache, the block map, the figures beside it, what an answer found in it; and how far a
+prompt is."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["block_map", "pool_panel", "reuse_words"]
+from kvboost_edge.engine.progress import Progress
+
+__all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words"]
 
 # State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without colour too.
 STATES = (
@@ -21,6 +28,57 @@ STATES = (
     ("◆", "yellow", "at another position"),
 )
 MAX_CELLS = 512
+
+_PATIENCE_SECONDS = 0.5
+
+
+class PromptBar:
+    """A bar while a prompt is read: on a terminal, once that took a while, and gone when it is left or closed. Writing
+    to the terminal meanwhile would spoil it."""
+
+    def __init__(self, console: Console) -> None:
+        self.is_wanted = console.is_terminal and not console.quiet
+        self._console = console
+        self._begun = time.monotonic()
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def show(self, progress: Progress) -> None:
+        """Draw how far it is."""
+        if not self.is_wanted or time.monotonic() - self._begun < _PATIENCE_SECONDS:
+            return
+        if self._bar is None:
+            columns = (TextColumn("[dim]{task.description}[/dim]"), BarColumn(), TextColumn("[dim]{task.fields[told]}"))
+            self._bar = Bar(*columns, console=self._console, transient=True)
+            self._bar.add_task("", told="")
+            self._bar.start()
+        doing = "reading the prompt" if progress.computed or progress.elapsed else "waiting for a place"
+        task, told = self._bar.task_ids[0], progress_words(progress)
+        self._bar.update(task, description=doing, completed=progress.computed, total=progress.total, told=told)
+
+    def close(self) -> None:
+        """Take it away."""
+        self.is_wanted = False
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def progress_words(progress: Progress) -> str:
+    """ "2,560 of 4,210 tokens, about 4 s left"."""
+    left = progress.seconds_left
+    if left is None:
+        about = ""
+    elif left < 90:
+        about = f", about {left:.0f} s left"
+    else:
+        about = f", about {left / 60:.0f} min left"
+    return f"{progress.computed:,} of {progress.total:,} tokens{about}"
 
 
 def block_map(states: Sequence[int], *, width: int) -> Group:

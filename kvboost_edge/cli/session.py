@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from kvboost_edge.cli.render import reuse_words
+from kvboost_edge.cli.render import PromptBar, reuse_words
 from kvboost_edge.models.locate import locate_model
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.results import GenerationResult
 
 __all__ = ["answer", "found_model", "loaded_engine", "timing_line"]
+
+_LOOK_SECONDS = 0.1  # between two looks at how far a prompt is
 
 
 @contextmanager
@@ -78,11 +80,15 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
 
 
 def answer(
-    engine: CPUPagedEngine, prompt: Any, settings: dict[str, Any], write: Callable[[str], None]
+    engine: CPUPagedEngine, prompt: Any, settings: dict[str, Any], write: Callable[[str], None], notes: Console
 ) -> GenerationResult:
-    """Generate, passing each piece of text to `write` as it comes. Ctrl-C cancels the request and raises on."""
+    """Generate, passing each piece of text to `write` as it comes; `notes` shows a bar while a long prompt is read.
+    Ctrl-C cancels the request and raises on."""
     handle = engine.submit(prompt, **settings)
     try:
+        with PromptBar(notes) as bar:
+            while bar.is_wanted and not handle.started(_LOOK_SECONDS):
+                bar.show(handle.progress())
         for piece in handle:
             if piece:
                 write(piece)

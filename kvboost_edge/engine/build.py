@@ -19,7 +19,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatErro
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import Region, available_bytes
-from kvboost_edge.kvcache.eviction import TenantFloors
+from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.checkpoint import Checkpoint

@@ -25,6 +25,7 @@ from kvboost_edge.engine.deadlines import Deadlines
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.messages import Arrived, Cancel, Close, Message, Submit
+from kvboost_edge.engine.pace import Pace
 from kvboost_edge.engine.request import Request
 from kvboost_edge.engine.retention import Retention, pin_prompt
 from kvboost_edge.engine.scheduler import Scheduler, StepPlan
@@ -78,6 +79,7 @@ class EngineCore:
         # SimpleQueue.put is reentrant: a finalizer may call it at any moment, in any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._live: dict[int, Sequence] = {}  # from submit to the end
+        self._pace = Pace(self._live, scheduler)
         self._deadlines = Deadlines()
         self._slack = Slack()
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
@@ -153,7 +155,8 @@ class EngineCore:
 
     def _submit(self, request: Request) -> Sequence:
         self.scheduler.check_fits(request)
-        sequence = self._sequences.make(request, RequestHandle(request.index, self.cancel))
+        handle = RequestHandle(request.index, self.cancel, self._pace.progress, request.num_prompt_tokens)
+        sequence = self._sequences.make(request, handle)
         with self._gate:
             self.check_open()
             message = Submit(sequence)  # first: Ctrl-C must find no place between the next two
@@ -254,6 +257,7 @@ class EngineCore:
                 for sequence in plan.members:
                     self._end(sequence, error=error)
             return True
+        self._pace.observe(plan, time.perf_counter() - began)
         with self.lock:
             self._take(plan.work, found)
             self._watch.after()
@@ -370,6 +374,7 @@ class EngineCore:
         if error is None and reason in ("stop", "length"):
             self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
         self.scheduler.finish(sequence)
+        self._pace.ended(sequence)
         if error is None and reason in ("stop", "length"):
             self.answers.keep(sequence.request.root, *sequence.answer())
             self.scheduler.speculation.remember(sequence)

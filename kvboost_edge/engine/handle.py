@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 
 __all__ = ["RequestHandle", "TokenEvent", "wait_for_all"]
@@ -67,11 +68,21 @@ class RequestHandle:
     Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()` waits for the end;
     `cancel()` ends the request within one step. An error that ended the request is raised by the iteration and by
     `result()`. `prompt_logprobs`, if asked for, and `cached_tokens` are there before the first event; `pinned_tokens`,
-    of what the request wanted pinned where there is room, with the result.
+    of what the request wanted pinned where there is room, with the result. Until then `progress()` says how far the
+    prompt is, and `started()` waits for the first event.
     """
 
-    def __init__(self, index: int, cancel: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        index: int,
+        cancel: Callable[[int], None],
+        look: Callable[[int], Progress | None] = lambda index: None,
+        num_prompt_tokens: int = 0,
+    ) -> None:
+        """look: how far the request of an index is now, None once it has ended."""
         self.index = index
+        self._look, self._progress = look, Progress(num_prompt_tokens)
+        self._has_started = False
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.cached_tokens = self.pinned_tokens = 0
         self._request_cancel = cancel
@@ -90,6 +101,39 @@ class RequestHandle:
     def done(self) -> bool:
         """True once the result or the error is there."""
         return self._result is not None or self._error is not None
+
+    def progress(self) -> Progress:
+        """How far the prompt is computed, and about how long it takes until the first token. Waits for nothing, and
+        costs the engine nothing."""
+        found = None if self.done else self._look(self.index)
+        with self._condition:
+            known, cached = self._progress, self.cached_tokens
+            if known.seconds_left != 0:
+                last = known if found is None else found
+                computed, left = max(known.computed, last.computed, cached), last.seconds_left
+                if self._has_started or (self._result is not None and self._result.finish_reason in ("stop", "length")):
+                    computed, left = last.total, 0.0
+                self._progress = last._replace(cached=cached, computed=computed, seconds_left=left)
+            return self._progress
+
+    def started(self, timeout: float | None = None) -> bool:
+        """Wait until the first token is there, or the end, at most `timeout` seconds; whether it is."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._has_started or self.done, timeout)
+
+    async def astarted(self, timeout: float | None = None) -> bool:
+        """`started()` for asyncio."""
+        changed = self._listen()
+        try:
+            async with asyncio.timeout(timeout):
+                while not (self._has_started or self.done):
+                    await changed.wait()
+                    changed.clear()
+        except TimeoutError:
+            return False
+        finally:
+            self._unlisten(changed)
+        return True
 
     def cancel(self) -> None:
         """Ask for the end of the request; it takes effect within one step. Harmless once done."""
@@ -201,6 +245,7 @@ class RequestHandle:
 
     def _push(self, event: TokenEvent) -> None:
         with self._condition:
+            self._has_started = True
             self._events.append(event)
             self._condition.notify_all()
             listeners = self._listeners

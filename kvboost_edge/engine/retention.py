@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvboost_edge.errors import CapacityError, RequestError
+from kvboost_edge.kvcache.eviction.order import AGAIN, ONCE, CachedOrder
+from kvboost_edge.kvcache.eviction.pins import Pins
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.order import AGAIN, ONCE, CachedOrder
-from kvboost_edge.kvcache.pins import Pins
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.sequence import Sequence as RunningSequence

@@ -76,7 +76,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
         self.num_generated_tokens = 0
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self._fairness = Fairness()
         budget = Budget(self._fairness)
@@ -190,7 +190,7 @@ class Scheduler:
         others = len(self.loads) - (
             self.loads.of(sequence) is not None
         )  # whose prefixes are coming: they have a place too
-        full = len(self.running) + others >= self._max_num_seqs
+        full = len(self.running) + others >= self.max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
             return True
         if not self._fairness.is_shared:

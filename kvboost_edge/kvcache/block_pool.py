@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
-from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvboost_edge.kvcache.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 
 __all__ = ["BlockPool"]
 

@@ -20,15 +20,15 @@ from kvboost_edge.kvcache.content import (
     Content,
 )
 from kvboost_edge.kvcache.events import EventLog
-from kvboost_edge.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvboost_edge.kvcache.eviction.pins import Pins
+from kvboost_edge.kvcache.eviction.policy import EvictionPolicy, LeastRecentlyUsed
+from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
-from kvboost_edge.kvcache.pins import Pins
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Publisher
 from kvboost_edge.kvcache.spans import Spans
-from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvcache_cases import OTHER, ROOT, B, prefill
 

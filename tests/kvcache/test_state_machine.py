@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
-from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_FREE, BLOCK_REFERENCED, BLOCK_SHARED, KVCacheManager
 from kvcache.pool_model import POISON, ROOTS, Live, Prefix, picks, tokens_lists

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import random
 import socket
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,55 +14,11 @@ import pytest
 
 from kvboost_edge.server.serve import freeze_heap
 from live_servers import LiveServer, raw_answer, serving, wait_until
+from loop_lag import MOST_LAG, check, in_threads, lags, least_lag
 
 pytestmark = pytest.mark.alone
 
-TICK = 0.002
-MOST_LAG = 0.05
-MOST_ROUNDS = 4
 WORDS = ("mill", "water", "river", "a", "of", "house", "yesterday", "grinding", "corn.", "\n", "— é 漢字")
-
-
-class LagMeter:
-    """How late a timer of the loop fires, in seconds, while it is on."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.late: list[float] = []
-        self._loop = loop
-        self._task: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> LagMeter:
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(30)
-
-    async def _start(self) -> None:
-        self._task = asyncio.create_task(self._measure())
-
-    async def _stop(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _measure(self) -> None:
-        while True:
-            due = self._loop.time() + TICK
-            await asyncio.sleep(TICK)
-            self.late.append(self._loop.time() - due)
-
-
-def lags(seconds: list[float]) -> str:
-    """For people."""
-    shown = {f"p{share}": f"{1e3 * np.percentile(seconds, share):.1f}" for share in (50, 90, 99, 100)}
-    return f"{len(seconds)} samples, milliseconds: {shown}"
-
-
-def loop_of(server: LiveServer) -> asyncio.AbstractEventLoop:
-    """The loop that the server runs in."""
-    loop: asyncio.AbstractEventLoop = server.server.servers[0].get_loop()
-    return loop
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +28,6 @@ def server(demo_engine: Any) -> Any:
         freeze_heap()
         yield server
         gc.unfreeze()
-
-
-def in_threads(work: Any, count: int) -> list[threading.Thread]:
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def test_the_loop_goes_on_while_long_texts_are_tokenized(server: LiveServer) -> None:
@@ -134,18 +80,6 @@ def test_the_loop_goes_on_while_long_prompts_are_computed(server: LiveServer) ->
     wait_until(server.idle, "the server to be idle")
 
 
-def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
-    """Of a few rounds under load the one with the least lag: what the server itself does shows in each, what else the
-    machine does may not."""
-    rounds: list[list[float]] = []
-    while len(rounds) < MOST_ROUNDS and not (rounds and np.percentile(rounds[-1], 99) < MOST_LAG):
-        with LagMeter(loop_of(server)) as meter:
-            load()
-        rounds.append(meter.late)
-    return rounds[-1]
-
-
-MOST_STALL = 0.25  # of the worst moment of any request; of 99 in 100 moments it is MOST_LAG
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -210,11 +144,6 @@ def test_no_bytes_stop_the_loop(server: LiveServer, data: bytes) -> None:
                 raw_answer(sock)
 
     check(least_lag(server, load))
-
-
-def check(late: list[float]) -> None:
-    assert np.percentile(late, 99) < MOST_LAG, lags(late)
-    assert max(late) < MOST_STALL, lags(late)
 
 
 @pytest.mark.parametrize("name", bad_bodies())

@@ -1,46 +1,80 @@
-"""Many requests whose clients leave at random moments of every phase: all that a request holds comes back, exactly."""
+"""Many requests of all APIs and two keys, whose clients leave at random moments of every phase: all that a request
+holds comes back, exactly."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import threading
+from typing import Any
 
 import psutil
 import pytest
 
-from live_servers import serving, wait_until
+from api_bodies import ASKED, GENERATING, asked
+from kvboost_edge.server.api.dialects.anthropic import blocks
+from live_servers import KEYS, serving, wait_until
 
 pytestmark = pytest.mark.alone
 
-MODEL = "kvboost-edge/demo"
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/warm")
+PATHS = [path for path in ASKED if path != "/cache/reset"]
+READ = (
+    "/v1/requests",
+    "/v1/requests/last/cache",
+    "/v1/responses/resp_0",
+    "/v1/models",
+    "/api/tags",
+    "/api/ps",
+    "/props",
+)
 AT_ONCE = 32
+SHORT_SECONDS = 0.2
+OF_OPENAI = ("/v1/completions", "/v1/chat/completions")
 
 
 @pytest.fixture(scope="module")
 def server(demo_engine):
-    with serving(demo_engine, max_batch_size=8, max_queue_size=64, request_timeout=60) as server:
-        yield server
+    """What somebody wants kept is kept for a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_SECONDS", {"5m": SHORT_SECONDS, "1h": 2 * SHORT_SECONDS})
+        options = {"max_batch_size": 8, "max_queue_size": 64, "request_timeout": 60}
+        with serving(demo_engine, api_keys=KEYS, **options) as server:
+            yield server
 
 
-def body_of(rng: random.Random, path: str) -> dict:
+def body_of(rng: random.Random, path: str) -> dict[str, Any]:
     text = " ".join(rng.choices(("shared", "prefix", "words", "of", "a", "prompt"), k=rng.choice((3, 60, 400))))
-    if path == "/v1/warm":
-        return {"text": text}
-    options = {"max_tokens": rng.choice((1, 10, 50)), "ignore_eos": True, "stream": rng.random() < 0.6}
-    options |= {"model": MODEL, "n": rng.choice((1, 1, 1, 3)), "temperature": rng.choice((0, 1))}
-    if path == "/v1/completions":
-        return {**options, "prompt": text}
-    return {**options, "messages": [{"role": "user", "content": text}]}
+    more: dict[str, Any] = {}
+    if path in GENERATING:
+        more["stream"] = rng.random() < 0.6
+    if path in OF_OPENAI:
+        more |= {"n": rng.choice((1, 1, 1, 3)), "temperature": rng.choice((0, 1)), "ignore_eos": True}
+        more["kvboost"] = {"explain": rng.random() < 0.3}
+    if path == "/v1/warm" and rng.random() < 0.5:
+        more |= {"pin": True, "ttl": SHORT_SECONDS}
+    body = asked(path, text, tokens=rng.choice((1, 10, 50)), **more)
+    if path == "/v1/messages" and rng.random() < 0.5:
+        body["cache_control"] = {"type": "ephemeral", "ttl": rng.choice(("5m", "1h"))}
+    return body
+
+
+def bytes_of(server: Any, rng: random.Random, path: str) -> bytes:
+    """A request with one of the two keys."""
+    key = f"x-api-key: {rng.choice(KEYS)}"
+    if path in READ:
+        return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\n\r\n".encode()
+    data = json.dumps(body_of(rng, path)).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\nContent-Length: {len(data)}"
+    return f"{head}\r\n\r\n".encode() + data
 
 
 async def visit(server, seed: int) -> str:
     """One client. Most leave early: before the body ends, while queued, in prefill, in decode, or in mid-stream."""
     rng = random.Random(seed)
-    path = rng.choice(PATHS)
-    data = server.request_bytes(path, body_of(rng, path), "Connection: close")
+    path = rng.choice(READ if rng.random() < 0.1 else PATHS)
+    data = bytes_of(server, rng, path)
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         leaves = rng.random()
@@ -56,7 +90,7 @@ async def visit(server, seed: int) -> str:
                 await asyncio.wait_for(reader.read(rng.choice((1, 500, 5000))), 10)
             return "left in the answer"
         status = (await asyncio.wait_for(reader.read(), 60))[9:12].decode()
-        assert status in ("200", "400", "503"), status
+        assert status in ("200", "400", "404", "503"), (path, status)
         return status
     finally:
         if rng.random() < 0.5:
@@ -75,12 +109,26 @@ def held_by(server) -> tuple:
         threads,
         psutil.Process().num_fds(),
         stats["used_blocks"],
+        stats["pinned_blocks"],
         len(server.engine._core._live),
         len(state.tasks),
         len(state.connections),
         server.idle(),
         len(server.state.admission.groups._groups),
+        server.state.remembered.num_bytes,
+        server.state.doctor.history.nbytes,
+        len(server.state.doctor._left),
     )
+
+
+def forget(server: Any) -> None:
+    """As if a day had gone by: what is remembered for a time is due, and the next request finds that out."""
+    remembered, doctor = server.state.remembered, server.state.doctor
+    remembered.seconds = doctor.history.seconds = -1.0
+    with server.client() as client:
+        assert client.get("/v1/responses/resp_0").status_code == 404
+        assert client.get("/v1/requests").json()["data"] == []
+    remembered.seconds, doctor.history.seconds = 24 * 3600.0, server.state.settings.request_history
 
 
 def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
@@ -96,17 +144,28 @@ def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
         return await asyncio.gather(*(one(seed) for seed in range(first, first + number)))
 
     def settled() -> bool:
-        return server.idle() and not server.server.server_state.connections and not server.server.server_state.tasks
+        state = server.server.server_state
+        pinned = server.engine.paged_stats()["pinned_blocks"]
+        return server.idle() and not pinned and not state.connections and not state.tasks
 
     asyncio.run(storm(10_000, 30))
     wait_until(settled, "the first visitors to be gone")
+    forget(server)
+    wait_until(settled, "the forgetting to be over")
     before = held_by(server)
+    assert before[-3:] == (0, 0, 0)
     seen = asyncio.run(storm(0, count))
     wait_until(settled, "the storm to be over", 60)
+    assert server.state.remembered.num_bytes  # of those who stayed, and of some who did not
+    assert server.state.doctor.history.nbytes > 0
+    forget(server)
+    wait_until(settled, "the forgetting to be over")
     # A connection is told that it is lost before its socket is closed.
     wait_until(lambda: psutil.Process().num_fds() <= before[1], "the last sockets to be closed", 10)
     assert held_by(server) == before
     assert {"incomplete", "left", "left in the answer", "200"} <= set(seen)
+    statuses = {status: seen.count(status) for status in set(seen)}
+    assert statuses["200"] > count // 10, statuses
     server.engine._scheduler.manager.check_invariants([])
     with server.client() as client:
         assert client.get("/ready").status_code == 200

@@ -92,10 +92,10 @@ class Loads:
         figures["num_waiting"][slot] += 1 if num_tokens > 0 else -1
         figures["free_blocks"][slot] -= num_blocks
 
-    def seconds(self, missing_tokens: Vector, missing_blocks: Vector, now: float) -> Vector:
-        """Expected time to the first token in each slot, [slots], of a prompt that lacks so much there: the queue
-        before it, the step that runs, its own tokens beside those of running requests, and where the replica is full
-        the time until somebody leaves."""
+    def seconds(self, missing_tokens: Vector, missing_blocks: Vector, now: float) -> tuple[Vector, Vector]:
+        """(expected time to the first token, the part of it for its own tokens) in each slot, [slots], of a prompt that
+        lacks so much there. The rest is the queue before it, the step that runs, and where the replica is full the time
+        until somebody leaves."""
         figures = self._figures
         running, step_tokens = figures["num_running"], figures["step_tokens"]
         wait = np.maximum(figures["busy_until"] - now, 0.0)
@@ -104,4 +104,4 @@ class Loads:
         too_many = np.maximum(running + figures["num_waiting"] + 1.0 - figures["max_running"], 0.0)
         leaving = np.maximum(too_many, missing_blocks > figures["free_blocks"])
         full = leaving * figures["answer_seconds"] / np.maximum(running, 1.0)
-        return wait + own + figures["decode_seconds"] + full
+        return wait + own + figures["decode_seconds"] + full, own

@@ -25,6 +25,8 @@ class Meter:
     """
 
     def __init__(self, *, seconds_per_token: float, step_tokens: int, max_running: int) -> None:
+        # ConfigError for figures that are none.
+        ReplicaReport(serial=0, seconds_per_token=seconds_per_token, step_tokens=step_tokens, max_running=max_running)
         self._step_tokens, self._max_running = step_tokens, max_running
         self._tokens, self._seconds = _PRIOR_TOKENS, _PRIOR_TOKENS * seconds_per_token
         self._begun: dict[Hashable, tuple[float, int]] = {}  # without a first token: (since when, missing tokens)
@@ -32,8 +34,6 @@ class Meter:
         self._queued_tokens = 0
         self._free_since = -math.inf  # the last first token
         self._answer_seconds = self._step_seconds = 0.0
-        self._serial = -1
-        self.report(0.0, free_blocks=0)  # ConfigError for figures that are none
         self._serial = -1
 
     def begin(self, request: Hashable, missing_tokens: int, now: float) -> None:

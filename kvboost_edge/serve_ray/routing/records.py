@@ -51,7 +51,7 @@ class ReplicaReport:
     num_running         requests that have had their first token and are not done
     decode_seconds      a step of those takes so long now; 0 with none
     step_tokens         most tokens in a step (`max_batch_tokens`): those running leave the rest to prompts
-    num_waiting         requests that wait for a place
+    num_waiting         requests that have had no token yet
     max_running         most requests that run together (`max_num_seqs`)
     free_blocks         blocks nobody references, idle cached ones included
     answer_seconds      how long a request holds its place from its first token on, on average; 0: not known

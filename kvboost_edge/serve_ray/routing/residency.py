@@ -10,6 +10,7 @@ all that a replica told becomes such a belief, until it has told everything anew
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cur
 __all__ = ["Level", "Residency"]
 
 _TOLD = math.inf  # when a belief expires that a replica told
-_MOST_LEVELS = 64  # of one chain; finer differences between replicas are a 64th of the prompt
+_MOST_LEVELS = 32  # of one chain; finer differences between replicas are a 32nd of the prompt
 
 
 class Level(NamedTuple):
@@ -136,10 +137,13 @@ class Residency:
                 known.until[key] = at
         self._expiries.append(_Expiry(at, slot, known, None))
 
-    def believe(self, slot: int, keys: Sequence[int], now: float) -> None:
-        """These blocks of a prompt are about to be there: it was sent there."""
+    def believe(self, slot: int, keys: Sequence[int], num_matched: int, now: float) -> None:
+        """These blocks of a prompt are about to be there: it was sent there. `num_matched` were believed to be: they
+        are looked at only if the last of them is about to expire."""
         until = self._known[slot].until
         at, renewed_before = now + self._believed_seconds, now + 0.75 * self._believed_seconds
+        if num_matched and until.get(keys[num_matched - 1], 0.0) >= renewed_before:
+            keys = keys[num_matched:]
         new = tuple(key for key in self._kept(keys) if until.get(key, 0.0) < renewed_before)
         if new:
             self._hold(slot, new, at)
@@ -162,7 +166,7 @@ class Residency:
         places = range(len(keys)) if not self._coarse else [i for i, key in enumerate(keys) if not key & self._coarse]
         found: list[Level] = []
         get, last, first = self._holders.get, len(places) - 1, 0
-        step = max(1, len(places) // _MOST_LEVELS)
+        step = -(-len(places) // _MOST_LEVELS)
         holders = get(keys[places[0]], 0) if places else 0
         while holders:
             low, high = first, last
@@ -184,6 +188,13 @@ class Residency:
     def keys_of(self, slot: int) -> dict[int, bool]:
         """What a replica is believed to hold, and whether it told so."""
         return {key: until == _TOLD for key, until in self._known[slot].until.items() if not key & self._coarse}
+
+    def num_bytes(self) -> int:
+        """Memory of the map and of what is known of each replica, counted through."""
+        holders, known = self._holders, self._known.values()
+        bits = {id(one): sys.getsizeof(one) for one in holders.values()}
+        tables = sys.getsizeof(holders) + sum(sys.getsizeof(one.until) for one in known)
+        return tables + sum(map(sys.getsizeof, holders)) + sum(bits.values())
 
     def check(self) -> None:
         """Recompute the map from what is known of each replica; AssertionError on any difference."""

@@ -16,6 +16,7 @@ from kvboost_edge.serve_ray.routing.residency import Level, Residency
 __all__ = ["PrefixRouter"]
 
 _KEY_SHARE = 0.8  # what a second costs at the home of a prompt's cache key
+_OTHERS = 0.5  # of a prompt's own seconds, for those who come after it
 _FEW_HOLDERS = 8  # so many bits are looked at one by one
 
 
@@ -116,8 +117,9 @@ class PrefixRouter:
         most = chain.num_tokens - 1  # the last token of a prompt is always computed
         matched = np.minimum(depths * chain.block_size, most)
         missing_blocks = (-(-chain.num_tokens // chain.block_size) - depths).astype(np.float64)
-        seconds = self._loads.seconds((chain.num_tokens - matched).astype(np.float64), missing_blocks, now)
-        ranks = np.where(usable, seconds, np.inf)
+        seconds, own = self._loads.seconds((chain.num_tokens - matched).astype(np.float64), missing_blocks, now)
+        # What is computed here keeps others waiting too: a token to be computed weighs more than a moment of waiting.
+        ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
             ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
         chosen = [choose(ranks, depths, self._tie_key(chain, levels), self._seeds)]
@@ -156,7 +158,7 @@ class PrefixRouter:
             return
         num_blocks = -(-choice.missing_tokens // chain.block_size)
         self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
-        self._residency.believe(slot, chain.keys, now)
+        self._residency.believe(slot, chain.keys, choice.matched_tokens // chain.block_size, now)
 
     def note_not_started(self, choice: Choice) -> None:
         """A request that was noted never reached the replica: its tokens do not wait there."""
@@ -167,6 +169,14 @@ class PrefixRouter:
     def num_entries(self) -> int:
         """(replica, block) pairs remembered."""
         return self._residency.num_entries
+
+    def num_bytes(self) -> int:
+        """Memory of what is believed, nearly: the map, its keys and holders."""
+        return self._residency.num_bytes()
+
+    def beliefs(self, replica_id: str) -> dict[int, bool]:
+        """Keys of the blocks a replica is believed to hold, and whether it told so."""
+        return self._residency.keys_of(self._slots[replica_id])
 
     def check(self) -> None:
         """Recompute all bookkeeping; AssertionError on the first contradiction."""
@@ -179,13 +189,17 @@ class PrefixRouter:
 def _depths(levels: Sequence[Level], num_slots: int) -> npt.NDArray[np.int64]:
     """Blocks of a chain that each slot holds, [num_slots]."""
     depths = np.zeros(num_slots, np.int64)
-    for num_blocks, holders in levels:
-        if holders.bit_count() <= _FEW_HOLDERS:
-            while holders:
-                low = holders & -holders
-                depths[low.bit_length() - 1] = num_blocks
-                holders ^= low
-        else:
-            packed = np.frombuffer(holders.to_bytes(-(-num_slots // 8), "little"), np.uint8)
-            depths[np.unpackbits(packed, count=num_slots, bitorder="little").view(bool)] = num_blocks
+    many = [level for level in levels if level.holders.bit_count() > _FEW_HOLDERS]
+    if many:
+        size = -(-num_slots // 8)
+        packed = np.frombuffer(b"".join(level.holders.to_bytes(size, "little") for level in many), np.uint8)
+        bits = np.unpackbits(packed.reshape(len(many), size), axis=1, count=num_slots, bitorder="little")
+        ends = np.array([0, *(level.num_blocks for level in many)])
+        # Who holds a level holds those before it: how many there are says which is the last.
+        depths = ends[bits.sum(axis=0, dtype=np.uint8)]
+    for num_blocks, holders in levels[len(many) :]:
+        while holders:
+            low = holders & -holders
+            depths[low.bit_length() - 1] = num_blocks
+            holders ^= low
     return depths

@@ -71,6 +71,7 @@ COUNTS: dict[str, Bound] = {
     "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
     "logprob_entries": Bound(0, 2**19),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
     "messages": Bound(1, 10_000),
+    "continued": Bound(0, 20_000),  # items of all the responses that one continues
     "documents": Bound(1, 256),
     "inputs": Bound(1, 2048),  # OpenAI's
     "reranked": Bound(1, 1024),

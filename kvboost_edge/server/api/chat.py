@@ -85,6 +85,7 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
         streams=bool(body.stream),
         writer=writer or own,
         explain=own.explain if body.explain else None,
+        tells_progress=bool(body.return_progress),
     )
 
 
@@ -169,6 +170,9 @@ class ChatChoice:
             self._add(token)
         logprobs = None if self._texts is None else chat_logprobs(self._texts, self._tokens_of_text())
         return self._piece("message", message, logprobs, list(result.output_token_ids), reason)
+
+    def waiting(self) -> dict[str, Any]:
+        return self._piece("delta", {"role": "assistant", "content": None}, None, [], None)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
         return self._piece("delta", {"role": "assistant", "content": "", "refusal": None}, None, [], None)

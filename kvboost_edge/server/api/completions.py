@@ -82,6 +82,7 @@ def completion_order(
         streams=bool(body.stream),
         writer=writer or own,
         explain=own.explain if body.explain else None,
+        tells_progress=bool(body.return_progress),
     )
 
 
@@ -138,6 +139,9 @@ class CompletionChoice:
             offsets = [min(offset, len(text)) for offset in offsets]
             logprobs = completion_logprobs(self._texts, [*shown, *ids], [*known, *tokens], offsets)
         return self._piece(text, logprobs, ids, result.finish_reason)
+
+    def waiting(self) -> dict[str, Any]:
+        return self._piece("", None, [], None)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any] | None:
         if self._echo is None:

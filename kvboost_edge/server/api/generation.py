@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
@@ -21,6 +22,7 @@ from kvboost_edge.server.work.streams import EventStream, send_json
 
 __all__ = ["AnswerWriter", "Order", "respond", "watched"]
 
+_PROGRESS_SECONDS = 0.5  # between two looks at a prompt that is being read
 _FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
 
 
@@ -29,7 +31,7 @@ class AnswerWriter(Protocol):
 
     Of a stream: `events`, then `begin` once the request runs, then for each sequence `open` before its first token,
     `push` for each token and `close` with its result, and `end` behind the last. All of them add to the stream only; it
-    is flushed in between, and nothing before a first token or an end.
+    is flushed in between, and unless the order asks for progress nothing before a first token or an end.
     """
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
@@ -41,6 +43,10 @@ class AnswerWriter(Protocol):
         ...
 
     def begin(self, run: Running) -> None: ...
+
+    def wait(self, index: int, progress: Progress) -> None:
+        """Before `open`, where the order asks for it: how far a prompt is."""
+        ...
 
     async def open(self, index: int) -> None: ...
 
@@ -65,6 +71,8 @@ class Order:
     streams           the answer is a stream
     writer            writes it
     explain           is told what became of the first prompt, before its end is written; None: nobody asks
+    tells_progress    a stream says how far its prompts are, twice a second until they are computed
+    ping_seconds      else it gives a sign that often until then; None: nothing is sent before the first token
     """
 
     estimate: int
@@ -73,6 +81,8 @@ class Order:
     streams: bool
     writer: AnswerWriter
     explain: Callable[[Diagnosis], None] | None = None
+    tells_progress: bool = False
+    ping_seconds: float | None = None
 
 
 async def respond(request: Request, send: Send, order: Order) -> None:
@@ -148,9 +158,16 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
     writer.begin(run)
     opened: set[int] = set()
     num_open = len(run.handles)
-    async with aclosing(merged(run.handles)) as batches:
+    every = _PROGRESS_SECONDS if order.tells_progress else order.ping_seconds
+    prompts = range(0, num_open, run.per_prompt)  # of the sequences of a prompt the first one computes it
+    async with aclosing(merged(run.handles, every=every, followed=prompts)) as batches:
         async for batch in batches:
+            latest = {index: item for index, item in batch if isinstance(item, Progress)}  # a slow reader gets that
             for index, item in batch:
+                if isinstance(item, Progress):
+                    if index not in opened and latest[index] is item:
+                        writer.wait(index, item)
+                    continue
                 if isinstance(item, GenerationResult):
                     finished(ticket, item)
                     if not index:
@@ -158,6 +175,8 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
                 if index not in opened:
                     opened.add(index)
                     ticket.first_token()
+                    if order.tells_progress and index in prompts:
+                        writer.wait(index, run.handles[index].progress())
                     await writer.open(index)
                 if isinstance(item, GenerationResult):
                     num_open -= 1

@@ -13,8 +13,9 @@ from starlette.types import Send
 
 import kvboost_edge
 from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.api.usage import costs, progress_of, usage_of
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import Running, off_loop
@@ -30,6 +31,10 @@ class Choice(Protocol):
     """Writes one choice of an answer, either whole, or piece by piece."""
 
     def whole(self, result: GenerationResult) -> Json: ...
+
+    def waiting(self) -> Json:
+        """A piece without content."""
+        ...
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> Json | None:
         """What a stream shows before the first token, if anything."""
@@ -106,6 +111,9 @@ class OpenAIWriter:
     def begin(self, run: Running) -> None:
         self._run = run
         self._choices = [self._choice(index, run) for index in range(len(run.handles))]
+
+    def wait(self, index: int, progress: Progress) -> None:
+        self._stream.chunk([self._choices[index].waiting()], prompt_progress=progress_of(progress))
 
     async def open(self, index: int) -> None:
         """The log probabilities of a prompt are written beside the loop."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import Running
@@ -67,6 +68,9 @@ class TurnWriter(ABC):
         if turn is not None:
             self._reader = TurnReader(turn, tokenizer, self._stop, run.answers.keep)
             self.message = self._reader.message
+
+    def wait(self, index: int, progress: Progress) -> None:  # noqa: B027 - for APIs that have room for it
+        """Nothing is said of a prompt that is being read."""
 
     async def open(self, index: int) -> None:
         self.opened()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 
-__all__ = ["costs", "usage_of"]
+__all__ = ["costs", "progress_of", "usage_of"]
 
 
 def usage_of(results: Sequence[GenerationResult], per_prompt: int, reasoning_tokens: int = 0) -> dict[str, Any]:
@@ -58,6 +59,18 @@ def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: flo
             "preemptions": sum(result.preemptions for result in results),
             "seeds": [result.seed for result in results],
         },
+    }
+
+
+def progress_of(progress: Progress) -> dict[str, Any]:
+    """llama.cpp's figures of a prompt that is being read, and how many milliseconds are left until the first token."""
+    left = progress.seconds_left
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.computed,
+        "time_ms": round(progress.elapsed * 1e3),
+        "estimated_ms": None if left is None else round(left * 1e3),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
 
 __all__ = ["Doctor", "Watch"]
-
-_ALL = 1 << 20
 
 
 class Doctor:
@@ -72,8 +71,8 @@ class Doctor:
     def latest(self, tenant: str | None, count: int) -> list[Record]:
         """The tenant's last requests that ended, the latest first."""
         self._settle()
-        records = self.history.latest(tenant, _ALL)
-        return [record for record in records if record.diagnosis is not None][:count]
+        records = (record for record in self.history.latest(tenant) if record.diagnosis is not None)
+        return list(itertools.islice(records, count))
 
     def find(self, tenant: str | None, request_id: str) -> Record | None:
         """The tenant's record of a request."""
@@ -135,7 +134,7 @@ class Watch:
         """The end of the request."""
         self._record.diagnosis = self._doctor.diagnose(self._tenant, self._salt, self._record, result)
         computed = result.output_token_ids[:-1]  # the last was said, and nothing was computed behind it
-        self._doctor.history.extend(self._tenant, self._salt, self._record, computed)
+        self._doctor.history.extend(self._tenant, self._record, computed)
 
     @property
     def finished(self) -> bool:
@@ -144,7 +143,7 @@ class Watch:
 
     def forget(self) -> None:
         """The request ended and left nothing in the cache."""
-        self._doctor.history.remove(self._tenant, self._salt, self._record)
+        self._doctor.history.remove(self._tenant, self._record)
 
     def reasoned(self, num_tokens: int) -> None:
         """How many tokens of the answer are reasoning."""

@@ -20,6 +20,7 @@ __all__ = ["Normaliser", "without_billing"]
 _BILLING = ("x-anthropic-billing-header:",)
 _MOST_SPACES = 64
 _MOST_BYTES = 1 << 20  # of one tenant and salt
+_OBJECT_BYTES = 500  # about what Python's objects take around a small one
 
 Json = dict[str, Any]
 
@@ -80,7 +81,7 @@ class Normaliser:
 
     def _as_first(self, root: bytes, what: bytes, value: Any) -> tuple[Any, bool]:
         """The first value that was the same as this one, and whether it is spelled otherwise."""
-        key, size = hashlib.sha256(what).digest(), 2 * len(what)
+        key, size = hashlib.sha256(what).digest(), 2 * len(what) + _OBJECT_BYTES
         with self._lock:
             space = self._spaces.setdefault(root, _Space())
             self._spaces.move_to_end(root)

@@ -117,53 +117,54 @@ class Diagnosis:
         return {**fields, "at": round(self.at, 3), "seconds": round(self.seconds, 3)}
 
 
+class _Kept(NamedTuple):
+    salt: str | None
+    record: Record
+
+
 class History:
-    """Records by tenant and salt; only the event loop's thread touches it.
+    """Records by tenant; only the event loop's thread touches it. A tenant's bounds are of all its salts together, so
+    that no number of salts makes the others' records leave, or what is done here slow.
 
     `seconds`: how long a record is kept, 0: nothing is.
     """
 
     def __init__(self, seconds: float, max_bytes: int = _MAX_BYTES, max_tenant_bytes: int = _MAX_TENANT_BYTES) -> None:
         self.seconds = seconds
+        self.nbytes = 0  # that all records take, about
         self._max_bytes, self._max_tenant_bytes = max_bytes, max_tenant_bytes
-        self._spaces: OrderedDict[tuple[str | None, str | None], OrderedDict[str, Record]] = OrderedDict()
-        self._sizes: dict[tuple[str | None, str | None], int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all records take, about."""
-        return sum(self._sizes.values())
+        self._tenants: OrderedDict[str | None, OrderedDict[str, _Kept]] = OrderedDict()
+        self._sizes: dict[str | None, int] = {}
 
     def add(self, tenant: str | None, salt: str | None, record: Record) -> None:
         """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that asked longest ago,
         make room."""
         if not self.seconds:
             return
-        space = (tenant, salt)
-        records = self._spaces.setdefault(space, OrderedDict())
-        self._spaces.move_to_end(space)
-        records[record.request_id] = record
-        self._sizes[space] = self._sizes.get(space, 0) + record.nbytes
+        kept = self._tenants.setdefault(tenant, OrderedDict())
+        self._tenants.move_to_end(tenant)
+        kept[record.request_id] = _Kept(salt, record)
+        self._grow(tenant, record.nbytes)
         self.forget_old()
-        while len(records) > _MAX_REQUESTS or (self._sizes.get(space, 0) > self._max_tenant_bytes and records):
-            self._drop(space, next(iter(records)))
+        while len(kept) > _MAX_REQUESTS or (kept and self._sizes[tenant] > self._max_tenant_bytes):
+            self._drop(tenant, next(iter(kept)))
         while self.nbytes > self._max_bytes:
-            oldest = next(iter(self._spaces))
-            self._drop(oldest, next(iter(self._spaces[oldest])))
+            oldest = next(iter(self._tenants))
+            self._drop(oldest, next(iter(self._tenants[oldest])))
 
-    def extend(self, tenant: str | None, salt: str | None, record: Record, answer: Sequence[int]) -> None:
+    def extend(self, tenant: str | None, record: Record, answer: Sequence[int]) -> None:
         """What was computed of a record's answer, if it is still kept."""
-        space = (tenant, salt)
-        if space in self._spaces and self._spaces[space].get(record.request_id) is record:
-            self._sizes[space] += 4 * len(answer)
+        if self._keeps(tenant, record):
+            self._grow(tenant, 4 * len(answer))
             record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
 
     def closest(self, tenant: str | None, salt: str | None, record: Record) -> tuple[Record | None, int]:
-        """The earlier record that begins like this one for the most tokens, of equal ones the latest, and how many."""
+        """The earlier record of the same salt that begins like this one for the most tokens, of equal ones the latest,
+        and how many."""
         best, most = None, 0
         ids = record.ids[: record.num_prompt]
-        earlier = list(itertools.takewhile(lambda other: other is not record, self._of((tenant, salt))))
-        for other in reversed(earlier):
+        earlier = list(itertools.takewhile(lambda kept: kept.record is not record, self._of(tenant)))
+        for other in (kept.record for kept in reversed(earlier) if kept.salt == salt):
             # One token tells most that cannot be better, without reading all before it.
             if most < min(len(other.ids), len(ids)) and other.ids[most] == ids[most]:
                 count = other.common(ids)
@@ -171,36 +172,41 @@ class History:
                     best, most = other, count
         return best, most
 
-    def remove(self, tenant: str | None, salt: str | None, record: Record) -> None:
+    def remove(self, tenant: str | None, record: Record) -> None:
         """Forget a record, if it is still kept."""
-        if any(other is record for other in self._of((tenant, salt))):
-            self._drop((tenant, salt), record.request_id)
+        if self._keeps(tenant, record):
+            self._drop(tenant, record.request_id)
 
     def forget_old(self) -> None:
         """Forget what is older than `seconds`."""
         before = time.time() - self.seconds
-        for space in list(self._spaces):
-            for record in list(itertools.takewhile(lambda record: record.at < before, self._of(space))):
-                self._drop(space, record.request_id)
+        for tenant in list(self._tenants):
+            for kept in list(itertools.takewhile(lambda kept: kept.record.at < before, self._of(tenant))):
+                self._drop(tenant, kept.record.request_id)
 
     def find(self, tenant: str | None, request_id: str) -> Record | None:
         """The tenant's record of a request, under any salt."""
         self.forget_old()
-        found = (records.get(request_id) for (owner, _), records in self._spaces.items() if owner == tenant)
-        return next((record for record in found if record is not None), None)
+        found = self._tenants[tenant].get(request_id) if tenant in self._tenants else None
+        return None if found is None else found.record
 
-    def latest(self, tenant: str | None, count: int) -> list[Record]:
-        """The tenant's last requests, the latest first."""
+    def latest(self, tenant: str | None) -> list[Record]:
+        """The tenant's requests, the latest first."""
         self.forget_old()
-        mine = [record for space in self._spaces if space[0] == tenant for record in reversed(list(self._of(space)))]
-        return sorted(mine, key=lambda record: record.at, reverse=True)[:count]
+        return sorted((kept.record for kept in self._of(tenant)), key=lambda record: record.at, reverse=True)
 
-    def _of(self, space: tuple[str | None, str | None]) -> Iterable[Record]:
-        """The records of a space, the oldest first."""
-        return self._spaces[space].values() if space in self._spaces else ()
+    def _of(self, tenant: str | None) -> Iterable[_Kept]:
+        """What is kept of a tenant, the oldest first."""
+        return self._tenants[tenant].values() if tenant in self._tenants else ()
 
-    def _drop(self, space: tuple[str | None, str | None], request_id: str) -> None:
-        record = self._spaces[space].pop(request_id)
-        self._sizes[space] -= record.nbytes
-        if not self._spaces[space]:
-            del self._spaces[space], self._sizes[space]
+    def _keeps(self, tenant: str | None, record: Record) -> bool:
+        return any(kept.record is record for kept in self._of(tenant))
+
+    def _grow(self, tenant: str | None, num_bytes: int) -> None:
+        self.nbytes += num_bytes
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + num_bytes
+
+    def _drop(self, tenant: str | None, request_id: str) -> None:
+        self._grow(tenant, -self._tenants[tenant].pop(request_id).record.nbytes)
+        if not self._tenants[tenant]:
+            del self._tenants[tenant], self._sizes[tenant]

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.request import Entry, SamplingParams
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.doctor.doctor import Watch
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+Item = TokenEvent | GenerationResult | Progress
 
 _SHORT = 1000  # characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as long
 _FEW = 8  # sequences submitted without such a hop
@@ -246,16 +249,19 @@ def finished(ticket: Ticket, result: GenerationResult) -> GenerationResult:
 
 
 async def merged(
-    handles: Sequence[RequestHandle],
-) -> AsyncGenerator[list[tuple[int, TokenEvent | GenerationResult]]]:
+    handles: Sequence[RequestHandle], *, every: float | None = None, followed: Sequence[int] = (0,)
+) -> AsyncGenerator[list[tuple[int, Item]]]:
     """Events of all handles as they come, with the handle's number, in lists of all that is there; the last item of
-    each handle is its result. An error of any handle is raised."""
+    each handle is its result. An error of any handle is raised. With `every`, in seconds, progress of the `followed`
+    handles that often until their first event."""
     if len(handles) == 1:
+        while every is not None and not await handles[0].astarted(every):
+            yield [(0, handles[0].progress())]
         async with aclosing(handles[0].abatches()) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 yield [(0, item) for item in batch]
         return
-    queue: asyncio.Queue[list[tuple[int, TokenEvent | GenerationResult]] | Exception] = asyncio.Queue()
+    queue: asyncio.Queue[list[tuple[int, Item]] | Exception] = asyncio.Queue()
 
     async def pump(index: int, handle: RequestHandle) -> None:
         try:
@@ -264,14 +270,20 @@ async def merged(
         except Exception as error:
             queue.put_nowait(error)
 
+    async def follow(index: int, handle: RequestHandle, every: float) -> None:
+        while not await handle.astarted(every):
+            queue.put_nowait([(index, handle.progress())])
+
     pumps = [asyncio.ensure_future(pump(index, handle)) for index, handle in enumerate(handles)]
+    if every is not None:
+        pumps += [asyncio.ensure_future(follow(index, handles[index], every)) for index in followed]
     try:
         open_handles = len(handles)
         while open_handles:
             found = [await queue.get()]
             while not queue.empty():
                 found.append(queue.get_nowait())
-            items: list[tuple[int, TokenEvent | GenerationResult]] = []
+            items: list[tuple[int, Item]] = []
             for part in found:
                 if isinstance(part, Exception):
                     raise part

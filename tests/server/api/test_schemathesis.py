@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
+from api_bodies import PATHS, READ
 from conftest import LONG
 from kvboost_edge.server.app import ROUTERS
 from live_servers import LiveServer
@@ -57,6 +58,18 @@ def test_the_document_is_the_one_that_is_served(live_server: LiveServer) -> None
         served = client.get("/openapi.json").json()
     assert served["paths"] == document()["paths"]
     assert served["components"] == document()["components"]
+
+
+def test_every_route_of_the_api_is_tried() -> None:
+    """Each operation of the document is, so a route that is not in there would have no test here: the page's, and those
+    that machines watch the server by."""
+    documented = {(path, method.upper()) for path, methods in document()["paths"].items() for method in methods}
+    tried = {(operation.ok().path, operation.ok().method.upper()) for operation in schema.get_all_operations()}
+    page = {("/", "GET"), *((path, "GET") for path, _ in READ if path.startswith("/static/"))}
+    page |= {(path, "GET") for path in ("/health", "/ready", "/version", "/metrics")}  # they take nothing at all
+    named = {(path.replace(":path}", "}"), method) for path, method in READ}
+    assert named | {(path, "POST") for path in PATHS} == documented | page
+    assert tried == documented
 
 
 @schema.parametrize()

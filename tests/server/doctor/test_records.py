@@ -42,9 +42,9 @@ def test_an_answer_counts_as_what_was_said() -> None:
     history, mine = History(60), record("mine", [1, 2])
     history.add(None, None, mine)
     before = history.nbytes
-    history.extend(None, None, mine, [3, 4])
+    history.extend(None, mine, [3, 4])
     assert (mine.ids.tolist(), mine.num_prompt, history.nbytes) == ([1, 2, 3, 4], 2, before + 8)
-    history.extend(None, None, record("mine", [1]), [5])  # of that name, and not the one that is kept
+    history.extend(None, record("mine", [1]), [5])  # of that name, and not the one that is kept
     assert mine.ids.tolist() == [1, 2, 3, 4]
 
 
@@ -53,16 +53,33 @@ def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last() -> None
     for number in range(200):
         made = record(str(number), list(range(number)), text="x" * number)
         history.add(f"tenant {number % 5}", None, made)
-        history.extend(f"tenant {number % 5}", None, made, range(number % 7))
-        kept = [one for tenant in range(5) for one in history.latest(f"tenant {tenant}", 999)]
+        history.extend(f"tenant {number % 5}", made, range(number % 7))
+        kept = [one for tenant in range(5) for one in history.latest(f"tenant {tenant}")]
         assert history.nbytes == sum(one.nbytes for one in kept) <= 40_000 + made.nbytes
         assert history.find(f"tenant {number % 5}", str(number)) is made
+
+
+def test_many_salts_of_one_tenant_take_no_more_room_than_one() -> None:
+    history = History(60, max_bytes=60_000, max_tenant_bytes=20_000)
+    history.add("other", None, record("theirs", [1]))
+    for number in range(1000):
+        history.add("one", f"salt {number}", record(str(number), list(range(9))))
+        history.add("one", "always", mine := record(f"mine {number}", list(range(99))))
+        other, common = history.closest("one", "always", mine)
+        assert (other.request_id if other else "", common) == (
+            f"mine {number - 1}" if number else "",
+            99 * bool(number),
+        )
+    assert history.find("other", "theirs") is not None
+    kept = history.latest("one")
+    assert sum(one.nbytes for one in kept) <= 20_000
+    assert (history.find("one", "0"), history.find("one", "999")) == (None, kept[1])
 
 
 def test_a_request_too_large_to_keep_leaves_nothing_behind() -> None:
     history = History(60, max_tenant_bytes=2_000)
     history.add(None, None, record("large", list(range(1000))))
-    assert (history.nbytes, history.latest(None, 9)) == (0, [])
+    assert (history.nbytes, history.latest(None)) == (0, [])
 
 
 def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +100,6 @@ def test_many_small_requests_are_bounded_in_number() -> None:
     history = History(60)
     for number in range(300):
         history.add(None, None, record(str(number), [number]))
-    latest = history.latest(None, 999)
+    latest = history.latest(None)
     assert len(latest) == 256
     assert latest[0].request_id == "299" or latest[0].at == latest[-1].at

@@ -42,7 +42,9 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         def compute(**options: Any) -> Any:
             return state.engine.embed(body.input, body.dimensions, **options)
 
-        vectors, results = await _computed(state, request, body, compute, "input", body.input)
+        estimates = [estimate_tokens(item) if isinstance(item, str) else len(item) for item in body.input]
+        size = sum(map(len, body.input))
+        vectors, results = await _computed(state, request, body, compute, "input", estimates, size)
         model, as_base64 = body.model or state.model_name, body.encoding_format == "base64"
         answer = await off_loop(lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64)))
         await send_json(send, answer)
@@ -60,11 +62,14 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         def compute(**options: Any) -> list[float]:
             return state.engine.rerank(body.query, body.documents, **own, **options)
 
-        prompts = [body.query + document for document in body.documents]
-        scores, results = await _computed(state, request, body, compute, "documents", prompts)
+        # Each document stands behind the query, whose length counts so often; nothing is written down before it may in.
+        query, lengths = estimate_tokens(body.query), [len(body.query) + len(document) for document in body.documents]
+        estimates = [query + estimate_tokens(document) for document in body.documents]
+        scores, results = await _computed(state, request, body, compute, "documents", estimates, sum(lengths))
         texts = body.documents if body.return_documents else None
         model, count = body.model or state.model_name, body.top_n or len(scores)
-        await send_json(send, dumps_long(rerank_answer(model, scores, texts, count, results)))
+        answer = await off_loop(lambda: dumps_long(rerank_answer(model, scores, texts, count, results)))
+        await send_json(send, answer)
 
     return answered(request, body.model, work)
 
@@ -75,14 +80,18 @@ async def _computed(
     body: EmbeddingRequest | RerankRequest,
     compute: Callable[..., T],
     field: str,
-    inputs: Sequence[str | list[int]],
+    estimates: Sequence[int],
+    size: int,
 ) -> tuple[T, list[GenerationResult]]:
     """What the engine computes of the inputs, and their results; a client that goes ends it. ApiError names the field.
 
-    The engine queues some of the inputs at a time, so together they take as many places as run at once."""
-    estimate = sum(estimate_tokens(item) if isinstance(item, str) else len(item) for item in inputs)
-    places, priority = min(len(inputs), state.admission.batch), check_priority(state, body.priority)
-    async with state.admit(request, estimate, places) as ticket:
+    The engine queues some of the inputs at a time, so together they take as many places as run at once.
+
+    estimates   tokens of each input, about
+    size        characters or tokens to read
+    """
+    places, priority = min(len(estimates), state.admission.batch), check_priority(state, body.priority)
+    async with state.admit(request, sum(estimates), places) as ticket:
         handles: list[RequestHandle] = []
 
         def run() -> T:
@@ -103,7 +112,7 @@ async def _computed(
                 handle.cancel()
 
         try:
-            found = await to_its_end(run, sum(map(len, inputs)), stop)
+            found = await to_its_end(run, size, stop)
         except KVBoostError:
             await wait_all(ticket, handles)  # the one that was ended from outside says why
             raise

@@ -38,6 +38,7 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
@@ -58,7 +59,8 @@ async def chat(request: Request, body: OllamaChat) -> Response:
             await send_json(send, dumps(loaded(body.model, chat=True)))
             return
         with renamed(CHAT_FIELDS):
-            await _chat(request, send, state, chat_of(body), body.model, chat=True)
+            chat = await off_loop(lambda: chat_of(body))  # of thousands of messages it takes a while
+            await _chat(request, send, state, chat, body.model, chat=True)
 
     return answered(request, None, work)
 

@@ -12,7 +12,7 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered
 from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList, ResponseAnswer
@@ -27,7 +27,7 @@ from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ServerState, state_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.remembered import Turn
-from kvboost_edge.server.work.streams import dumps, json_response
+from kvboost_edge.server.work.streams import dumps_long, json_response
 
 __all__ = ["router"]
 
@@ -51,9 +51,8 @@ async def create(request: Request, body: ResponseRequest) -> Response:
         turns = _conversation(state, tenant, body.previous_response_id)
         with renamed(FIELDS):
             size = body.size + sum(turn.size for turn in turns)
-            chat = (
-                to_chat(body, _items(turns)) if size < _LONG else await off_loop(lambda: to_chat(body, _items(turns)))
-            )
+            short = size < _LONG
+            chat = to_chat(body, _items(turns)) if short else await off_loop(lambda: to_chat(body, _items(turns)), size)
 
             def keep(name: str, answer: bytes) -> bool:
                 turn = Turn(answer, json.dumps(body.input).encode(), body.previous_response_id)
@@ -96,17 +95,23 @@ async def input_items(
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """The items that were sent for a response; those of the responses that it continues are theirs."""
-    items = json.loads(_found(request, response_id).sent)
-    items = items if order == "asc" else items[::-1]
-    if after is not None:
-        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
-        if at is None:
-            raise bad_field("after", "after must be the id of an item of this response")
-        items = items[at + 1 :]
-    shown = items[:limit]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    answer = {"object": "list", "data": shown, **ends, "has_more": len(items) > limit}
-    return Response(dumps(answer), media_type="application/json")
+    turn = _found(request, response_id)
+
+    def listed() -> bytes:
+        items = json.loads(turn.sent)
+        items = items if order == "asc" else items[::-1]
+        if after is not None:
+            at = next((number for number, item in enumerate(items) if item["id"] == after), None)
+            if at is None:
+                raise bad_field("after", "after must be the id of an item of this response")
+            items = items[at + 1 :]
+        shown = items[:limit]
+        ends = (
+            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+        )
+        return dumps_long({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
+
+    return Response(await off_loop(listed), media_type="application/json")
 
 
 def _tenant(request: Request) -> str | None:
@@ -126,10 +131,14 @@ def _conversation(state: ServerState, tenant: str | None, name: str | None) -> l
 
 
 def _items(turns: list[Turn]) -> list[dict[str, Any]]:
+    """The items of all turns. ApiError for more than are read: so many fill any context, and hold up the others."""
     items: list[dict[str, Any]] = []
     for turn in turns:
         items += json.loads(turn.sent)
         items += json.loads(turn.answer)["output"]
+        if len(items) > COUNTS["continued"].high:
+            message = f"the conversation has more than {COUNTS['continued'].high} items; begin a new one"
+            raise ApiError(400, message, code="request_too_large", param="previous_response_id")
     return items
 
 

@@ -260,6 +260,7 @@ class SamplingFields(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, AfterValidator(_stop_token_ids)] | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = Field(None, description="a stream says how far its prompt is; else it does nothing")
     cache_salt: CacheSalt | None = None
     priority: Annotated[int, bounded("priority")] | None = None
     cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")

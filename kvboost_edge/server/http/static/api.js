@@ -58,10 +58,11 @@ export async function request(path, { key = "", body = null, signal = null } = {
   return response;
 }
 
-/** The objects of a streamed chat completion, in order. Rejects with ApiError, also when the stream breaks off. */
-export async function* streamChat(body, { key, signal }) {
+/** The objects of a streamed chat completion, in order; `begun(id of the request)` before the first. Rejects with ApiError, also when the stream breaks off. */
+export async function* streamChat(body, { key, signal, begun }) {
   const response = await request("/v1/chat/completions", { key, body, signal });
   const requestId = response.headers.get("x-request-id") ?? "";
+  begun(requestId);
   const parser = new EventParser();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (;;) {

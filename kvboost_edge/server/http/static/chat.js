@@ -19,7 +19,8 @@ export class Chat {
   #sticks = true; // whether the end of the log is in view
   #prompt = byId("prompt");
 
-  /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, openSettings(name of a field)}. */
+  /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, openSettings(name of a field),
+   *  showRequest(id)}. */
   constructor(settings, connection) {
     this.#settings = settings;
     this.#connection = connection;
@@ -101,10 +102,10 @@ export class Chat {
 
   /** Streams into `step`; returns the server's reason for the end, "" without one. */
   async #receive(step, part, signal) {
-    const arrived = { usage: null, timings: null, kvboost: null, finish: "", pieces: 0, clock: startedClock() };
+    const arrived = { usage: null, timings: null, kvboost: null, finish: "", requestId: "", pieces: 0, clock: startedClock() };
     let failure = null;
     try {
-      const options = { key: this.#settings.key, signal };
+      const options = { key: this.#settings.key, signal, begun: (id) => { arrived.requestId = id; } };
       for await (const chunk of streamChat(await this.#body(), options)) take(chunk, step, part, arrived);
       step.state = "done";
     } catch (error) {
@@ -112,7 +113,8 @@ export class Chat {
       if (step.state === "failed") failure = error;
     }
     const note = step.state === "stopped" ? "stopped" : (NOTES[arrived.finish] ?? "");
-    part.finish(figuresLine(summarize(arrived), note), failure);
+    const why = arrived.requestId === "" ? null : () => this.#connection.showRequest(arrived.requestId);
+    part.finish(figuresLine(summarize(arrived), note, why), failure);
     this.#say(spoken(step, failure, arrived));
     return arrived.finish;
   }

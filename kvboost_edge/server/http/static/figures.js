@@ -1,6 +1,6 @@
 /** The figures under an answer: what came from the cache, how long it took. */
 
-import { element } from "/static/dom.js";
+import { button, element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
 const NOTICEABLE_MS = 100;
@@ -45,8 +45,8 @@ function speedOf({ timings, kvboost, generated, clock }) {
   return null;
 }
 
-/** A line of figures with a meter for the cached share; `note` is said first, such as "stopped". */
-export function figuresLine(figures, note) {
+/** A line of figures with a meter for the cached share; `note` is said first, such as "stopped"; `why()` shows more, or null. */
+export function figuresLine(figures, note, why = null) {
   const line = element("div", { class: "figures" });
   if (note !== "") line.append(element("span", { class: "flag", text: note }));
   if (figures.approximate) line.append(element("span", { class: "flag approximate", title: APPROXIMATE, text: "approximate" }));
@@ -60,7 +60,7 @@ export function figuresLine(figures, note) {
   if (figures.speed !== null) line.append(figure("speed", `${rate(figures.speed)} tok/s`, "generated tokens per second after the first one"));
   if (figures.generated !== null) line.append(figure("answer", plural(figures.generated, "token")));
   else if (figures.pieces > 0) line.append(figure("answer", `${plural(figures.pieces, "piece")} received`));
-  if (figures.reason !== "") line.append(figure("rest", REASONS[figures.reason] ?? String(figures.reason), "why the other prompt tokens were computed"));
+  if (figures.reason !== "") line.append(restFigure(REASONS[figures.reason] ?? String(figures.reason), why));
   return line;
 }
 
@@ -85,6 +85,12 @@ function cachedFigure({ prompt, cached, moved }) {
     bar,
     element("span", { class: "value", text: `${text} (${percent(share)})` }),
   );
+}
+
+function restFigure(reason, why) {
+  const made = figure("rest", why === null ? reason : "", "why the other prompt tokens were computed");
+  if (why !== null) made.lastChild.append(button(reason, why, { class: "link", "aria-label": `${reason}: show this request` }));
+  return made;
 }
 
 function figure(name, value, title = null) {

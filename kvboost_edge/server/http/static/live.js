@@ -30,6 +30,7 @@ const COUNTERS = [
 
 export class LiveView {
   #key;
+  #model;
   #map;
   #spark = new Sparkline(byId("spark"));
   #timer = 0;
@@ -38,9 +39,10 @@ export class LiveView {
   #refused = false; // the key is not accepted: asking again would not help
   #samples = []; // [time in ms, generated tokens so far]
 
-  /** `key()`: the API key. */
-  constructor(key) {
+  /** `key()`: the API key. `model`: a ModelChoice, whose pool is shown. */
+  constructor(key, model) {
     this.#key = key;
+    this.#model = model;
     this.#map = new PoolMap(byId("map"), (text) => { byId("map-detail").textContent = text || HINT; });
     for (const { name, words } of STATES) byId("legend").append(legendItem(name, words));
     for (const [name, label] of LEDGER) byId("ledger").append(ledgerItem(name, label));
@@ -49,9 +51,10 @@ export class LiveView {
     this.wake();
   }
 
-  /** Reads now, if the view can be seen: after it was shown, or when the key is another one. */
-  wake({ otherKey = false } = {}) {
+  /** Reads now, if the view can be seen: after it was shown, or when the key or the model is another one. */
+  wake({ otherKey = false, otherModel = false } = {}) {
     if (otherKey) this.#refused = false;
+    if (otherModel) this.#samples = [];
     this.#pause = INTERVAL_MS;
     this.#schedule(0);
   }
@@ -67,10 +70,16 @@ export class LiveView {
 
   async #poll() {
     if (this.#busy) return; // the answer under way schedules the next one
+    if (!this.#model.isLoaded) {
+      this.#showState("not loaded", "warn"); // wake() when it is
+      return;
+    }
     this.#busy = true;
+    const { query } = this.#model;
     try {
-      const response = await request("/v1/blocks", { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) });
-      this.#show(await response.json());
+      const response = await request(`/v1/blocks${query}`, { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) });
+      const pool = await response.json();
+      if (query === this.#model.query) this.#show(pool);
       this.#pause = INTERVAL_MS;
     } catch (error) {
       this.#showFailure(error);

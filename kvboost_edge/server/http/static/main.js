@@ -1,22 +1,21 @@
 /** Puts the page together: views, the model's name, chat, live view. */
 
-import { request } from "/static/api.js";
 import { Chat } from "/static/chat.js";
 import { byId } from "/static/dom.js";
 import { LiveView } from "/static/live.js";
+import { ModelChoice } from "/static/models.js";
 import { Prompts } from "/static/prompts.js";
 import { SettingsForm } from "/static/settings.js";
-
-let model = "";
 
 const settings = new SettingsForm(() => {
   live.wake({ otherKey: true });
   prompts.wake({ otherKey: true });
   showModel();
 });
-const live = new LiveView(() => settings.key);
+const model = new ModelChoice(() => settings.key, () => live.wake({ otherModel: true }));
+const live = new LiveView(() => settings.key, model);
 const prompts = new Prompts(() => settings.key);
-new Chat(settings, { model: async () => model || findModel(), openSettings });
+new Chat(settings, { model: () => model.name(), openSettings, showRequest });
 
 // Where there is room, the chat is always shown, with the live view or the settings beside it.
 const wide = matchMedia("(min-width: 900px)");
@@ -37,29 +36,20 @@ function openSettings(name) {
   byId(name).focus();
 }
 
-/** The model's name, asked of the server and shown; rejects with ApiError. */
-async function findModel() {
-  const place = byId("model");
-  model = "";
-  try {
-    const response = await request("/v1/models", { key: settings.key });
-    model = (await response.json()).data[0].id;
-    place.textContent = model;
-  } catch (error) {
-    place.textContent = error.status === 401 ? "API key needed" : "no answer from the server";
-    throw error;
-  } finally {
-    place.classList.toggle("warn", model === "");
-  }
-  return model;
+/** Shows what became of a request's prompt in the cache. */
+function showRequest(id) {
+  show("requests");
+  prompts.open(id);
 }
 
-/** The same where nobody waits for the name: what went wrong stands in the header. */
-const showModel = () => findModel().catch(() => {});
+/** Asks for the models where nobody waits for a name: what went wrong stands in the header. */
+const showModel = () => model.find().catch(() => {});
 
 for (const button of document.querySelectorAll("nav button")) {
   button.addEventListener("click", () => show(button.dataset.view));
 }
+// Where one view is shown at a time, the message field is there only with the chat.
+document.querySelector(".skip").addEventListener("click", () => { if (!byId("prompt").checkVisibility()) show("chat"); });
 wide.addEventListener("change", () => show(document.body.dataset.view));
 show("chat");
 // Where there is no mouse, focus would open the keyboard over the page.

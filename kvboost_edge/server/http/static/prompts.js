@@ -1,35 +1,17 @@
-/** The last requests of this key: what each found in the cache, what it computed, why, and the texts at that place. */
+/** The last requests of this key as a timeline: what each found in the cache, what computing the rest cost, and why. */
 
 import { ApiError, request } from "/static/api.js";
+import { CAUSES, causeInWords, SHAPES } from "/static/causes.js";
 import { button, byId, element } from "/static/dom.js";
-import { count, duration } from "/static/format.js";
+import { count, duration, percent } from "/static/format.js";
+import { PromptRow } from "/static/promptrow.js";
 
 const INTERVAL_MS = 2500;
 const LONGEST_PAUSE_MS = 16000;
 const PATIENCE_MS = 10000;
-const SHOWN = 20;
+const NEIGHBOURS = { ArrowUp: -1, ArrowDown: 1, Home: -Infinity, End: Infinity };
 
-/** The causes whose names say too little. */
-const WORDS = {
-  none: "all from the cache",
-  tail: "all but the last block",
-  new_text: "new text only",
-  first_seen: "nothing alike before",
-  changed_text: "another text",
-  tool_order: "tools in another order",
-  tools: "other tools",
-  thinking: "thinking left out",
-  retokenized: "same text, other tokens",
-};
-
-export const causeInWords = (cause) => WORDS[cause] ?? String(cause).replaceAll("_", " ");
-
-/** "16 from disk, 412 computed in 1.25 s" */
-export function inFigures({ hit_tokens: hits, reused_span_tokens: moved, computed_tokens: computed, seconds }) {
-  const found = Object.entries(hits ?? {}).filter(([, tokens]) => tokens > 0).map(([tier, tokens]) => `${count(tokens)} from ${tier}`);
-  if (moved > 0) found.push(`${count(moved)} reused at other positions`);
-  return [...found, `${count(computed)} computed in ${duration(1000 * seconds)}`].join(", ");
-}
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 export class Prompts {
   #key;
@@ -38,10 +20,15 @@ export class Prompts {
   #busy = false;
   #refused = false;
   #rows = new Map(); // by request; they stay, with what is open in them
+  #chips = new Map(); // by cause, in the order of CAUSES
+  #only = ""; // the one cause that is shown
+  #wanted = { id: "", lists: 0 }; // a request that is opened if one of the next lists has it
 
   /** `key()`: the API key. */
   constructor(key) {
     this.#key = key;
+    for (const cause of Object.keys(CAUSES)) this.#chip(cause);
+    byId("prompts").addEventListener("keydown", (event) => this.#move(event));
     document.addEventListener("visibilitychange", () => this.wake());
   }
 
@@ -49,10 +36,20 @@ export class Prompts {
   wake({ otherKey = false } = {}) {
     if (otherKey) {
       this.#refused = false;
+      this.#only = "";
       this.#show([]);
     }
     this.#pause = INTERVAL_MS;
     this.#schedule(0);
+  }
+
+  /** Opens a request, now or when the server lists it. */
+  open(id) {
+    this.#wanted = { id, lists: 2 };
+    this.#only = "";
+    this.#filter();
+    this.#goTo(id);
+    this.wake();
   }
 
   #schedule(delay) {
@@ -68,60 +65,124 @@ export class Prompts {
     try {
       const response = await request("/v1/requests", { key, signal: AbortSignal.timeout(PATIENCE_MS) });
       const { data, kept_seconds: kept } = await response.json();
-      if (key === this.#key()) this.#show(data.slice(0, SHOWN), kept);
+      if (key === this.#key()) this.#show(data, kept);
       this.#pause = INTERVAL_MS;
+      this.#say("live", false);
     } catch (error) {
       this.#refused = error instanceof ApiError && error.status === 401 && key === this.#key();
       this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
+      this.#say(this.#refused ? "API key needed" : error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", true);
     } finally {
       this.#busy = false;
     }
     this.#schedule(this.#pause);
   }
 
+  #say(text, wrong) {
+    const state = byId("prompts-state");
+    if (state.textContent !== text) state.textContent = text;
+    state.classList.toggle("warn", wrong);
+  }
+
   #show(requests, kept = 1) {
     const rows = new Map(requests.map((one) => [one.request_id, this.#rows.get(one.request_id) ?? this.#row(one)]));
     const list = byId("prompts");
-    for (const [id, row] of this.#rows) if (!rows.has(id)) row.remove();
+    for (const [id, { root }] of this.#rows) if (!rows.has(id)) root.remove();
     // A row that is moved would lose the keyboard.
-    [...rows.values()].forEach((row, place) => { if (list.children[place] !== row) list.insertBefore(row, list.children[place] ?? null); });
+    [...rows.values()].forEach(({ root }, place) => { if (list.children[place] !== root) list.insertBefore(root, list.children[place] ?? null); });
     this.#rows = rows;
     const none = kept > 0 ? "None yet." : "The server keeps no requests (--request-history 0).";
-    byId("prompts-note").textContent = requests.length > 0 ? "" : none;
+    byId("prompts-note").textContent = requests.length > 0 ? overall(requests) : none;
+    byId("prompts-legend").hidden = requests.length === 0;
+    this.#filter();
+    this.#draw();
+    if (this.#wanted.lists-- > 0) this.#goTo(this.#wanted.id);
   }
 
   #row(one) {
-    const details = element("div", { class: "prompt-texts", id: `why-${one.request_id}`, hidden: true });
-    const at = new Date(1000 * one.at).toLocaleTimeString("en-GB");
-    const bar = element("span", { class: "bar-track", "aria-hidden": "true" }, element("span"));
-    bar.firstChild.style.width = `${one.prompt_tokens > 0 ? 100 * (1 - one.computed_tokens / one.prompt_tokens) : 0}%`;
-    const opener = button("", () => this.#toggle(one.request_id, opener, details), {
-      class: "quiet prompt-row", "aria-expanded": "false", "aria-controls": details.id, "data-cause": one.cause,
+    const id = one.request_id;
+    return new PromptRow(one, {
+      load: async () => (await request(`/v1/requests/${encodeURIComponent(id)}/cache`, { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) })).json(),
+      goTo: (other) => this.#goTo(other),
     });
-    opener.append(element("span", { class: "prompt-head", text: `${at} · ${causeInWords(one.cause)}` }), element("span", { class: "note", text: inFigures(one) }), bar);
-    return element("li", {}, opener, details);
   }
 
-  async #toggle(id, opener, details) {
-    const open = opener.getAttribute("aria-expanded") !== "true";
-    opener.setAttribute("aria-expanded", String(open));
-    details.hidden = !open;
-    if (!open) return;
-    try {
-      const response = await request(`/v1/requests/${encodeURIComponent(id)}/cache`, { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) });
-      details.replaceChildren(...texts(await response.json()));
-    } catch (error) {
-      details.replaceChildren(element("p", { class: "note", text: error.status === 404 ? "This request is no longer kept." : "The server does not answer." }));
+  /** Whether the request is in the list; then it is open and has the keyboard. */
+  #goTo(id) {
+    const row = this.#rows.get(id);
+    if (row === undefined) return false;
+    this.#wanted.lists = 0;
+    this.#only = row.root.hidden ? "" : this.#only;
+    this.#filter();
+    row.toggle(true);
+    row.opener.focus();
+    row.root.scrollIntoView({ block: "nearest" });
+    return true;
+  }
+
+  /** Up, down, Home and End go from row to row; Escape closes the row the keyboard is in. */
+  #move(event) {
+    const rows = [...this.#rows.values()].filter(({ root }) => !root.hidden);
+    const at = rows.findIndex(({ root }) => root.contains(event.target));
+    if (at === -1 || event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.key === "Escape" && rows[at].isOpen) {
+      event.stopPropagation();
+      rows[at].toggle(false);
+      rows[at].opener.focus();
+    } else if (event.key in NEIGHBOURS && event.target === rows[at].opener) {
+      event.preventDefault();
+      rows[Math.max(0, Math.min(rows.length - 1, at + NEIGHBOURS[event.key]))].opener.focus();
+    }
+  }
+
+  /** Columns of seconds, the oldest first: a picture of the rows, which say the same in words. */
+  #draw() {
+    const rows = [...this.#rows.values()].reverse();
+    const most = Math.max(...rows.map(({ seconds }) => seconds), 1e-9);
+    byId("prompts-chart").hidden = rows.length < 2;
+    byId("prompts-most").textContent = `highest ${duration(1000 * most)}`;
+    byId("prompts-columns").replaceChildren(...rows.map((row) => {
+      const column = element("span", { class: `column ${row.kind}` }, element("span"));
+      column.firstChild.style.height = `${(100 * row.seconds) / most}%`;
+      column.classList.toggle("out", row.root.hidden);
+      return column;
+    }));
+  }
+
+  #chip(cause) {
+    const made = button("", () => {
+      this.#only = this.#only === cause ? "" : cause;
+      this.#filter();
+      this.#draw();
+    }, { class: "chip", "aria-pressed": "false", "data-cause": cause, hidden: true });
+    this.#chips.set(cause, made);
+    byId("prompts-causes").append(made);
+  }
+
+  /** Shows the rows of the chosen cause, and how often each cause was found and what it cost. */
+  #filter() {
+    const rows = [...this.#rows.values()];
+    for (const { cause, root } of rows) {
+      if (!this.#chips.has(cause)) this.#chip(cause);
+      root.hidden = this.#only !== "" && cause !== this.#only;
+    }
+    for (const [cause, chip] of this.#chips) {
+      const found = rows.filter((row) => row.cause === cause);
+      const kind = Object.keys(SHAPES).find((one) => found.some((row) => row.kind === one)) ?? "plain"; // the one most worth a look
+      chip.classList.toggle("look", kind === "look");
+      const text = `${SHAPES[kind]} ${count(found.length)} × ${causeInWords(cause)}, ${duration(1000 * sum(found.map(({ seconds }) => seconds)))}`;
+      if (chip.textContent !== text) chip.textContent = text;
+      chip.setAttribute("aria-pressed", String(cause === this.#only));
+      chip.hidden = found.length === 0 && cause !== this.#only;
     }
   }
 }
 
-function texts({ position, field, field_before: fieldBefore, text, text_before: before, normalised, request_id: id }) {
-  const where = `From token ${count(position)} on${field ? `, in ${field}` : ""}.`;
-  const put = normalised?.length > 0 ? ` Put back as it was: ${normalised.join(", ")}.` : "";
-  const shown = [["This request", text], [`Before${fieldBefore ? ` (${fieldBefore})` : ""}`, before]].filter(([, said]) => said);
-  return [
-    element("p", { class: "note", text: `${where}${put} ${id}` }),
-    ...shown.map(([name, said]) => element("figure", {}, element("figcaption", { text: name }), element("pre", { text: said }))),
-  ];
+/** "12 requests: 90 % of 10,000 prompt tokens from the cache, the rest computed in 1.25 s." */
+function overall(requests) {
+  const whole = sum(requests.map((one) => one.prompt_tokens));
+  const computed = sum(requests.map((one) => one.computed_tokens));
+  const seconds = sum(requests.map((one) => one.seconds));
+  const number = requests.length === 1 ? "One request" : `${count(requests.length)} requests`;
+  return `${number}: ${percent(whole > 0 ? 1 - computed / whole : 0)} of ${count(whole)} prompt tokens from the cache, the rest computed in ${duration(1000 * seconds)}.`;
 }

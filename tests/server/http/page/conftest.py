@@ -20,7 +20,8 @@ collect_ignore_glob = [] if find_chromium() else ["test_*.py"]
 STEP_SECONDS = 0.02
 PATIENCE_SECONDS = 15
 
-# In place of the server's chat: what is asked is kept, what is answered is said by the test, piece by piece.
+# In place of the server's chat: what is asked is kept, what is answered is said by the test, piece by piece. A
+# test may set window.requestId, the id of the answers.
 STAND_IN = """
   const fetchReally = window.fetch;
   window.asked = [];
@@ -31,7 +32,8 @@ STAND_IN = """
       window.say = (text) => controller.enqueue(new TextEncoder().encode(text));
       options.signal.addEventListener('abort', () => controller.error(options.signal.reason));
     };
-    return Promise.resolve(new Response(new ReadableStream({start})));
+    const headers = window.requestId ? {'x-request-id': window.requestId} : {};
+    return Promise.resolve(new Response(new ReadableStream({start}), {headers}));
   };
 """
 

@@ -1,4 +1,5 @@
-"""Writes docs/screenshots/*.png: the page with the bundled model, in light and dark, on a desk and on a phone.
+"""Writes docs/screenshots/*.png: the page with the bundled model, in light and dark, on a desk and on a phone; the
+chat with the live view, and the timeline of the last requests.
 
 .venv/bin/python tests/server/http/page/screenshots.py
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[4]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 FOLDER = ROOT / "docs" / "screenshots"
-STEP_SECONDS = 0.03
+STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003  # of a slow machine: each pass, each token in it
 DESK = {"viewport": {"width": 1280, "height": 860}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 1.5, "is_mobile": True, "has_touch": True}
 SETTINGS = {"temperature": "0", "max_tokens": "24"}
@@ -26,34 +28,98 @@ QUESTIONS = (
     "What is the festival of Mount Hanol?",
     "What is the code of North Rend?",
 )
+RULES = "You know what stands in this text and nothing else. Answer in one short sentence, in the words of the text."
+DAYS = ("Monday", "Tuesday")
 OTHERS = ("What is the hobby of Brot Gorbel?", "What is the mine of Lake Brilo?", "What is the home of Jaina Faisa?")
 
 
 def main() -> None:
     from browser import running_chromium
-    from kvboost_edge import CPUPagedEngine
-    from live_servers import serving
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
+    with running_chromium() as browser:
+        _pictures_of_the_chat(browser, document)
+        _pictures_of_the_requests(browser, document)
+
+
+def _pictures_of_the_chat(browser: Any, document: str) -> None:
+    with _served(num_blocks=400) as (engine, server):
+        for name, page in _pages(browser, server):
+            engine.reset_cache()
+            _settings(page, document)
+            with _company(engine, document):
+                _talk(page)
+                if name == "phone-dark":  # one picture of the narrow live view is enough
+                    page.click("nav [data-view=live]")
+                    page.wait_for_timeout(2500)
+                _save_shared(page, name)
+
+
+def _pictures_of_the_requests(browser: Any, document: str) -> None:
+    """A morning of somebody whose system message says what day it is, in a pool too small for all of it."""
     with (
-        CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=400, max_num_seqs=8) as engine,
-        serving(engine) as server,
-        running_chromium() as browser,
+        tempfile.TemporaryDirectory() as folder,
+        _served(num_blocks=110, disk_cache_dir=folder, reuse_gate="off") as (engine, server),
+        _slow(engine),
     ):
-        for scheme in ("light", "dark"):
-            for place, options in (("desk", DESK), ("phone", PHONE)):
-                engine.reset_cache()
-                page = browser.new_context(color_scheme=scheme, **options).new_page()
-                page.goto(server.base_url)
-                _settings(page, document)
-                with _company(engine, document):
-                    _talk(page)
-                    if (place, scheme) == ("phone", "dark"):  # one picture of the narrow live view is enough
-                        page.click("nav [data-view=live]")
-                        page.wait_for_timeout(2500)
-                    _save(page, f"{place}-{scheme}")
-                page.context.close()
+        changed = _ask_all_morning(server, document)
+        for name, page in _pages(browser, server):
+            page.click("nav [data-view=requests]")
+            page.click(f"[aria-controls=why-{changed}]")
+            page.locator(f"#why-{changed} ins").first.wait_for()
+            if name.startswith("phone"):
+                page.locator(f"[aria-controls=why-{changed}]").evaluate("(row) => row.scrollIntoView()")
+            _save(page, f"requests-{name}")
+
+
+def _ask_all_morning(server: Any, document: str) -> str:
+    """The id of the request whose day is another one."""
+    turns: list[dict[str, str]] = []
+
+    def ask(system: str, *said: str, **more: Any) -> str:
+        roles = ("user", "assistant") * len(said)
+        messages = [{"role": "system", "content": system}]
+        messages += [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0, **more}
+        answer = client.post("/v1/chat/completions", json=body)
+        answer.raise_for_status()
+        turns.append(answer.json()["choices"][0]["message"])
+        return str(answer.headers["x-request-id"])
+
+    monday, tuesday = (f"{RULES} Today is {day}.\n\n{document}" for day in DAYS)
+    other = document[len(document) // 2 :]
+    with server.client() as client:
+        ask(monday, QUESTIONS[0])
+        ask(monday, QUESTIONS[0], turns[-1]["content"], QUESTIONS[1])
+        ask(other, OTHERS[1])
+        ask(monday, QUESTIONS[2])
+        ask(f"Be brief. {document}", QUESTIONS[0], kvboost={"mode": "chunk_kv_reuse"})
+        changed = ask(tuesday, OTHERS[0])
+        ask(tuesday, OTHERS[0], turns[-1]["content"], OTHERS[1])
+    return changed
+
+
+@contextmanager
+def _served(**options: Any) -> Iterator[tuple[Any, Any]]:
+    from kvboost_edge import CPUPagedEngine
+    from live_servers import serving
+
+    with (
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", max_num_seqs=8, **options) as engine,
+        serving(engine) as server,
+    ):
+        yield engine, server
+
+
+def _pages(browser: Any, server: Any) -> Iterator[tuple[str, Any]]:
+    """The page on each device in each scheme: (name of its picture, page)."""
+    for scheme in ("light", "dark"):
+        for place, options in (("desk", DESK), ("phone", PHONE)):
+            page = browser.new_context(color_scheme=scheme, **options).new_page()
+            page.goto(server.base_url)
+            yield f"{place}-{scheme}", page
+            page.context.close()
 
 
 def _settings(page: Any, document: str) -> None:
@@ -73,39 +139,55 @@ def _talk(page: Any) -> None:
 
 
 @contextmanager
-def _company(engine: Any, document: str) -> Iterator[None]:
-    """Others ask about the same document meanwhile, slowly, so that blocks are shared while the picture is taken."""
-    forward, stop = engine._parts.runner.forward, threading.Event()
+def _slow(engine: Any) -> Iterator[None]:
+    """The model takes its time, as a larger one would."""
+    forward = engine._parts.runner.forward
 
     def slow_forward(batch: Any) -> Any:
-        time.sleep(STEP_SECONDS)
+        time.sleep(STEP_SECONDS + TOKEN_SECONDS * len(batch.token_ids))
         return forward(batch)
+
+    engine._parts.runner.forward = slow_forward
+    try:
+        yield
+    finally:
+        engine._parts.runner.forward = forward
+
+
+@contextmanager
+def _company(engine: Any, document: str) -> Iterator[None]:
+    """Others ask about the same document meanwhile, slowly, so that blocks are shared while the picture is taken."""
+    stop = threading.Event()
 
     def ask(question: str) -> None:
         messages = [{"role": "system", "content": document}, {"role": "user", "content": question}]
         while not stop.is_set():
             engine.generate(messages, max_new_tokens=60, temperature=1.2, stop_token_ids=[])
 
-    engine._parts.runner.forward = slow_forward
     threads = [threading.Thread(target=ask, args=(question,)) for question in OTHERS]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
+    with _slow(engine):
         for thread in threads:
-            thread.join()
-        engine._parts.runner.forward = forward
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
 
-def _save(page: Any, name: str) -> None:
+def _save_shared(page: Any, name: str) -> None:
+    """Once blocks are shared, where the picture shows them."""
     sharing = (
         "!document.querySelector('#live').checkVisibility() "
         "|| Number(document.querySelector('#count-shared').textContent)"
     )
     while not page.evaluate(sharing):
         page.wait_for_timeout(50)
+    _save(page, name)
+
+
+def _save(page: Any, name: str) -> None:
     path = FOLDER / f"{name}.png"
     page.screenshot(path=path)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e3:.0f} kB")

@@ -218,16 +218,15 @@ def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(visiting, l
     answering(visit, f"{long}\n```\n{'code ' * 60}\n```\n", usage={"prompt_tokens": 10_000, "completion_tokens": 5000})
     visit.ask(f"{long} question")
     visit.answer()
-    for view in ("chat", "live", "settings"):
+    views = ("chat", "live", "requests", "settings")
+    for view in views:
         page.tap(f"nav [data-view={view}]")
-        assert [page.is_visible(f"#{name}") for name in ("chat", "live", "settings")] == [
-            name == view for name in ("chat", "live", "settings")
-        ]
+        assert [page.is_visible(f"#{name}") for name in views] == [name == view for name in views]
         widest = page.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
         assert widest <= width
         out = page.evaluate(
             f"""[...document.querySelectorAll('#{view} *')].filter((e) => e.checkVisibility()
-            && !e.closest('pre, .sr') && e.getBoundingClientRect().right > {width} + 0.5)
+            && !e.closest('pre, .sr, .chips') && e.getBoundingClientRect().right > {width} + 0.5)
             .map((e) => e.outerHTML.slice(0, 80))"""
         )
         assert out == []
@@ -236,6 +235,15 @@ def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(visiting, l
             "&& e.getBoundingClientRect().height < 36).length"
         )
         assert small == 0
+
+
+def test_the_skip_link_leads_to_the_message_field_from_any_view(visiting, live_server):
+    page = visiting(live_server.base_url, viewport={"width": 320, "height": 640}).page
+    for view in ("live", "requests", "settings", "chat"):
+        page.click(f"nav [data-view={view}]")
+        page.focus(".skip")
+        page.keyboard.press("Enter")
+        expect(page.locator("#prompt")).to_be_focused()
 
 
 def test_the_colours_follow_the_system_until_chosen(visiting, live_server):

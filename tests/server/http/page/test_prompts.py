@@ -1,6 +1,9 @@
-"""The last requests on the page: what each found, why it computed, and the two texts; by mouse and by keyboard."""
+"""The timeline of the last requests: what each found, what the rest cost and why, the two texts; by mouse and keys."""
 
 from __future__ import annotations
+
+import json
+import re
 
 import httpx
 import pytest
@@ -9,6 +12,29 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.slow
 
 TEXT = "The mine of North Romin is nickel. Its owner is the town. " * 4 + "Today is {}. What does it mine?"
+# What the server would list: the latest first.
+LISTED = [
+    {"cause": "none", "prompt_tokens": 160, "hit_tokens": {"pool": 160}, "computed_tokens": 0, "seconds": 0.004},
+    {"cause": "other_position", "prompt_tokens": 400, "hit_tokens": {"pool": 40}, "reused_span_tokens": 320,
+     "computed_tokens": 40, "seconds": 0.3},
+    {"cause": "evicted", "prompt_tokens": 2000, "hit_tokens": {"pool": 200, "disk": 400, "redis": 400},
+     "computed_tokens": 1000, "seconds": 2.5},
+    {"cause": "changed_text", "prompt_tokens": 1000, "hit_tokens": {"pool": 960}, "computed_tokens": 40,
+     "seconds": 0.1},
+    {"cause": "changed_text", "prompt_tokens": 10_000, "hit_tokens": {"pool": 48}, "computed_tokens": 9952,
+     "seconds": 31.25},
+]  # fmt: skip
+BARE = {"reused_span_tokens": 0, "position": 0, "field": "", "field_before": "", "text": "", "text_before": "",
+        "compared_with": "", "evicted_from": [], "normalised": []}  # fmt: skip
+LISTED = [BARE | one | {"request_id": f"req-{number}", "at": 1e9 - number} for number, one in enumerate(LISTED)]
+DETAILS = {
+    "position": 48, "field": "message 0 (system)", "field_before": "message 0 (system)", "compared_with": "req-3",
+    "text": "Today is Tuesday.", "text_before": "Today is Monday.", "normalised": ["tools", "billing"],
+}  # fmt: skip
+NO_SIDEWAYS = "document.documentElement.scrollWidth <= window.innerWidth"
+OUTSIDE = """[...document.querySelectorAll('#requests *')].filter((e) => e.checkVisibility()
+  && !e.closest('.chips, .sr') && e.getBoundingClientRect().right > window.innerWidth + 0.5)
+  .map((e) => e.outerHTML.slice(0, 80))"""
 
 
 def ask(server, *days, **options):
@@ -18,43 +44,226 @@ def ask(server, *days, **options):
     ][-1].headers["x-request-id"]
 
 
+@pytest.fixture
+def listed(visiting, live_server):
+    """`listed(**options of the browser's context)`: the page with the requests of LISTED."""
+
+    def opened(**options):
+        visit = visiting(live_server.base_url, **options)
+        answer = {"object": "list", "data": LISTED, "kept_seconds": 60}
+        visit.page.route("**/v1/requests", lambda route: route.fulfill(json=answer))
+        details = LISTED[4] | DETAILS
+        visit.page.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=details))
+        visit.page.click("nav button[data-view=requests]")
+        expect(visit.page.locator(".prompt")).to_have_count(5)
+        return visit
+
+    return opened
+
+
 def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
-    ask(live_server, "Monday", "<b>Tuesday</b>")
-    row = visit.page.locator(".prompt-row").first
+    before = ask(live_server, "Monday")
+    changed = ask(live_server, "<b>Tuesday</b>")
+    visit.page.click("nav button[data-view=requests]")
+    row = visit.page.locator(f"[aria-controls=why-{changed}]")
     expect(row).to_contain_text("another text")
     expect(row).to_contain_text("from pool")
     row.focus()
     visit.page.keyboard.press("Enter")
-    texts = visit.page.locator("#prompts li").first.locator("pre")
-    expect(texts.first).to_contain_text("<b>Tuesday")
-    expect(texts.last).to_contain_text("Monday")
+    details = visit.page.locator(f"#why-{changed}")
+    expect(details.locator("del")).to_have_text("Monday")
+    expect(details.locator("ins").first).to_contain_text("<b>Tuesday")
+    expect(details.locator("pre").last).to_contain_text("Today is <b>Tuesday</b>.")
+    expect(details.locator(".prompt-said")).to_contain_text("“Monday” became “<b>Tuesday</b>”.")
+    expect(details).to_contain_text("Put what changes behind what stays the same.")
     ask(live_server, "Friday")
     expect(visit.page.locator(".prompt-row").nth(1)).to_be_focused()
-    expect(visit.page.locator(".prompt-row").nth(1)).to_have_attribute("aria-expanded", "true")
-    visit.page.keyboard.press("Enter")
-    expect(texts.first).to_be_hidden()
+    expect(row).to_be_focused()
+    expect(row).to_have_attribute("aria-expanded", "true")
+    details.get_by_role("button", name=before).click()
+    expect(visit.page.locator(f"[aria-controls=why-{before}]")).to_be_focused()
+    expect(visit.page.locator(f"#why-{before}")).to_be_visible()
+    row.click()
+    expect(details).to_be_hidden()
+
+
+def test_bars_costs_and_causes_are_those_of_the_server(listed):
+    page = listed().page
+    rows = page.locator(".prompt")
+    figures = [row.locator(".prompt-figures").inner_text() for row in rows.all()]
+    assert figures == [
+        "160 from pool, 0 of 160 tokens computed",
+        "40 from pool, 320 reused at other positions, 40 of 400 tokens computed",
+        "200 from pool, 400 from disk, 400 from redis, 1,000 of 2,000 tokens computed",
+        "960 from pool, 40 of 1,000 tokens computed",
+        "48 from pool, 9,952 of 10,000 tokens computed",
+    ]
+    parts = "(bar) => [...bar.children].map((part) => [part.className, part.style.width])"
+    assert rows.nth(2).locator(".prompt-bar").evaluate(parts) == [
+        ["fill pool", "10%"], ["fill disk", "20%"], ["fill redis", "20%"], ["fill computed", "50%"],
+    ]  # fmt: skip
+    assert rows.nth(1).locator(".prompt-bar").evaluate(parts)[1] == ["fill span", "80%"]
+    heads = [
+        row.locator(".prompt-cause").text_content() + row.locator(".prompt-cost").text_content() for row in rows.all()
+    ]
+    assert heads == [
+        "○all from the cachecost 4.0 ms", "●reused at other positionscost 300 ms", "▲evictedcost 2.50 s",
+        "●another textcost 100 ms", "▲another textcost 31.3 s",
+    ]  # fmt: skip
+    told = "evicted cost 2.50 s 200 from pool, 400 from disk, 400 from redis, 1,000 of 2,000 tokens computed"
+    expect(page.locator(".prompt-row").nth(2)).to_have_accessible_name(re.compile(told))
+    told = "5 requests: 19 % of 13,560 prompt tokens from the cache, the rest computed in 34.2 s."
+    expect(page.locator("#prompts-note")).to_have_text(told)
+    heights = page.locator("#prompts-columns > span > span").evaluate_all("(all) => all.map((one) => one.style.height)")
+    assert [round(float(height.rstrip("%")), 2) for height in heights] == [100, 0.32, 8, 0.96, 0.01]
+
+
+def test_one_cause_is_shown_alone(listed):
+    page = listed().page
+    chips = page.locator(".chip:visible")
+    assert chips.all_inner_texts() == [
+        "▲ 2 × another text, 31.4 s", "▲ 1 × evicted, 2.50 s", "● 1 × reused at other positions, 300 ms",
+        "○ 1 × all from the cache, 4.0 ms",
+    ]  # fmt: skip
+    chips.first.click()
+    expect(chips.first).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(".prompt:visible")).to_have_count(2)
+    expect(page.locator("#prompts-columns .out")).to_have_count(3)
+    chips.first.click()
+    expect(page.locator(".prompt:visible")).to_have_count(5)
+
+
+def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
+    visit = listed()
+    page, keyboard = visit.page, visit.page.keyboard
+    focused = "document.activeElement"
+    page.evaluate("document.querySelector('.skip').focus()")
+
+    def tab_to(selector):
+        for _ in range(40):
+            keyboard.press("Tab")
+            assert page.evaluate(f"getComputedStyle({focused}).outlineStyle") != "none"
+            if page.evaluate(f"{focused}.matches({json.dumps(selector)})"):
+                return
+        raise AssertionError(f"no way to {selector}")
+
+    tab_to("nav [data-view=requests]")
+    tab_to(".chip[data-cause=changed_text]")
+    keyboard.press("Space")
+    expect(page.locator(".prompt:visible")).to_have_count(2)
+    tab_to(".prompt-row")
+    keyboard.press("End")
+    expect(page.locator("[aria-controls=why-req-4]")).to_be_focused()
+    keyboard.press("ArrowDown")  # there is none below
+    keyboard.press("Enter")
+    details = page.locator("#why-req-4")
+    expect(details.locator("del")).to_have_text("Monday")
+    expect(details.locator("ins")).to_have_text("Tuesday")
+    facts = [line.split("\n") for line in details.locator(".facts > div").all_inner_texts()]
+    assert facts == [
+        ["Place", "token 48 of 10,000, in message 0 (system)"],
+        ["What helps", "Put what changes behind what stays the same."],
+        ["Put back as it was", "tools, billing"],
+        ["Compared with", "req-3"],
+        ["Request", "req-4"],
+    ]
+    tab_to(".facts .link")
+    keyboard.press("Escape")
+    expect(details).to_be_hidden()
+    expect(page.locator("[aria-controls=why-req-4]")).to_be_focused()
+    for key, number in (("ArrowUp", 3), ("ArrowDown", 4), ("Home", 3)):
+        keyboard.press(key)
+        expect(page.locator(f"[aria-controls=why-req-{number}]")).to_be_focused()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [(1280, 800), (360, 740)])
-def test_nothing_is_cut_off_on_any_screen(visiting, live_server, scheme, size):
-    request_id = ask(live_server, "Monday", "Tuesday" * 9)
-    options = {"viewport": {"width": size[0], "height": size[1]}, "color_scheme": scheme}
-    visit = visiting(live_server.base_url, **options)
-    visit.page.click("nav button[data-view=live]")
-    visit.page.click(f"[aria-controls=why-{request_id}]")
-    expect(visit.page.locator(f"#why-{request_id} pre").first).to_be_visible()
-    assert visit.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+@pytest.mark.parametrize("size", [(1280, 800), (320, 640)])
+def test_nothing_is_cut_off_on_any_screen(listed, scheme, size):
+    page = listed(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme).page
+    long = LISTED[4] | DETAILS | {"text": "t" * 400, "field": "tool 3 (" + "n" * 64 + ")", "compared_with": "c" * 64}
+    page.unroute("**/v1/requests/req-4/cache")
+    page.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=long))
+    page.click("[aria-controls=why-req-4]")
+    expect(page.locator("#why-req-4 pre").first).to_be_visible()
+    assert page.evaluate(NO_SIDEWAYS)
+    assert page.evaluate(OUTSIDE) == []
 
 
-def test_it_asks_only_while_it_can_be_seen(visit, live_server):
+def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
+    page = stand_in()
+    request_id = ask(live_server, "Sunday")
+    page.visit.page.evaluate("(id) => { window.requestId = id; }", request_id)
+    page.visit.ask("Hello")
+    page.asked(1)
+    page.deltas({"content": "Hi."})
+    page.end("stop", kvboost={"hit_tokens": {"pool": 0}, "miss_reason": "first_seen"})
+    page.visit.page.get_by_role("button", name="first seen: show this request").click()
+    expect(page.visit.page.locator(f"[aria-controls=why-{request_id}]")).to_be_focused()
+    expect(page.visit.page.locator(f"#why-{request_id} .facts")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("told", "captions", "said"),
+    [
+        ({"cause": "retokenized", "text": "same", "text_before": "same"}, ["Both requests"],
+         "The same text in other tokens."),
+        ({"cause": "tail", "text": "same", "text_before": "same"}, ["Both requests"], None),
+        ({"cause": "first_seen", "text": "new", "text_before": ""}, ["This request"], None),
+        ({"cause": "new_text", "text": "", "text_before": "old"}, ["Before, in message 0 (system)"], None),
+        ({"cause": "tools", "text": "", "text_before": ""}, [], None),
+    ],
+)  # fmt: skip
+def test_only_texts_that_differ_stand_side_by_side(listed, told, captions, said):
+    page = listed().page
+    page.unroute("**/v1/requests/req-4/cache")
+    page.route("**/v1/requests/req-4/cache", lambda route: route.fulfill(json=LISTED[4] | DETAILS | told))
+    page.click("[aria-controls=why-req-4]")
+    expect(page.locator("#why-req-4 .facts")).to_be_visible()
+    assert page.locator("#why-req-4 figcaption").all_inner_texts() == captions
+    expect(page.locator("#why-req-4 .prompt-said")).to_have_count(0 if said is None else 1)
+    assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
+
+
+def test_a_request_that_is_gone_says_so(listed):
+    visit = listed()
+    visit.expected_failures = ("404",)
+    visit.page.click("[aria-controls=why-req-0]")
+    expect(visit.page.locator("#why-req-0")).to_have_text("This request is no longer kept.")
+
+
+def test_no_key_sees_another_s(visiting, keyed_server):
+    first, second = ({"Authorization": f"Bearer {key}"} for key in keyed_server.keys)
+    ids = [ask(keyed_server, "Monday", headers=headers) for headers in (first, second)]
+    visit = visiting(keyed_server.base_url)
+    visit.expected_failures = ("401", "403")
+    page = visit.page
+    page.click("nav button[data-view=requests]")
+    expect(page.locator("#prompts-state")).to_have_text("API key needed")
+    for at, key in enumerate(keyed_server.keys):
+        page.click("nav button[data-view=settings]")
+        page.fill("#api-key", key)
+        page.press("#api-key", "Tab")
+        page.click("nav button[data-view=requests]")
+        expect(page.locator(f"[aria-controls=why-{ids[at]}]")).to_be_visible()
+        expect(page.locator(f"[aria-controls=why-{ids[1 - at]}]")).to_have_count(0)
+
+
+def test_it_asks_only_while_it_can_be_seen(visiting, live_server):
+    visit = visiting(live_server.base_url)
+    page = visit.page
+    page.clock.install()
     asked = []
-    visit.page.on("request", lambda request: asked.append(request.url) if "/v1/requests" in request.url else None)
-    visit.page.click("nav button[data-view=settings]")
-    visit.page.wait_for_timeout(100)
-    asked.clear()
-    visit.page.wait_for_timeout(3000)
+    page.on("request", lambda request: asked.append(request.url) if "/v1/requests" in request.url else None)
+    page.clock.run_for(10_000)
     assert asked == []
-    visit.page.click("nav button[data-view=live]")
-    visit.page.wait_for_timeout(300)
-    assert asked
+    with page.expect_response("**/v1/requests"):
+        page.click("nav button[data-view=requests]")
+        page.clock.run_for(1)
+    expect(page.locator("#prompts-state")).to_have_text("live")
+    with page.expect_response("**/v1/requests"):
+        page.clock.run_for(3000)
+    page.click("nav button[data-view=live]")
+    page.evaluate("fetch('/v1/models').then((response) => response.text())")  # by now an answer under way has come too
+    asked.clear()
+    page.clock.run_for(10_000)
+    assert asked == []

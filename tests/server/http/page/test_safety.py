@@ -137,6 +137,40 @@ def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
     _untouched(visit, 1)
 
 
+def test_requests_are_shown_as_they_are(visit):
+    page = visit.page
+    texts = ("request_id", "cause", "field", "field_before", "compared_with")
+    listed = [
+        dict.fromkeys(texts, payload)
+        | {"at": number, "prompt_tokens": payload, "computed_tokens": payload, "seconds": payload, "position": payload}
+        | {"hit_tokens": {payload: 7}, "evicted_from": [payload], "normalised": [payload]}
+        | {"text": payload, "text_before": PAYLOADS[number - 1]}
+        for number, payload in enumerate(PAYLOADS)
+    ]
+    page.route("**/v1/requests", lambda route: route.fulfill(json={"data": listed, "kept_seconds": 60}))
+    asked = []  # answered in the order in which they are opened
+
+    def answer(route) -> None:
+        asked.append(route.request.url)
+        route.fulfill(json=listed[len(asked) - 1])
+
+    page.route("**/v1/requests/**", answer)
+    page.click("nav button[data-view=requests]")
+    rows = page.locator(".prompt")
+    expect(rows).to_have_count(len(PAYLOADS))
+    for number, payload in enumerate(PAYLOADS):
+        rows.nth(number).locator(".prompt-row").click()
+        expect(rows.nth(number).locator(".facts code")).to_have_text(payload)
+        shown = rows.nth(number).locator("figure").last.locator("pre").evaluate("(e) => e.textContent")
+        assert shown == payload.replace("\u202e", "⟨U+202E⟩").replace("\u0000", "⟨U+0000⟩")
+    assert all(url.startswith(f"{visit.origin}/v1/requests/") for url in asked)
+    tags = "[...new Set([...document.querySelectorAll('#requests *')].map((e) => e.tagName))]"
+    plain = {"H2", "OL", "UL", "LI", "DL", "DT", "DD", "DEL", "INS", "FIGURE", "FIGCAPTION"}
+    assert set(page.evaluate(tags)) <= PLAIN_TAGS | plain
+    assert page.evaluate("window.hacked") is None
+    assert page.url.rstrip("/") == visit.origin
+
+
 def test_figures_of_the_wrong_type_are_not_markup(visit, answering):
     bad = PAYLOADS[4]
     usage = {"prompt_tokens": bad, "completion_tokens": bad, "prompt_tokens_details": {"cached_tokens": bad}}

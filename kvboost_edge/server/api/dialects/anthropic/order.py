@@ -20,6 +20,8 @@ from kvboost_edge.server.work.bridge import EncodedPrompt
 
 __all__ = ["count_tokens", "messages_order"]
 
+_PING_SECONDS = 10.0  # clients, and proxies before them, give up a stream that is silent for half a minute or more
+
 
 def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, ChatRequest]:
     """How to run the request, and the chat request that it is. For worker threads: bodies may be long."""
@@ -44,7 +46,7 @@ def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, Ch
 
     retention = None if pins_fit else max((mark.seconds for mark in marks), default=None)
     job = dataclasses.replace(order.job, encode=encode, params=params, retention=retention)
-    return dataclasses.replace(order, job=job), chat
+    return dataclasses.replace(order, job=job, ping_seconds=_PING_SECONDS), chat
 
 
 def count_tokens(state: ServerState, chat: ChatRequest, answers: KeptAnswers) -> int:

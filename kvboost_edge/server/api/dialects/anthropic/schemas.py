@@ -176,6 +176,7 @@ class MessagesRequest(Prompted):
     """With max_tokens 0 the prompt is computed, and cached, without an answer."""
 
     max_tokens: Annotated[int, bounded("max_tokens")]
+    return_progress: bool | None = Field(None, description="the pings of a stream say how far the prompt is")
     stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Annotated[float, bounded("anthropic_temperature")] | None = None

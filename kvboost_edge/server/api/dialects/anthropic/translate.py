@@ -50,6 +50,7 @@ def translated(body: Prompted) -> ChatRequest:
             "top_k": body.top_k,
             "stop": body.stop_sequences or None,
             "stream": body.stream,
+            "return_progress": body.return_progress,
         }
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "answer", "schema": body.output_config.format}

@@ -10,10 +10,11 @@ from typing import Any
 from starlette.types import Send
 
 from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.turn_writer import TurnWriter
-from kvboost_edge.server.api.usage import costs
+from kvboost_edge.server.api.usage import costs, progress_of
 from kvboost_edge.server.errors import error_body
 from kvboost_edge.server.state import ServerState
 from kvboost_edge.server.work.bridge import Running
@@ -62,6 +63,10 @@ class AnthropicWriter(TurnWriter):
     def events(self, send: Send) -> EventStream:
         self._stream = EventStream(send, lambda error: event(error_body(error, _PATH), "error"))
         return self._stream
+
+    def wait(self, index: int, progress: Progress) -> None:
+        told = {"prompt_progress": progress_of(progress)} if self._body.return_progress else {}
+        self._emit([{"type": "ping", **told}])
 
     def opened(self) -> None:
         prompt, cached = len(self.run.prompts[0].token_ids), self.run.handles[0].cached_tokens

@@ -109,6 +109,7 @@ class _Sampling(Strict):
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     return_tokens: bool | None = None
+    return_progress: bool | None = None
     grammar: Grammar | None = None
     json_schema: Schema | None = None
     cache_salt: CacheSalt | None = None

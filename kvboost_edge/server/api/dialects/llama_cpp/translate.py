@@ -26,7 +26,7 @@ FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _SAME = (
     *("seed", "presence_penalty", "frequency_penalty", "ignore_eos", "cache_prompt", "grammar", "json_schema"),
-    *("cache_salt", "stream"),
+    *("cache_salt", "stream", "return_progress"),
 )
 # The tokens before the prefix, before the suffix and before what is to be found, as families of models have them.
 _INFILL = (

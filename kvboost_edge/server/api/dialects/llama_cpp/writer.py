@@ -8,10 +8,11 @@ from typing import Any
 from starlette.types import Send
 
 from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turn_writer import TurnWriter
-from kvboost_edge.server.api.usage import costs
+from kvboost_edge.server.api.usage import costs, progress_of
 from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ServerState
@@ -48,11 +49,16 @@ class LlamaWriter(TurnWriter):
         self._ids.append(event.token_id)
         super().push(index, event)
 
+    def wait(self, index: int, progress: Progress) -> None:
+        self._piece("", prompt_progress=progress_of(progress))
+
     def told(self, parts: Sequence[Part]) -> None:
-        text = "".join(part.text for part in parts if isinstance(part, Content))
+        self._piece("".join(part.text for part in parts if isinstance(part, Content)))
+
+    def _piece(self, text: str, **more: Any) -> None:
         head = {"index": 0, "content": text, "tokens": self._new_ids(), "stop": False, "id_slot": -1}
-        evaluated = len(self.run.prompts[0].token_ids)
-        self._stream.add(event({**head, "tokens_predicted": len(self._ids), "tokens_evaluated": evaluated}))
+        counts = {"tokens_predicted": len(self._ids), "tokens_evaluated": len(self.run.prompts[0].token_ids)}
+        self._stream.add(event({**head, **counts, **more}))
 
     def closed(self, result: GenerationResult, reason: str) -> None:
         self._stream.add(event(self._final(result, reason, "", self._new_ids())))

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvboost_edge.kvcache.order import ONCE, CachedOrder
+from kvboost_edge.kvcache.eviction.order import ONCE, CachedOrder
 
 __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "TenantFloors"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvboost_edge.kvcache.order import RETAINED
+from kvboost_edge.kvcache.eviction.order import RETAINED
 
 __all__ = ["Uses"]
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvboost_edge.kvcache.order import AGAIN, ONCE, RETAINED, CachedOrder
+from kvboost_edge.kvcache.eviction.order import AGAIN, ONCE, RETAINED, CachedOrder
 
 
 @dataclasses.dataclass

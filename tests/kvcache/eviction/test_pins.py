@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
-from kvboost_edge.kvcache.eviction import TenantFloors
+from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import BLOCK_CACHED, BLOCK_REFERENCED, KVCacheManager
 from kvcache_cases import OTHER, ROOT, B, prefill
 

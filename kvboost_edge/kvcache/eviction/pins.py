@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.eviction.order import RETAINED
+from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, encode_tokens
-from kvboost_edge.kvcache.order import RETAINED
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
-from kvboost_edge.kvcache.uses import Uses
 
 __all__ = ["Pins"]
 

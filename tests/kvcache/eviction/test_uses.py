@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvboost_edge.kvcache.eviction import LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
+from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.uses import Uses
 from kvcache_cases import ROOT, B, prefill
 
 

@@ -1,0 +1,38 @@
+/** Why a prompt was read again, in words: what each cause is called, whether it is worth a look, and what helps. */
+
+/** By cause: its words, its kind ("look": something helps; "plain"; "good": nothing was lost), and what helps. */
+export const CAUSES = {
+  changed_text: ["another text", "look", "Put what changes behind what stays the same."],
+  tool_order: ["tools in another order", "look", "Send the tools in the same order every turn."],
+  tools: ["other tools", "look", "Send the same tools every turn, and restrict them with tool_choice."],
+  template: ["other template variables", "look", "Send the same chat_template_kwargs every turn."],
+  thinking: ["thinking left out", "look", "Send reasoning_content back with the answers."],
+  retokenized: ["same text, other tokens", "look", "Send answers back as they were."],
+  evicted: ["evicted", "look", "More memory for the pool, a disk tier, or a pin."],
+  not_kept: ["not kept", "look", "The earlier request still ran, or its mode keeps nothing."],
+  first_seen: ["nothing alike before", "plain", "Warm what many prompts begin with."],
+  other_position: ["reused at other positions", "plain", ""],
+  bypassed: ["cache not asked", "plain", "The mode or prompt_logprobs ask for computing."],
+  not_started: ["ended while it waited", "plain", ""],
+  not_compared: ["not compared", "plain", "The server keeps no requests (--request-history 0)."],
+  new_text: ["new text only", "good", ""],
+  tail: ["all but the last block", "good", ""],
+  none: ["all from the cache", "good", ""],
+};
+
+const LITTLE = 0.1; // of a prompt
+
+/** The shapes of the kinds: told apart without colours. */
+export const SHAPES = { look: "▲", plain: "●", good: "○" };
+
+export const causeInWords = (cause) => known(cause)?.[0] ?? String(cause).replaceAll("_", " ");
+
+/** The kind of a request: little that was computed is not worth a look whatever its cause. */
+export function kindOf({ cause, prompt_tokens: prompt, computed_tokens: computed }) {
+  const kind = known(cause)?.[1] ?? "plain";
+  return kind === "look" && computed <= LITTLE * prompt ? "plain" : kind;
+}
+
+export const whatHelps = (cause) => known(cause)?.[2] ?? "";
+
+const known = (cause) => (Object.hasOwn(CAUSES, cause) ? CAUSES[cause] : undefined);

@@ -1,0 +1,127 @@
+/** Which model is asked: the only one, or the one chosen in the chat's head; what state each is in. */
+
+import { request } from "/static/api.js";
+import { byId, element } from "/static/dom.js";
+import { load, save } from "/static/storage.js";
+
+const INTERVAL_MS = 2500;
+const LONGEST_PAUSE_MS = 16000;
+const PATIENCE_MS = 10000;
+const KEPT = "model";
+
+/** The models of /v1/models, each by its first name: [{id, state, failure}], state "" where the server says none. */
+export function different(listed) {
+  const roots = new Set();
+  const found = [];
+  for (const { id, root = id, state = "", failure = null } of listed) {
+    if (!roots.has(root)) found.push({ id: String(id), state: String(state), failure: failure === null ? "" : String(failure) });
+    roots.add(root);
+  }
+  return found;
+}
+
+const inWords = (state) => state.replaceAll("_", " ");
+
+/** What stands under the choice: nothing for a model that is loaded. */
+export function remark({ state, failure }) {
+  if (state === "" || state === "loaded") return "";
+  if (state === "loading") return "This model is being loaded.";
+  const next = "Your next message loads it.";
+  return failure === "" ? `This model is not loaded. ${next}` : `This model could not be loaded: ${failure}`;
+}
+
+export class ModelChoice {
+  #key;
+  #changed;
+  #models = [];
+  #chosen = null;
+  #timer = 0;
+  #pause = INTERVAL_MS;
+
+  /** `key()`: the API key. `changed()`: another model is asked, or its state is another one. */
+  constructor(key, changed) {
+    this.#key = key;
+    this.#changed = changed;
+    byId("model-choice").addEventListener("change", (event) => {
+      save(KEPT, event.target.value);
+      this.#take(this.#models);
+    });
+    document.addEventListener("visibilitychange", () => this.#schedule());
+  }
+
+  /** Whether the pool of the model can be looked at. */
+  get isLoaded() {
+    return this.#chosen === null || ["", "loaded"].includes(this.#chosen.state);
+  }
+
+  /** What follows an address that is about one model: nothing where there is only one. */
+  get query() {
+    return this.#chosen !== null && this.#models.length > 1 ? `?model=${encodeURIComponent(this.#chosen.id)}` : "";
+  }
+
+  /** Promise of the model's name; rejects with ApiError. */
+  async name() {
+    return this.#chosen?.id ?? this.find();
+  }
+
+  /** The same, asked of the server. */
+  async find() {
+    this.#chosen = null;
+    const place = byId("model");
+    try {
+      await this.#read();
+    } catch (error) {
+      place.textContent = error.status === 401 ? "API key needed" : "no answer from the server";
+      throw error;
+    } finally {
+      place.classList.toggle("warn", this.#chosen === null);
+    }
+    return this.#chosen.id;
+  }
+
+  async #read() {
+    const key = this.#key();
+    try {
+      const response = await request("/v1/models", { key, signal: AbortSignal.timeout(PATIENCE_MS) });
+      const models = different((await response.json()).data);
+      if (key === this.#key()) this.#take(models);
+      this.#pause = INTERVAL_MS;
+    } catch (error) {
+      this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
+      throw error;
+    } finally {
+      this.#schedule();
+    }
+  }
+
+  /** Of several models the states are read again, while somebody can see them. */
+  #schedule() {
+    clearTimeout(this.#timer);
+    if (this.#models.length < 2 || document.visibilityState !== "visible") return;
+    this.#timer = setTimeout(() => this.#read().catch(() => {}), this.#pause);
+  }
+
+  #take(models) {
+    const before = this.#chosen;
+    const kept = load(KEPT);
+    this.#models = models;
+    this.#chosen = models.find(({ id }) => id === kept) ?? models[0];
+    byId("model").textContent = this.#chosen.id;
+    this.#show();
+    if (before?.id !== this.#chosen.id || before.state !== this.#chosen.state) this.#changed();
+  }
+
+  #show() {
+    const choice = byId("model-choice");
+    byId("model-field").hidden = this.#models.length < 2;
+    if (choice.options.length !== this.#models.length) choice.replaceChildren(...this.#models.map(() => element("option")));
+    this.#models.forEach(({ id, state }, at) => {
+      const text = state === "" ? id : `${id} (${inWords(state)})`;
+      if (choice.options[at].textContent !== text) choice.options[at].textContent = text;
+      choice.options[at].value = id;
+    });
+    choice.value = this.#chosen.id;
+    const said = this.#models.length < 2 ? "" : remark(this.#chosen);
+    if (byId("model-remark").textContent !== said) byId("model-remark").textContent = said;
+  }
+}

@@ -1,0 +1,60 @@
+"""The simulator of routing, on a small scale: what must hold whatever a machine's speed is."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim_policies import POLICIES
+from sim_router import Faults, floor, simulate, workload
+
+REPLICAS = 4
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return workload("chats", REPLICAS, 0.7, 250)
+
+
+def test_a_workload_is_what_it_was_and_has_the_load_that_was_asked_for(trace):
+    assert trace == workload("chats", REPLICAS, 0.7, 250)
+    assert [one.at for one in trace] == sorted(one.at for one in trace)
+    assert len(workload("chats", 64, 0.7, 2000)) == 2000
+    unique = workload("unique", REPLICAS, 0.7, 250)
+    ids = [i for one in unique for i in (*one.prompt_ids, *one.output_ids)]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_requests_are_done_and_none_finds_more_than_there_ever_was(policy, trace):
+    outcome, _ = simulate(trace, REPLICAS, policy)
+    best = floor(trace)
+    assert outcome.num_done == len(trace)
+    assert outcome.prompt_tokens == best.prompt_tokens
+    assert 0 <= outcome.hit_tokens <= best.hit_tokens
+    assert (outcome.stray, outcome.unknown) == (0, 0)
+    assert len(outcome.ttft) == len(best.ttft)
+    assert sum(outcome.ttft) >= sum(best.ttft)
+
+
+def test_prefixes_are_found_where_they_are(trace):
+    """Bars for a short run, on the virtual clock: the same on every machine."""
+    ours, blind = (simulate(trace, REPLICAS, policy)[0] for policy in ("ours", "round robin"))
+    assert ours.hit_tokens > 1.5 * blind.hit_tokens
+    assert sorted(ours.ttft)[len(ours.ttft) // 2] < sorted(blind.ttft)[len(blind.ttft) // 2]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(lost=0.3), Faults(late=0.3), Faults(lost=0.2, late=0.2, dies_at=60.0, drains_at=90.0)],
+    ids=["lost", "late", "all"],
+)
+def test_lost_and_late_messages_and_a_death_cost_time_only(faults, trace):
+    outcome, made = simulate(trace, REPLICAS, "ours", faults)
+    assert outcome.num_done == len(trace)
+    assert outcome.stray == 0, "a request went to a replica that was gone"
+    assert outcome.unknown == 0, "when all was told, the router believed something else"
+    assert len(made.alive) == REPLICAS - 2 * (faults.dies_at is not None)
+
+
+def test_a_run_is_what_it_was(trace):
+    assert simulate(trace, REPLICAS, "ours")[0].ttft == simulate(trace, REPLICAS, "ours")[0].ttft

@@ -1,0 +1,170 @@
+"""The bar while a prompt is read: where it is drawn, what it says, and that nothing stays of it."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.test_remote import GOOD, Script, chunk
+from cli.test_remote import server as server
+from engine.fake_runner import fake_engine, runner_of
+from kvboost_edge.cli.chat import _remote
+from kvboost_edge.cli.remote import RemoteAnswer, RemoteChat
+from kvboost_edge.cli.render import PromptBar, progress_words
+from kvboost_edge.cli.session import answer
+from kvboost_edge.engine.progress import Progress
+from live_servers import wait_until
+
+HALF = Progress(4210, 1024, 2560, 3.1, 4.2)
+TOLD = {"total": 4210, "cache": 1024, "processed": 2560, "time_ms": 3100, "estimated_ms": 4200}
+ERASED = "\x1b[2K"
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt takes long enough."""
+    monkeypatch.setattr("kvboost_edge.cli.render._PATIENCE_SECONDS", 0.0)
+
+
+def terminal(**options: Any) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=100, **{"force_terminal": True, **options}), file
+
+
+def shown(file: io.StringIO) -> str:
+    """What was written, without colours and movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("progress", "words"),
+    [
+        (HALF, "2,560 of 4,210 tokens, about 4 s left"),
+        (Progress(10), "0 of 10 tokens"),
+        (Progress(90_000, 0, 10, 1.0, 600.0), "10 of 90,000 tokens, about 10 min left"),
+    ],
+)
+def test_what_it_says(progress: Progress, words: str) -> None:
+    assert progress_words(progress) == words
+
+
+def test_it_is_drawn_and_taken_away(at_once: None) -> None:
+    console, file = terminal()
+    before = threading.active_count()
+    with PromptBar(console) as bar:
+        bar.show(Progress(4210, seconds_left=9.0))
+        bar.show(HALF)
+        bar.close()
+        text = shown(file)
+        assert "waiting for a place" in text or "reading the prompt" in text
+        assert "2,560 of 4,210 tokens, about 4 s left" in text
+        assert file.getvalue().rstrip("\n").endswith(ERASED), "the line is empty again"
+        bar.show(HALF)
+        assert shown(file) == text, "it does not come back"
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("options", [{"force_terminal": False}, {"quiet": True}])
+def test_nothing_is_drawn_where_nobody_looks(at_once: None, options: dict[str, Any]) -> None:
+    console, file = terminal(**options)
+    with PromptBar(console) as bar:
+        assert not bar.is_wanted
+        bar.show(HALF)
+    assert not file.getvalue()
+
+
+def test_a_short_wait_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_edge.cli.render._PATIENCE_SECONDS", 3600.0)
+    console, file = terminal()
+    with PromptBar(console) as bar:
+        bar.show(HALF)
+    assert not file.getvalue()
+
+
+def test_a_model_here_is_followed_step_by_step(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_edge.cli.session._LOOK_SECONDS", 0.001)
+    console, file = terminal()
+    pieces: list[str] = []
+    with fake_engine(max_batch_tokens=32) as engine:
+        runner = runner_of(engine)
+
+        def until_drawn(batch: Any) -> None:
+            """A step of the prompt begins when the last one was drawn."""
+            if runner.computed < 96:
+                wait_until(lambda: f"{runner.computed} of 100 tokens" in shown(file), f"{runner.computed} to be drawn")
+
+        runner.on_forward = until_drawn
+
+        def write(piece: str) -> None:
+            assert file.getvalue().rstrip("\n").endswith(ERASED), "the bar is gone before the first text"
+            pieces.append(piece)
+
+        result = answer(engine, list(range(100)), {"max_new_tokens": 4}, write, console)
+    assert "".join(pieces) == result.output_text
+    assert "about" in shown(file)
+
+
+def test_a_prompt_that_is_interrupted_is_cancelled(at_once: None) -> None:
+    class Interrupted(Console):
+        """Ctrl-C comes while the bar is drawn."""
+
+        def print(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    go = threading.Event()
+    with fake_engine(max_batch_tokens=32) as engine:
+        runner_of(engine).on_forward = lambda batch: go.wait(30)
+        console = Interrupted(file=io.StringIO(), width=100, force_terminal=True)
+        with pytest.raises(KeyboardInterrupt):
+            answer(engine, list(range(100)), {"max_new_tokens": 4}, lambda piece: None, console)
+        go.set()
+        wait_until(lambda: engine.num_running() == engine.num_waiting() == 0, "the request to end")
+
+
+@pytest.mark.parametrize("owner", ["kvboost-edge", "llamacpp"])
+def test_a_server_is_asked_and_tells(server: Script, owner: str) -> None:
+    server.models = {"data": [{"id": "a-model", "owned_by": owner}]}
+    told = {name: number for name, number in TOLD.items() if owner == "kvboost-edge" or name != "estimated_ms"}
+    server.events = [chunk("", prompt_progress=told), *GOOD]
+    with RemoteChat(server.url) as remote:
+        first, *rest = remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True)
+    assert first == (HALF if owner == "kvboost-edge" else HALF._replace(seconds_left=None))
+    assert rest[:2] == ["Hel", "lo"]
+    assert isinstance(rest[-1], RemoteAnswer)
+    assert server.bodies[-1]["return_progress"] is True
+
+
+@pytest.mark.parametrize(
+    "models", [{"data": [{"id": "a-model", "owned_by": "openai"}]}, {"error": "none"}, {"data": 7}]
+)
+def test_a_server_that_might_refuse_is_not_asked(server: Script, models: Any) -> None:
+    server.models = models
+    with RemoteChat(server.url, model="a-model") as remote:
+        pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True))
+    assert pieces[:2] == ["Hel", "lo"]
+    assert "return_progress" not in server.bodies[-1]
+
+
+@pytest.mark.parametrize("told", [7, [], {}, {**TOLD, "total": "many"}, {**TOLD, "processed": None}, {"total": 1}])
+def test_what_is_no_progress_is_passed_over(server: Script, told: Any) -> None:
+    server.events = [chunk("", prompt_progress=told), *GOOD]
+    with RemoteChat(server.url) as remote:
+        pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}))
+    assert pieces[:2] == ["Hel", "lo"]
+
+
+def test_a_servers_progress_is_drawn_before_its_answer(server: Script, at_once: None) -> None:
+    server.models = {"data": [{"id": "a-model", "owned_by": "kvboost-edge"}]}
+    server.events = [chunk("", prompt_progress=TOLD), *GOOD]
+    console, file = terminal()
+    with RemoteChat(server.url) as remote:
+        message, _ = _remote(remote, {}, console).reply([{"role": "user", "content": "Hi"}], file.write)
+    assert message["content"] == "Hello"
+    assert "2,560 of 4,210 tokens, about 4 s left" in shown(file)
+    assert file.getvalue().endswith("Hello")
+    assert file.getvalue().removesuffix("Hello").rstrip("\n").endswith(ERASED)

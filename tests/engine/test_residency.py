@@ -1,0 +1,53 @@
+"""What an engine tells of its cache: the hashes that a router makes of the same prompts."""
+
+from __future__ import annotations
+
+import threading
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.kvcache.hashing import shared_root
+from kvboost_edge.serve_ray.routing.chain import prefix_hashes
+
+PROMPT = list(range(20, 70))  # three full blocks and a bit
+
+
+def test_a_router_finds_what_an_engine_tells():
+    with fake_engine(num_blocks=32) as engine:
+        size = engine.config.block_size
+        assert engine.take_cache_events().is_whole
+        for terms in ({}, {"tenant": "a"}, {"tenant": "a", "cache_salt": "s"}):
+            engine.generate(PROMPT, 2, **terms)
+            root = shared_root(engine.cache_root, terms.get("tenant"), terms.get("cache_salt"))
+            events = engine.take_cache_events()
+            assert not events.is_whole
+            # Of each tenant its own blocks and nobody else's.
+            assert set(events.published) == set(prefix_hashes(PROMPT, root, size))
+            assert events.evicted == ()
+        told = set(engine.take_cache_events(whole=True).published)
+        assert len(told) == 3 * (len(PROMPT) // size)
+        engine.reset_cache()
+        assert set(engine.take_cache_events().evicted) == told
+
+
+def test_events_may_be_asked_for_while_requests_run():
+    """From another thread, again and again: what was added up is what there is in the end."""
+    with fake_engine(num_blocks=16) as engine:
+        known = set(engine.take_cache_events().published)
+        done = threading.Event()
+
+        def work() -> None:
+            for number in range(40):
+                engine.generate([number, *PROMPT], 2)
+            done.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while True:
+            was_done = done.is_set()
+            events = engine.take_cache_events()
+            known = set(events.published) | (set() if events.is_whole else known - set(events.evicted))
+            if was_done:
+                break
+        thread.join()
+        assert known == set(engine.take_cache_events(whole=True).published)
+        assert known

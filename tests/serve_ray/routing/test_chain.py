@@ -1,0 +1,42 @@
+"""A prompt's chain: the engine's own hashes, the tenant's alone, and nothing that could be read back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.hashing import shared_root
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
+
+ROOT = b"r" * 32
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from([1, 4, 16]))
+def test_hashes_are_those_the_pool_publishes(tokens, size):
+    manager = KVCacheManager(64, size)
+    table = manager.open_table(tokens, ROOT)
+    manager.extend(table, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+    assert prefix_hashes(tokens, ROOT, size) == tuple(manager.content.chain(table))
+
+
+def test_tenants_have_no_key_in_common():
+    tokens = list(range(64))
+    roots = [shared_root(ROOT, tenant, salt) for tenant in (None, "a", "b") for salt in (None, "s")]
+    chains = [PromptChain.of(tokens, root, 16, "same key") for root in roots]
+    keys = [key for chain in chains for key in (*chain.keys, chain.cache_key)]
+    assert len(set(keys)) == len(keys) == 6 * 5
+
+
+def test_what_does_not_fit_is_refused():
+    hashes = prefix_hashes(range(40), ROOT, 16)
+    assert PromptChain.of_hashes(hashes, 40, 16) == PromptChain.of(range(40), ROOT, 16)
+    assert PromptChain.of(range(40), ROOT, 16).keys == tuple(map(key_of, hashes))
+    for num_tokens in (0, 31, 48):
+        with pytest.raises(RequestError, match="do not fit"):
+            PromptChain.of_hashes(hashes, num_tokens, 16)
+    with pytest.raises(RequestError, match="token ids"):
+        prefix_hashes([2**32], ROOT, 1)

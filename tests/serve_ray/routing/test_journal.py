@@ -1,0 +1,60 @@
+"""A replica's batches: whoever asks, however seldom, knows in the end what the replica holds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_edge.kvcache.events import CacheEvents
+from kvboost_edge.serve_ray.routing.journal import Journal
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor
+
+
+def hash_of(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "little") + bytes(24)
+
+
+def keys(data: bytes) -> set[int]:
+    return {int.from_bytes(data[at : at + KEY_BYTES], "little") for at in range(0, len(data), KEY_BYTES)}
+
+
+changes = st.tuples(st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))
+
+
+@given(st.lists(st.tuples(changes, st.sets(st.integers(0, 2))), max_size=30), st.integers(1, 12))
+def test_every_asker_knows_what_is_held(steps, max_changes):
+    """Three askers, each asks after some of the steps; few changes are kept, so some are told everything."""
+    journal, held = Journal(max_changes), set()
+    known = [(NOTHING_KNOWN, set()) for _ in range(3)]
+    for (is_whole, came, left), askers in steps:
+        left = set() if is_whole else left - came
+        held = came if is_whole else (held | came) - left
+        journal.add(CacheEvents(is_whole, tuple(map(hash_of, came)), tuple(map(hash_of, left))))
+        for asker in askers:
+            cursor, told = known[asker]
+            batches = journal.since(cursor)
+            assert all(batch.is_whole for batch in batches[:-1]) or not batches[0].is_whole
+            for batch in batches:
+                assert not keys(batch.published) & keys(batch.evicted)
+                assert batch.is_whole or batch.serial == cursor.serial + 1
+                told = keys(batch.published) | (set() if batch.is_whole else told - keys(batch.evicted))
+                cursor = Cursor(batch.epoch, batch.serial)
+            known[asker] = cursor, told
+            assert told == held
+            assert journal.since(cursor) == []
+
+
+def test_nothing_new_makes_no_batch_but_the_first():
+    journal = Journal(epoch=5)
+    assert journal.since(NOTHING_KNOWN) == []
+    assert journal.add(CacheEvents(True, (), ())) == (5, 0, False, b"", b"")
+    assert journal.add(CacheEvents(False, (), (hash_of(1),))) is None
+    assert journal.add(CacheEvents(False, (hash_of(1),), ())).serial == 1
+    assert journal.add(CacheEvents(True, (hash_of(1),), ())) is None
+    assert [batch.is_whole for batch in journal.since(Cursor(6, 1))] == [True]
+    assert [batch.serial for batch in journal.since(Cursor(5, 0))] == [1]
+    assert [batch.is_whole for batch in journal.since(Cursor(5, 9))] == [True]  # knows more than there is
+
+
+def test_two_lives_have_two_epochs():
+    assert len({Journal().add(CacheEvents(True, (), ())).epoch for _ in range(4)} - {0}) == 4

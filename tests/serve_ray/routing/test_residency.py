@@ -1,0 +1,220 @@
+"""The map of beliefs under lost, late, repeated and mixed batches: equal to the replicas' own once they told all."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kvcache.events import CacheEvents
+from kvboost_edge.serve_ray.routing.journal import Journal
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch
+from kvboost_edge.serve_ray.routing.residency import Level, Residency
+
+QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
+SECONDS = 10.0
+slots = st.integers(0, 2)
+key_sets = st.sets(st.integers(0, 15), max_size=6)
+
+
+def hash_of(key: int) -> bytes:
+    return key.to_bytes(KEY_BYTES, "little") + bytes(24)
+
+
+def batch_of(
+    serial: int, published: list[int], evicted: tuple[int, ...] = (), *, epoch: int = 1, is_whole: bool = False
+):
+    packed = [b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys) for keys in (published, evicted)]
+    return EventBatch(epoch, serial, is_whole, *packed)
+
+
+class Replicas(RuleBasedStateMachine):
+    """Three replicas whose caches change; their batches are kept back, lost, repeated, and come in any order."""
+
+    @initialize(max_entries=st.sampled_from([6, 1000]))
+    def start(self, max_entries: int) -> None:
+        self.map = Residency(max_entries, SECONDS)
+        self.bounded = max_entries == 6
+        self.now = 0.0
+        self.held: list[set[int]] = []
+        self.journals: list[Journal] = []
+        self.underway: list[list[EventBatch]] = []
+        for slot in range(3):
+            self.map.open(slot)
+            self.held.append(set())
+            self.journals.append(Journal(8, epoch=1 + slot))
+            self.underway.append([])
+
+    @rule(slot=slots, came=key_sets, left=key_sets)
+    def change(self, slot: int, came: set[int], left: set[int]) -> None:
+        self.held[slot] = (self.held[slot] | came) - (left - came)
+        events = CacheEvents(False, tuple(map(hash_of, came)), tuple(map(hash_of, left - came)))
+        batch = self.journals[slot].add(events)
+        if batch is not None:
+            self.underway[slot].append(batch)
+
+    @rule(slot=slots, number=st.integers(0, 20), keep=st.booleans())
+    def deliver(self, slot: int, number: int, keep: bool) -> None:
+        """Any batch that is underway; kept, it comes again."""
+        if self.underway[slot]:
+            number %= len(self.underway[slot])
+            batch = self.underway[slot][number] if keep else self.underway[slot].pop(number)
+            self.map.apply(slot, batch, self.now)
+
+    @rule(slot=slots)
+    def lose(self, slot: int) -> None:
+        self.underway[slot].clear()
+
+    @rule(slot=slots)
+    def resync(self, slot: int) -> None:
+        """Ask from where the map says: then it knows exactly what the replica holds."""
+        for batch in self.journals[slot].since(self.map.cursor(slot)):
+            assert self.map.apply(slot, batch, self.now)
+        told = {key for key, is_told in self.map.keys_of(slot).items() if is_told}
+        assert told == {key for key in self.held[slot] if not key & self.map._coarse}
+
+    @rule(slot=slots)
+    def restart(self, slot: int) -> None:
+        """Another process in its place; batches of the old one may still come."""
+        self.journals[slot] = Journal(8, epoch=self.journals[slot]._epoch + 10)
+        self.journals[slot].add(CacheEvents(True, (), ()))
+        self.held[slot] = set()
+
+    @rule(slot=slots)
+    def replace(self, slot: int) -> None:
+        """It is gone, and another one gets its slot."""
+        self.map.close(slot)
+        self.map.open(slot)
+        self.underway[slot].clear()
+        assert self.map.keys_of(slot) == {}
+        assert self.map.cursor(slot) == NOTHING_KNOWN
+
+    @rule(slot=slots, keys=st.lists(st.integers(0, 15), max_size=6, unique=True))
+    def send(self, slot: int, keys: list[int]) -> None:
+        self.map.believe(slot, keys, 0, self.now)
+        assert set(self.map.keys_of(slot)) >= {key for key in keys if not key & self.map._coarse}
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, SECONDS + 1]))
+    def time_goes_by(self, seconds: float) -> None:
+        self.now += seconds
+        self.map.expire(self.now)
+        if seconds > SECONDS:
+            for slot in range(3):
+                assert all(self.map.keys_of(slot).values()), "only what was told lasts"
+
+    @invariant()
+    def map_agrees(self) -> None:
+        if not hasattr(self, "map"):
+            return
+        self.map.check()
+        for slot in range(3):
+            if self.map.cursor(slot) == NOTHING_KNOWN:
+                assert not any(self.map.keys_of(slot).values()), "with a gap nothing is taken as told"
+
+    @invariant()
+    def map_is_bounded(self) -> None:
+        """Each change sweeps one slot: while it grows too much, half of it goes."""
+        if getattr(self, "bounded", False):
+            for _ in range(20):
+                self.map.believe(0, (), 0, self.now)
+            assert self.map.num_entries <= 6
+
+
+def test_beliefs_follow_whatever_comes() -> None:
+    run_state_machine_as_test(
+        Replicas, settings=settings(max_examples=60 if QUICK else 400, stateful_step_count=30, deadline=None)
+    )
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 40))
+def test_levels_say_who_holds_how_much(depths, length):
+    """Replica i holds the first depths[i] blocks; where there are few enough levels, exactly that comes out."""
+    known, keys = Residency(10**6, SECONDS), list(range(100, 100 + length))
+    depths = [min(depth, length) for depth in depths]
+    for slot, depth in enumerate(depths):
+        known.open(slot)
+        assert known.apply(slot, batch_of(0, keys[:depth]), 0.0)
+    levels = known.levels(keys)
+    assert [level.num_blocks for level in levels] == sorted({level.num_blocks for level in levels})
+    found = [max((n for n, holders in levels if holders >> slot & 1), default=0) for slot in range(len(depths))]
+    step = -(-length // 32)
+    assert all(depth - step < known_depth <= depth for known_depth, depth in zip(found, depths, strict=True))
+    if step == 1:
+        expected = [Level(d, sum(1 << i for i, own in enumerate(depths) if own >= d)) for d in sorted({*depths} - {0})]
+        assert levels == expected
+
+
+def test_a_gap_is_seen_and_doubted_and_healed():
+    known = Residency(1000, SECONDS)
+    known.open(0)
+    assert known.apply(0, batch_of(0, [1, 2]), 0.0)
+    assert known.apply(0, batch_of(0, [9]), 0.0), "repeated: nothing changes"
+    assert known.keys_of(0) == {1: True, 2: True}
+    assert not known.apply(0, batch_of(2, [3], (2,)), 1.0)
+    assert known.cursor(0) == NOTHING_KNOWN
+    assert known.keys_of(0) == {1: False, 3: False}, "2 left for certain, the others are likely"
+    assert not known.apply(0, batch_of(1, [7]), 2.0), "late"
+    assert known.apply(0, batch_of(2, [1, 3, 4], is_whole=True), 3.0)
+    assert known.keys_of(0) == {1: True, 3: True, 4: True}
+    known.expire(100.0)
+    assert known.keys_of(0) == {1: True, 3: True, 4: True}
+
+
+def test_doubts_expire_where_nobody_heals_them():
+    known = Residency(1000, SECONDS)
+    known.open(0)
+    known.apply(0, batch_of(0, [1, 2]), 0.0)
+    known.apply(0, batch_of(5, [3]), 1.0)
+    known.expire(1.0 + SECONDS)
+    assert known.keys_of(0) == {}
+    assert (known.num_entries, known.num_blocks) == (0, 0)
+
+
+def test_what_is_sent_is_believed_renewed_and_forgotten():
+    known = Residency(1000, SECONDS)
+    known.open(0)
+    known.believe(0, [1, 2], 0, 0.0)
+    known.believe(0, [1, 2, 3], 2, 1.0)  # soon after: 1 and 2 last until 10
+    known.believe(0, [1, 2, 3], 3, 8.0)  # late: all last until 18
+    known.expire(12.0)
+    assert set(known.keys_of(0)) == {1, 2, 3}
+    known.expire(18.0)
+    assert known.keys_of(0) == {}
+
+
+def test_a_prefix_is_still_found_in_a_coarse_map():
+    """Keys as hashes are, random: what is left of a chain says nearly how long it is."""
+    keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 2001)]
+    known = Residency(600, SECONDS)
+    for slot in range(2):
+        known.open(slot)
+        known.apply(slot, batch_of(0, keys[: 1000 * (slot + 1)]), 0.0)
+    for _ in range(20):
+        known.believe(0, (), 0, 0.0)
+    assert known.num_entries <= 600
+    known.check()
+    found = known.levels(keys)
+    assert 900 <= found[0].num_blocks <= 1000
+    assert found[0].holders == 0b11
+    assert 1800 <= found[-1].num_blocks <= 2000
+    assert found[-1].holders == 0b10
+
+
+@pytest.mark.parametrize(
+    ("max_entries", "seconds"), [(0, 1.0), (1, 0.0), (1, math.inf), (1, math.nan)], ids=["none", "zero", "inf", "nan"]
+)
+def test_bounds_that_are_none_are_refused(max_entries, seconds):
+    with pytest.raises(ConfigError, match=r"max_entries|believed_seconds"):
+        Residency(max_entries, seconds)
+
+
+def test_a_batch_that_is_cut_is_refused():
+    known = Residency(10, SECONDS)
+    known.open(0)
+    with pytest.raises(ConfigError, match="7 bytes"):
+        known.apply(0, EventBatch(1, 0, False, b"1234567", b""), 0.0)

@@ -1,0 +1,254 @@
+"""Where requests go: the least expected time, against a plain sum of it; stable homes; nobody who is not there."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_edge.kvcache.hashing import shared_root
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch, ReplicaReport
+from kvboost_edge.serve_ray.routing.router import PrefixRouter
+
+SPEED = 1e-3
+ROOT = b"r" * 32
+
+
+def chain(keys: list[int], num_tokens: int | None = None, cache_key: int | None = None) -> PromptChain:
+    """Of blocks of 16 tokens, and one token more."""
+    return PromptChain(tuple(keys), num_tokens or 16 * len(keys) + 1, 16, cache_key)
+
+
+def told(keys: list[int], serial: int = 0) -> list[EventBatch]:
+    return [EventBatch(1, serial, True, b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys), b"")]
+
+
+def report(serial: int = 0, **figures: float) -> ReplicaReport:
+    return ReplicaReport(serial=serial, **{"seconds_per_token": SPEED, **figures})
+
+
+def router_of(num_replicas: int, **options: float) -> PrefixRouter:
+    router = PrefixRouter(**options)
+    router.set_members(f"r{number}" for number in range(num_replicas))
+    for number in range(num_replicas):
+        router.take_report(f"r{number}", report(), 0.0)
+    return router
+
+
+def first(router: PrefixRouter, prompt: PromptChain, now: float = 0.0) -> str:
+    return router.choose(prompt, now)[0].replica_id
+
+
+replicas = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 900), st.integers(0, 20), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(replicas, st.integers(1, 30), st.booleans())
+def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
+    """(blocks held, tokens queued, requests running, draining, asked for) of each; the sums are written out here."""
+    router, keys = router_of(len(figures)), list(range(1000, 1000 + length))
+    sums, allowed = {}, []
+    for number, (held, queued, running, draining, asked) in enumerate(figures):
+        name, held = f"r{number}", min(held, length)
+        router.take_events(name, told(keys[:held]), 0.0)
+        router.take_report(
+            name, report(1, queued_tokens=queued, num_running=running, decode_seconds=0.01, is_draining=draining), 0.0
+        )
+        missing = 16 * (length - held) + 1
+        own = missing * SPEED / (1 - running / 512)
+        if not draining and (asked or not among_only):
+            allowed.append(name)
+            sums[name] = queued * SPEED + own + 0.01, own, held, missing
+    among = [f"r{number}" for number, one in enumerate(figures) if one[4]] if among_only else None
+    choices = router.choose(chain(keys), 0.0, among, count=len(figures))
+    assert sorted(choice.replica_id for choice in choices) == sorted(allowed)
+    for choice in choices:
+        seconds, _, held, missing = sums[choice.replica_id]
+        assert choice.expected_seconds == pytest.approx(seconds)
+        assert (choice.matched_tokens, choice.missing_tokens) == (16 * held, missing)
+    if choices:
+        ranks = {name: seconds + own / 2 for name, (seconds, own, _, _) in sums.items()}
+        least = min(ranks.values())
+        assert ranks[choices[0].replica_id] <= least * 1.02 + 1e-3 + 1e-9
+        near = [name for name, rank in ranks.items() if rank <= least * 1.02 + 1e-3 - 1e-9]
+        assert sums[choices[0].replica_id][2] >= max((sums[name][2] for name in near), default=0)
+    router.check()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "remove", "drain", "route", "tell"]), st.integers(0, 7)), max_size=60)
+)
+def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
+    router, members, draining = PrefixRouter(), set(), set()
+    for now, (what, number) in enumerate(steps):
+        name, prompt = f"r{number}", chain([number, number + 1])
+        if what == "add":
+            router.add(name)
+            draining -= {name} - members
+            members.add(name)
+        elif what == "remove":
+            router.remove(name)
+            members.discard(name)
+        elif what == "drain":
+            router.take_report(name, report(now, is_draining=True), now)
+            draining |= {name} & members
+        elif what == "tell":  # of one who is gone: nothing happens
+            assert router.take_events(name, told([number], serial=now), now)
+        choices = router.choose(prompt, now, count=8)
+        assert {choice.replica_id for choice in choices} == members - draining
+        for choice in choices[:1]:
+            router.note_routed(choice, prompt, now)
+        router.check()
+    router.set_members(["r1", "x"])
+    assert set(router.members()) == {"r1", "x"}
+    router.check()
+
+
+def test_an_identical_prompt_goes_where_the_first_one_went():
+    router, prompt = router_of(50), chain(list(range(40)))
+    choice = router.choose(prompt, 0.0)[0]
+    router.note_routed(choice, prompt, 0.0)
+    again = router.choose(prompt, 100.0)[0]
+    assert (again.replica_id, again.missing_tokens) == (choice.replica_id, 1)
+    assert router.choose(prompt, 500.0)[0].missing_tokens == prompt.num_tokens, "nobody told that it is there"
+
+
+def test_a_prompt_that_leaves_no_token_to_compute_computes_its_last():
+    router, prompt = router_of(2), chain(list(range(4)), num_tokens=64)
+    router.take_events("r1", told(list(range(4))), 0.0)
+    choice = router.choose(prompt, 0.0)[0]
+    assert (choice.replica_id, choice.matched_tokens, choice.missing_tokens) == ("r1", 63, 1)
+
+
+def test_cold_prefixes_have_a_home_that_all_routers_agree_on():
+    """Two routers that know nothing of each other; the home moves only for what lived with the one who left."""
+    routers = [router_of(20), PrefixRouter()]
+    routers[1].set_members(f"r{number}" for number in reversed(range(20)))
+    prompts = [chain([1000 + number, 7, 8]) for number in range(400)]
+    homes = [[first(router, prompt) for prompt in prompts] for router in routers]
+    assert homes[0] == homes[1]
+    counts = collections.Counter(homes[0])
+    assert len(counts) == 20
+    assert max(counts.values()) < 3 * 400 / 20
+    routers[0].remove("r3")
+    after = [first(routers[0], prompt) for prompt in prompts]
+    assert [now for now, before in zip(after, homes[0], strict=True) if before != "r3"] == [
+        home for home in homes[0] if home != "r3"
+    ]
+
+
+def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
+    """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait, is worth a home."""
+    router, head = router_of(10), list(range(30))
+    used = collections.Counter()
+    for number in range(6):
+        prompt = chain([*head, *range(500 + 10 * number, 510 + 10 * number)])
+        choice = router.choose(prompt, 0.0)[0]
+        router.note_routed(choice, prompt, 0.0)
+        used[choice.replica_id] += 1
+    assert 1 < len(used) < 5
+    later = router.choose(chain([*head, 900]), 60.0)[0]
+    assert later.replica_id in used
+    assert later.missing_tokens == 17
+
+
+def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
+    router, prompt = router_of(1), chain(list(range(100)))
+    cold = router.choose(prompt, 0.0)[0]
+    router.note_routed(cold, prompt, 0.0)
+    other = chain([5000])
+    waits = [router.choose(other, now)[0].expected_seconds for now in (0.0, 1.0, 5.0)]
+    assert waits == pytest.approx([1.601 + 0.017, 0.601 + 0.017, 0.017])
+    router.take_report("r0", report(1), 0.01)  # made before the request arrived: it still counts
+    assert router.choose(other, 0.01)[0].expected_seconds == pytest.approx(1.601 + 0.017)
+    router.take_report("r0", report(2, queued_tokens=400), 1.0)
+    assert router.choose(other, 1.0)[0].expected_seconds == pytest.approx(0.4 + 0.017)
+    router.take_report("r0", report(1, queued_tokens=9999), 1.0)  # late
+    assert router.choose(other, 1.0)[0].expected_seconds == pytest.approx(0.4 + 0.017)
+
+
+def test_what_never_arrived_does_not_wait():
+    router, prompt = router_of(1), chain(list(range(100)))
+    choice = router.choose(prompt, 0.0)[0]
+    router.note_routed(choice, prompt, 0.0)
+    router.note_not_started(choice)
+    router.note_not_started(choice)  # once is enough
+    assert router.choose(chain([5000]), 0.0)[0].expected_seconds == pytest.approx(0.017)
+
+
+@pytest.mark.parametrize(
+    "full", [{"num_running": 4, "max_running": 4}, {"num_running": 1, "free_blocks": 2}], ids=["places", "blocks"]
+)
+def test_a_full_replica_waits_for_somebody_to_leave(full):
+    router, keys = router_of(2), list(range(20))
+    router.take_events("r0", told(keys[:10]), 0.0)
+    assert first(router, chain(keys)) == "r0"
+    router.take_report("r0", report(1, answer_seconds=8.0, **full), 0.0)
+    assert first(router, chain(keys)) == "r1"
+
+
+def test_a_cache_key_biases_and_does_not_bind():
+    router = router_of(20)
+    prompts = [PromptChain.of([number] * 40, ROOT, 16, "mine") for number in range(30)]
+    homes = {first(router, prompt) for prompt in prompts}
+    assert len(homes) == 1, "prompts with nothing in common meet where their key is at home"
+    other = PromptChain.of([1] * 40, shared_root(ROOT, "b", None), 16, "mine")
+    assert other.cache_key != prompts[0].cache_key, "another tenant's key of that name is another key"
+    router.take_report(homes.pop(), report(1, queued_tokens=10_000), 0.0)
+    assert len({first(router, prompt) for prompt in prompts}) == 1, "all move together"
+
+
+def test_a_tenant_learns_nothing_of_another():
+    """What one tenant has cached changes neither the other's choice nor its figures."""
+    tokens = list(range(160))
+    mine, theirs = (PromptChain.of(tokens, shared_root(ROOT, tenant, None), 16) for tenant in "ab")
+    alone, beside = router_of(8), router_of(8)
+    beside.take_events("r5", told(list(theirs.keys)), 0.0)
+    assert beside.choose(theirs, 0.0)[0][:2] == ("r5", 160 - 1)
+    assert beside.choose(mine, 0.0, count=8) == alone.choose(mine, 0.0, count=8)
+
+
+def test_prompts_of_less_than_a_block_go_anywhere():
+    router = router_of(10)
+    used = set()
+    for _ in range(60):
+        choice = router.choose(chain([], num_tokens=5), 0.0)[0]
+        router.note_routed(choice, chain([], num_tokens=5), 0.0)
+        used.add(choice.replica_id)
+    assert len(used) == 10
+
+
+def test_nobody_there_is_no_choice():
+    router = PrefixRouter()
+    assert router.choose(chain([1]), 0.0) == []
+    router.add("a")
+    assert router.cursor("a") == NOTHING_KNOWN
+    assert router.choose(chain([1]), 0.0, among=["b"]) == []
+    assert router.num_entries() == 0
+    assert router.num_bytes() > 0
+
+
+def test_a_new_replica_is_as_fast_as_the_others():
+    router = router_of(3)
+    for number, speed in enumerate((1e-3, 4e-3, 9e-3)):
+        router.take_report(f"r{number}", report(1, seconds_per_token=speed), 0.0)
+    router.add("new")
+    choices = router.choose(chain([1]), 0.0, among=["new"])
+    assert choices[0].expected_seconds == pytest.approx(17 * 4e-3)
+
+
+def test_many_holders_and_few_give_the_same_depths():
+    """Holders are read in two ways, by their number; here a hundred replicas hold ever less of a chain."""
+    router, keys = router_of(100), list(range(24))
+    for number in range(100):
+        router.take_events(f"r{number}", told(keys[: number % 25]), 0.0)
+    choices = router.choose(chain(keys), 0.0, count=100)
+    assert {c.replica_id: c.matched_tokens for c in choices} == {f"r{n}": 16 * (n % 25) for n in range(100)}
+    assert np.all(np.diff([choice.missing_tokens for choice in choices]) >= 0)

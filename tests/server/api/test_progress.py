@@ -1,0 +1,387 @@
+"""Progress before the first token: a server whose model takes one step when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvboost_edge.server.api import generation
+from kvboost_edge.server.api.dialects.anthropic import order
+from live_servers import HeldForward, LiveServer, serving, wait_until
+
+MODEL = "kvboost-edge/demo"
+CHUNK = 64  # tokens a step
+PROMPT = [number % 200 for number in range(300)]
+CHAT = [{"role": "user", "content": "The mill grinds corn. " * 20}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3},
+    "/completion": {"prompt": PROMPT, "n_predict": 3},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 3},
+}
+FIGURES = {"total", "cache", "processed", "time_ms", "estimated_ms"}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from kvboost_edge import CPUPagedEngine
+
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=256, max_num_seqs=2, max_batch_tokens=CHUNK, reuse_gate="off"
+    ) as engine:
+        engine.generate("warm", max_new_tokens=2)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Any) -> Iterator[LiveServer]:
+    with serving(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def held(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldForward]:
+    """Each step waits until the test lets it go; who asks hears of progress a hundred times a second."""
+    monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr("kvboost_edge.engine.pace._BOARD_SECONDS", 0.0)
+    server.engine.reset_cache()
+    runner = server.engine._core._runner
+    before, held = runner.forward, HeldForward(server.engine)
+    yield held
+    held.release()
+    runner.forward = before
+    wait_until(server.idle, "the server to be idle")
+
+
+class Told:
+    """A stream that is read as it comes: the data of its events, and what they said of progress."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self._lines = answer.iter_lines()
+        self.events: list[Any] = []
+        self.progress: list[dict[str, Any]] = []
+
+    def next(self) -> Any:
+        """The next event, None at the end."""
+        for line in self._lines:
+            if line.startswith("data: {"):
+                self.events.append(json.loads(line.removeprefix("data: ")))
+                if "prompt_progress" in self.events[-1]:
+                    self.progress.append(self.events[-1]["prompt_progress"])
+                return self.events[-1]
+        return None
+
+    def until(self, processed: int, *, newer: bool = False) -> dict[str, Any]:
+        """Read on until so much is processed."""
+        last: dict[str, Any] = {}
+        while last.get("processed") != processed:
+            assert self.next() is not None, f"the stream ended before {processed} tokens were there"
+            last = self.progress[-1] if "prompt_progress" in self.events[-1] else last
+        return last
+
+    def rest(self) -> None:
+        while self.next() is not None:
+            pass
+
+
+@contextlib.contextmanager
+def asking(server: LiveServer, path: str, **more: Any) -> Iterator[Told]:
+    body = {**PATHS[path], "stream": True, "return_progress": True, "temperature": 0, **more}
+    with server.client(headers={}) as client, client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        yield Told(answer)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_follows_the_prompt_step_by_step(server: LiveServer, held: HeldForward, path: str) -> None:
+    with asking(server, path) as told:
+        first = told.until(0)
+        total = first["total"]
+        assert first["estimated_ms"] is None or first["estimated_ms"] > 0
+        left = []
+        for done in range(CHUNK, total, CHUNK):
+            held.step()
+            told.until(done)
+            left.append(told.progress[-1]["estimated_ms"])
+        held.release()
+        told.rest()
+    assert all(set(one) == FIGURES and one["total"] == total for one in told.progress)
+    processed = [one["processed"] for one in told.progress]
+    assert processed == sorted(processed)
+    assert all(one["cache"] <= one["processed"] for one in told.progress)
+    times = [one["time_ms"] for one in told.progress]
+    assert times == sorted(times)
+    last = told.progress[-1]
+    assert (last["processed"], last["estimated_ms"]) == (total, 0)
+    assert all(number is not None and number >= 0 for number in left)
+    # All of it came before the first token.
+    where = [number for number, event in enumerate(told.events) if "prompt_progress" in event]
+    assert where == list(range(len(where)))
+    assert len(told.events) > len(where)
+
+
+def test_the_estimate_falls_as_the_prompt_is_read(server: LiveServer, held: HeldForward) -> None:
+    """Every step here takes what the test says, so the rest of the prompt is known."""
+    pace = server.engine._core._pace
+    observe, pace._recent = pace.observe, {}
+    pace.observe = lambda plan, seconds: observe(plan, 0.01 * sum(one.stop - one.start for one in plan.work))
+    try:
+        with asking(server, "/v1/completions") as told:
+            left = []
+            for done in range(CHUNK, len(PROMPT), CHUNK):
+                held.step()
+                left.append(told.until(done)["estimated_ms"])
+            held.release()
+            told.rest()
+    finally:
+        pace.observe = observe
+        pace._recent, pace._known = {}, []
+    assert left == pytest.approx([10 * (len(PROMPT) - done) for done in range(CHUNK, len(PROMPT), CHUNK)], abs=2)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_chunks_are_llama_cpps(server: LiveServer, held: HeldForward, path: str) -> None:
+    with asking(server, path, stream_options={"include_usage": True}) as told:
+        told.until(0)
+        held.release()
+        told.rest()
+    for event in told.events[: len(told.progress)]:
+        assert set(event) == {
+            *("id", "object", "created", "model", "system_fingerprint", "choices", "prompt_progress", "usage"),
+        }
+        assert event["usage"] is None
+        (choice,) = event["choices"]
+        content = {"text": ""} if "text" in choice else {"delta": {"role": "assistant", "content": None}}
+        assert choice == {"index": 0, **content, "logprobs": None, "finish_reason": None}
+    assert told.events[-1]["usage"]["prompt_tokens"] == told.progress[-1]["total"]
+    assert told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == told.progress[-1]["cache"] == 0
+
+
+def test_pieces_of_a_completion_are_llama_cpps(server: LiveServer, held: HeldForward) -> None:
+    with asking(server, "/completion", return_tokens=True) as told:
+        told.until(0)
+        held.release()
+        told.rest()
+    for event, progress in zip(told.events, told.progress, strict=False):
+        head = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": -1}
+        counts = {"tokens_predicted": 0, "tokens_evaluated": len(PROMPT)}
+        assert event == {**head, **counts, "prompt_progress": progress}
+    assert len(told.events[-1]["tokens"]) <= 3
+
+
+def test_what_the_cache_has_is_processed_at_once(server: LiveServer, held: HeldForward) -> None:
+    held.release()
+    with asking(server, "/v1/completions") as told:
+        told.rest()
+    with asking(server, "/v1/completions", stream_options={"include_usage": True}) as told:
+        told.rest()
+    last = told.progress[-1]
+    assert last["cache"] == told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 288
+    assert last["processed"] == last["total"] == len(PROMPT)
+
+
+def test_a_prompt_that_is_read_quickly_has_one_event(
+    server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 60)
+    held.release()
+    with asking(server, "/v1/chat/completions") as told:
+        told.rest()
+    assert len(told.progress) == 1
+    assert told.progress[0]["processed"] == told.progress[0]["total"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", [None, False])
+def test_nothing_is_told_to_who_does_not_ask(server: LiveServer, held: HeldForward, path: str, value: Any) -> None:
+    held.release()
+    with asking(server, path, return_progress=value) as told:
+        told.rest()
+    assert told.events
+    assert not told.progress
+    assert not any(event.get("type") == "ping" for event in told.events)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_it_changes_nothing_about_the_answer(server: LiveServer, held: HeldForward, path: str) -> None:
+    """Whole answers have no progress, as llama.cpp's have none: the field is taken and does nothing."""
+    held.release()
+    asked, plain = [], []
+    for found, value in ((asked, True), (plain, False)):
+        with asking(server, path, return_progress=value) as told:
+            told.rest()
+        found += [event for event in told.events if "prompt_progress" not in event]
+    assert texts(asked) == texts(plain)
+    body = {**PATHS[path], "temperature": 0}
+    with server.client() as client:
+        wholes = [client.post(path, json={**body, "return_progress": value}) for value in (True, False)]
+    assert [whole.status_code for whole in wholes] == [200, 200]
+    assert [set(whole.json()) for whole in wholes] == [set(wholes[1].json())] * 2
+    assert "prompt_progress" not in wholes[0].text
+
+
+def texts(events: list[Any]) -> str:
+    """What is said in a stream of any of the APIs."""
+    found = ""
+    for event in events:
+        for choice in event.get("choices", ()):
+            found += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        found += event.get("content") or (event.get("delta") or {}).get("text") or ""
+    return found
+
+
+def test_one_that_waits_in_the_queue_hears_so(server: LiveServer, held: HeldForward) -> None:
+    running = [{"prompt": [at, *PROMPT], "max_tokens": 2, "ignore_eos": True} for at in range(2)]
+    with contextlib.ExitStack() as stack:
+        before = []
+        for body in running:
+            before.append(stack.enter_context(asking(server, "/v1/completions", **body)))
+            before[-1].until(0)
+        held.step()
+        wait_until(lambda: server.engine.num_running() == 2, "both places to be taken")
+        told = stack.enter_context(asking(server, "/v1/completions", prompt=[7, *PROMPT]))
+        for _ in range(5):
+            assert told.next()["prompt_progress"]
+        held.step(2)  # steps are measured now
+        while told.progress[-1]["estimated_ms"] is None:
+            told.next()
+        waiting = told.progress[-1]
+        assert (waiting["cache"], waiting["processed"], waiting["time_ms"]) == (0, 0, 0)
+        assert waiting["estimated_ms"] > 0
+        assert set(waiting) == FIGURES, "nothing tells of others"
+        held.release()
+        for one in (*before, told):
+            one.rest()
+    assert told.progress[-1]["processed"] == len(PROMPT) + 1
+    assert told.progress[-1]["time_ms"] > 0
+
+
+def test_several_prompts_are_told_apart(server: LiveServer, held: HeldForward) -> None:
+    prompts = [PROMPT, [1, *PROMPT[:200]]]
+    with asking(server, "/v1/completions", prompt=prompts, n=2) as told:
+        told.until(0)
+        for _ in range(12):
+            held.step()
+        held.release()
+        told.rest()
+    found: dict[int, list[dict[str, Any]]] = {}
+    for event in told.events:
+        if "prompt_progress" in event:
+            found.setdefault(event["choices"][0]["index"], []).append(event["prompt_progress"])
+    assert set(found) == {0, 2}
+    for index, prompt in ((0, prompts[0]), (2, prompts[1])):
+        processed = [one["processed"] for one in found[index]]
+        assert processed == sorted(processed)
+        assert found[index][-1]["processed"] == found[index][-1]["total"] == len(prompt)
+        own = [event for event in told.events if event.get("choices") and event["choices"][0]["index"] == index]
+        where = [number for number, event in enumerate(own) if "prompt_progress" in event]
+        assert where == list(range(len(where))), "before the first token of that prompt"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_who_leaves_while_the_prompt_is_read_frees_all_within_a_step(
+    server: LiveServer, held: HeldForward, path: str
+) -> None:
+    with asking(server, path) as told:
+        held.step()
+        told.until(CHUNK)
+    held.step()  # the one that was running
+    wait_until(server.idle, "its blocks to be free")
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/v1/chat/completions", lambda event: event["error"]["code"]),
+        ("/v1/completions", lambda event: event["error"]["code"]),
+        ("/completion", lambda event: event["error"]["code"]),
+        ("/v1/messages", lambda event: event["error"]["type"]),
+    ],
+)
+def test_an_error_behind_the_first_event_is_an_event(
+    server: LiveServer, held: HeldForward, path: str, error: Any
+) -> None:
+    with asking(server, path) as told:
+        told.until(0)
+        for ticket in list(server.state.admission.tickets):
+            loop_call(server, ticket)
+        held.release()
+        told.rest()
+    assert error(told.events[-1]) in ("shutting_down", 503, "overloaded_error")
+    assert not texts(told.events[:-1])
+
+
+def loop_call(server: LiveServer, ticket: Any) -> None:
+    """End a request as a shutdown does, in the server's own thread."""
+    from kvboost_edge.server.errors import ShuttingDown
+
+    ticket._task.get_loop().call_soon_threadsafe(ticket.cancel, ShuttingDown())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_known_before_keeps_its_status(server: LiveServer, held: HeldForward, path: str) -> None:
+    wrong = (
+        {"prompt": PROMPT * 400} if "prompt" in PATHS[path] else {"messages": [{**CHAT[0], "content": "x " * 70000}]}
+    )
+    with server.client() as client:
+        answer = client.post(path, json={**PATHS[path], **wrong, "stream": True, "return_progress": True})
+    assert answer.status_code == 400
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_openais_client_reads_on(server: LiveServer, held: HeldForward) -> None:
+    held.release()
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        stream = client.chat.completions.create(
+            model="kvboost-edge/demo",
+            messages=CHAT,
+            max_tokens=3,
+            stream=True,
+            extra_body={"return_progress": True},
+            temperature=0,
+        )
+        chunks = list(stream)
+    found = [chunk.model_extra["prompt_progress"] for chunk in chunks if "prompt_progress" in (chunk.model_extra or {})]
+    assert found
+    assert found[-1]["processed"] == found[-1]["total"]
+    assert chunks[-1].choices[0].finish_reason
+
+
+def test_a_silent_stream_of_messages_has_pings(
+    server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being asked, so that clients and proxies wait on; they say nothing more."""
+    monkeypatch.setattr(order, "_PING_SECONDS", 0.01)
+    with asking(server, "/v1/messages", return_progress=None) as told:
+        for _ in range(3):
+            assert told.next() == {"type": "ping"}
+        held.release()
+        told.rest()
+    kinds = [event["type"] for event in told.events if event["type"] != "ping"]
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    first = next(number for number, event in enumerate(told.events) if event["type"] != "ping")
+    assert all(event["type"] != "ping" for event in told.events[first:])
+
+
+def test_anthropics_client_waits_on(server: LiveServer, held: HeldForward) -> None:
+    anthropic = pytest.importorskip("anthropic")
+
+    async def read() -> tuple[str, int]:
+        async with anthropic.AsyncAnthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
+            extra = {"return_progress": True}
+            async with client.messages.stream(model=MODEL, messages=CHAT, max_tokens=3, extra_body=extra) as stream:
+                held.release()
+                message = await stream.get_final_message()
+                return message.type, message.usage.output_tokens
+
+    kind, tokens = asyncio.run(read())
+    assert kind == "message"
+    assert 1 <= tokens <= 3

@@ -1,0 +1,114 @@
+"""Several models in one server: chosen in the chat's head, each with its state; requests and the live view follow."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.slow
+
+SMALL, LARGE = "kvboost-edge/demo", "large <b>model</b>"
+
+
+def model(name: str, state: str = "loaded", failure: str | None = None, **more) -> dict:
+    return {"id": name, "object": "model", "root": name, "state": state, "failure": failure} | more
+
+
+class Several:
+    """A page whose server says it has `models`, and what pools it was asked for."""
+
+    def __init__(self, made) -> None:
+        self.made, self.page = made, made.visit.page
+        self.models: list[dict] = [model(SMALL), model(LARGE, "not_loaded")]
+        self.pools: list[str] = []
+        self.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": self.models}))
+        self.page.route("**/v1/blocks*", self._pool)
+        self.page.clock.install()
+        self.page.reload()
+        expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
+
+    def _pool(self, route) -> None:
+        self.pools.append(route.request.url.split("/v1/blocks")[1])
+        route.continue_()
+
+    def tells(self, *models: dict) -> None:
+        """The states are others, and the page reads them."""
+        self.models = list(models)
+        with self.page.expect_response("**/v1/models"):
+            self.page.clock.run_for(2500)
+
+
+@pytest.fixture
+def several(stand_in):
+    return Several(stand_in())
+
+
+def test_one_model_needs_no_choice(visit):
+    assert visit.page.is_hidden("#model-choice")
+    assert visit.page.inner_text("#model") == "kvboost-edge/demo"
+
+
+def test_other_names_of_one_model_are_no_choice(modules):
+    listed = [model("a"), model("b", root="a"), model("c", "loading", "no room"), {"id": "d"}, {"id": "e", "root": "a"}]
+    assert modules.module("models", "return it.different(argument);", listed) == [
+        {"id": "a", "state": "loaded", "failure": ""},
+        {"id": "c", "state": "loading", "failure": "no room"},
+        {"id": "d", "state": "", "failure": ""},
+    ]
+
+
+def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
+    page, choice = several.page, several.page.get_by_label("Model", exact=True)
+    assert choice.locator("option").all_inner_texts() == [f"{SMALL} (loaded)", f"{LARGE} (not loaded)"]
+    several.made.visit.ask("One")
+    assert several.made.asked(1)["model"] == SMALL
+    several.made.end("stop")
+    choice.select_option(value=LARGE)
+    expect(page.locator("#model")).to_have_text(LARGE)
+    expect(page.locator("#model-remark")).to_have_text("This model is not loaded. Your next message loads it.")
+    several.made.visit.ask("Two")
+    assert several.made.asked(2)["model"] == LARGE
+    several.tells(model(SMALL), model(LARGE, "loading"))
+    expect(page.locator("#model-remark")).to_have_text("This model is being loaded.")
+    expect(choice.locator("option").last).to_have_text(f"{LARGE} (loading)")
+    several.made.end("stop")
+    several.tells(model(SMALL), model(LARGE))
+    expect(page.locator("#model-remark")).to_be_empty()
+    several.tells(model(SMALL), model(LARGE, "not_loaded", "it needs <i>9 GB</i>"))
+    expect(page.locator("#model-remark")).to_have_text("This model could not be loaded: it needs <i>9 GB</i>")
+    page.reload()
+    expect(choice).to_have_value(LARGE)
+    several.tells(model("another"), model(SMALL))
+    expect(choice).to_have_value("another")
+    several.tells(model(SMALL))
+    expect(choice).to_be_hidden()
+    expect(page.locator("#model")).to_have_text(SMALL)
+
+
+def test_the_live_view_is_that_of_the_chosen_model(several):
+    page, choice = several.page, several.page.get_by_label("Model", exact=True)
+    state = page.locator("#live-state")
+    several.made.visit.until("document.getElementById('live-state').textContent === 'live'")
+    assert several.pools[-1] == "?model=kvboost-edge%2Fdemo"
+    choice.select_option(value=LARGE)
+    page.clock.run_for(1)
+    expect(state).to_have_text("not loaded")
+    page.evaluate("fetch('/v1/models').then((response) => response.text())")  # by now an answer under way has come too
+    several.pools.clear()
+    page.clock.run_for(2000)
+    assert several.pools == []
+    with page.expect_request("**/v1/blocks?model=large*"):
+        several.tells(model(SMALL), model(LARGE))
+        page.clock.run_for(1)
+
+
+def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
+    made = Several(stand_in(viewport={"width": 320, "height": 640}))
+    made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))
+    page = made.page
+    page.focus("#model-choice")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#model-remark")).to_contain_text("could not be loaded: www")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    out = "[...document.querySelectorAll('.chat-head *')].filter((e) => e.getBoundingClientRect().right > 320).length"
+    assert page.evaluate(out) == 0

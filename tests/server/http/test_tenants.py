@@ -1,0 +1,124 @@
+"""What one API key never learns of another: each route that shows something of requests answers as if the other's were
+not there, and each API has its own 401."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api_bodies import ASKED, READ, asked, error_text
+from kvboost_edge.server.http.middleware import ADMIN_PATHS
+from live_servers import ADMIN_KEY, KEYS, LiveServer
+
+SECRET = "The first tenant's secret is the word marmalade"
+OPEN = ("/", "/health", "/ready", "/version")
+SHOWING = [(path, method) for path, method in READ if path not in ADMIN_PATHS | set(OPEN) and "/static/" not in path]
+
+
+@pytest.fixture
+def keys(keyed_server: LiveServer) -> Iterator[list[httpx.Client]]:
+    """Clients of the two tenants."""
+    clients = [keyed_server.client(headers={"x-api-key": key}) for key in KEYS]
+    yield clients
+    for client in clients:
+        client.close()
+
+
+def named(path: str, name: str) -> str:
+    return re.sub(r"\{.*?\}", name, path)
+
+
+def without_ids(answer: httpx.Response, name: str) -> tuple[int, str, list[str]]:
+    """What can be compared of two answers: status, text without the id that was asked for, and headers."""
+    passing = ("x-request-id", "request-id", "date", "content-length")
+    headers = sorted(f"{key}: {value}" for key, value in answer.headers.items() if key not in passing)
+    return answer.status_code, answer.text.replace(name, "ID"), headers
+
+
+def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys: list[httpx.Client]) -> None:
+    mine, other = keys
+    asked_of = mine.post("/v1/responses", json={"input": SECRET, "max_output_tokens": 2, "user": "marmalade"})
+    assert asked_of.status_code == 200
+    names = {"response": asked_of.json()["id"], "request": asked_of.headers["x-request-id"]}
+    for path, method in SHOWING:
+        kind = "response" if "response_id" in path else "request"
+        if "{" not in path or "{name" in path:
+            answer = other.request(method, path)
+            assert not {"marmalade", *names.values()} & set(re.findall(r"[\w-]+", answer.text)), path
+            continue
+        name = names[kind]
+        unknown = name[:-8] + "00000000"
+        theirs, nobodys = (other.request(method, named(path, one)) for one in (name, unknown))
+        assert theirs.status_code == 404, path
+        assert without_ids(theirs, name) == without_ids(nobodys, unknown), path
+    body = {"input": "x", "max_output_tokens": 1}
+    theirs, nobodys = (
+        other.post("/v1/responses", json={**body, "previous_response_id": one})
+        for one in (names["response"], names["response"][:-8] + "00000000")
+    )
+    assert theirs.status_code == nobodys.status_code == 404
+    for path, method in SHOWING:
+        if "{" in path and "{name" not in path and method == "GET":
+            kind = "response" if "response_id" in path else "request"
+            assert mine.get(named(path, names[kind])).status_code == 200, path
+
+
+@pytest.mark.parametrize("path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))])
+def test_nothing_of_an_answer_tells_what_another_key_asked(keys: list[httpx.Client], path: str) -> None:
+    """The second tenant's answer to what the first has asked, its counts and its cause, is as to what nobody has."""
+    mine, other = keys
+
+    def told(client: httpx.Client, color: str) -> Any:
+        text = f"{color} is the color of {path}. {SECRET}. " * 3
+        more = {"stream": False} if path.startswith("/api/") else {}
+        answer = client.post(path, json=asked(path, text, tokens=1, **more))
+        assert answer.status_code in (200, 400), answer.text
+        last = client.get("/v1/requests/last/cache")
+        return answer.status_code, cached_in(answer.json()), last.json().get("cause")
+
+    for color in ("Red", "Red"):
+        told(mine, color)
+    told(other, "Tan")  # what all its prompts begin with, such as a template's words, is in its cache
+    assert told(other, "Red") == told(other, "Sky")
+
+
+def cached_in(answer: Any, place: str = "") -> dict[str, int]:
+    """The counts of an answer that tell of the cache, by their places."""
+    if isinstance(answer, dict):
+        return {name: count for key, one in answer.items() for name, count in cached_in(one, f"{place}.{key}").items()}
+    is_count = type(answer) is int and re.search(r"cache|hit|reused|block|computed|pin", place)
+    return {place: answer} if is_count else {}
+
+
+@pytest.mark.parametrize("path", [*ASKED, *(path for path, _ in READ if path not in OPEN and "/static/" not in path)])
+def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server: LiveServer, path: str) -> None:
+    """Before anything of the body is looked at, and whether there is such a method or not."""
+    wrong: tuple[dict[str, str], ...] = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})
+    with keyed_server.client(headers={}) as client:
+        for method, headers in itertools.product(("POST", "GET", "DELETE"), wrong):
+            content = b"{" if method == "POST" else None
+            answer = client.request(method, named(path, "x"), content=content, headers=headers)
+            assert answer.status_code == 401, (method, answer.text)
+            assert error_text(path, answer.content)
+            if path.startswith("/v1/messages"):
+                assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_counters_by_cause_are_for_the_admin_alone(keyed_server: LiveServer, keys: list[httpx.Client]) -> None:
+    for client in keys:
+        answer = client.get("/metrics")
+        assert answer.status_code == 403
+        assert "prompt_causes" not in answer.text
+    with keyed_server.client(headers={"x-api-key": ADMIN_KEY}) as admin:
+        text = admin.get("/metrics").text
+    assert "kvboost:prompt_causes_total" in text
+    # Nothing in there says whose a request was.
+    assert not any(key in text for key in KEYS)
+    assert "tenant" not in text
