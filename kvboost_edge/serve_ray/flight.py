@@ -9,18 +9,35 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.serve_ray.errors import NoReplica, ReplicaLost
 from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
+from kvboost_edge.server.errors import ApiError
 
-__all__ = ["Cancelled", "Flight", "Stream", "is_loss"]
+__all__ = ["Cancelled", "Flight", "NoReplica", "ReplicaLost", "Stream", "is_loss"]
 
 _TRIES = 4
 _TARGETS = 3  # replicas that are tried in order, before any
 _ENDING_SECONDS = 5.0  # a cancelled request that has not ended by then is given up
+
+
+class ReplicaLost(ApiError):
+    """503: the replica that computed an answer ended in the middle of it. Asked again, another one computes it."""
+
+    def __init__(self) -> None:
+        message = "the replica that computed this answer ended; send the request again"
+        super().__init__(503, message, code="replica_lost", headers={"Retry-After": "1"})
+
+
+class NoReplica(ApiError):
+    """503: no replica takes requests."""
+
+    def __init__(self) -> None:
+        message = "no replica takes requests at the moment; Ray starts those that ended again"
+        super().__init__(503, message, code="no_replica", headers={"Retry-After": "5"})
 
 
 class Cancelled(KVBoostError):
@@ -49,6 +66,8 @@ class Flight:
     call     sends it and gives the stream of what comes
     end      asks the replicas to cancel it
     keep     is told the token ids of the answer's text
+
+    `progress`: how far the prompt is, as far as its replica has told.
     """
 
     def __init__(
@@ -64,6 +83,7 @@ class Flight:
     ) -> None:
         self._sent, self._chain, self._handle, self._router = sent, chain, handle, router
         self._call, self._end, self._keep = call, end, keep
+        self.progress: Progress | None = None
         self._begun = time.monotonic()
         self._has_begun = self._has_events = False
         self._stream: Stream | None = None
@@ -147,6 +167,7 @@ class Flight:
             assert isinstance(came, Came)
             self._has_begun = True
             handle.cached_tokens, handle.prompt_logprobs = came.cached_tokens, came.prompt_logprobs
+            self.progress = came.progress
             for event in came.events:
                 self._has_events = True
                 handle._push(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,36 +13,15 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.serve_ray.deployment import NAME, replica_deployment
 from kvboost_edge.serve_ray.model import open_tokenizer
-from kvboost_edge.serve_ray.start import pooled, replica_options
+from kvboost_edge.serve_ray.start import flags_of, pooled, replica_options
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.flags import ServeOptions, parse_flags
 from kvboost_edge.server.logs import configure_logging
 
-__all__ = ["VARIABLE", "application", "flags_of"]
+__all__ = ["application"]
 
-VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
 _PROG = "kvboost_edge.serve_ray:app"
 _OPENING_SECONDS = 3600.0  # a large model is packed once; Ray's own limits end it before
-_REFUSED = ("ray_address", "port")  # the cluster is the one it runs on; Ray's proxy listens
-
-
-def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """The flags of `kvboost-edge serve` that arguments by name stand for, as `serve.yaml` and `serve run` give them:
-    `num_threads: 4`, a list for what may be given again, true for what has no value. Without any, those of the
-    environment variable KVBOOST_EDGE_SERVE_FLAGS. ConfigError for what has no place here."""
-    if not arguments:
-        return shlex.split(os.environ.get(VARIABLE, ""))
-    flags: list[str] = []
-    for name, value in arguments.items():
-        if name.replace("-", "_") in _REFUSED:
-            raise ConfigError(f"{name}={value!r} has no place here: Ray's own configuration says it")
-        flag = f"--{name.replace('_', '-')}"
-        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-            if one is True:
-                flags.append(flag)
-            elif one is not False and one is not None:
-                flags += [flag, str(one)]
-    return flags
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:

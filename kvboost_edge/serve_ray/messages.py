@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvboost_edge import errors
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.errors import KVBoostError
@@ -84,7 +85,8 @@ class Asked(NamedTuple):
 
 class Came(NamedTuple):
     """Something of an answer: tokens; at the end the result, or the error. The first of them holds the replica's name
-    alone: the request has begun. `kept`: the ids that its text was written with, to be found by the next turn."""
+    alone: the request has begun. Until there are tokens `progress` says now and then how far the prompt is. `kept`: the
+    ids that its text was written with, to be found by the next turn."""
 
     replica: str
     events: tuple[TokenEvent, ...] = ()
@@ -94,6 +96,7 @@ class Came(NamedTuple):
     pinned_tokens: int = 0
     kept: list[int] | None = None
     failure: Failure | None = None
+    progress: Progress | None = None
 
 
 class Computed(NamedTuple):

@@ -18,6 +18,7 @@ from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.answers import AnswerStore, KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, SamplingParams, resolve_sampling
 from kvboost_edge.engine.results import WarmResult
@@ -25,8 +26,7 @@ from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens, shared_root
 from kvboost_edge.runners.base import RunnerInfo
-from kvboost_edge.serve_ray.errors import NoReplica
-from kvboost_edge.serve_ray.flight import Cancelled, Flight
+from kvboost_edge.serve_ray.flight import Cancelled, Flight, NoReplica
 from kvboost_edge.serve_ray.messages import Figures, Sent
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.chain import PromptChain
@@ -132,7 +132,7 @@ class ReplicaPool:
         sent = self._sent(ids, terms, params, entry, text or None)
         chain = PromptChain.of(ids, root, self._config.block_size, terms.cache_key)
         number = next(self._numbers)
-        handle = RequestHandle(number, self._cancel)
+        handle = RequestHandle(number, self._cancel, self._look, len(ids))
         flight = Flight(
             sent,
             chain,
@@ -284,6 +284,10 @@ class ReplicaPool:
         flight = self._flights.get(number)
         if flight is not None:
             self._replicas.call_soon(flight.cancel)
+
+    def _look(self, number: int) -> Progress | None:
+        flight = self._flights.get(number)
+        return None if flight is None else flight.progress
 
     def _keep(self, sent: Sent, text: str, ids: list[int]) -> None:
         self._answers.keep(shared_root(self._about.root, sent.terms.tenant, sent.terms.cache_salt), text, ids)

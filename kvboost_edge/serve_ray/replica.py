@@ -27,6 +27,7 @@ from kvboost_edge.serve_ray.routing.records import Cursor
 __all__ = ["EngineReplica", "ReplicaOptions", "own_options"]
 
 _STOPPING_SECONDS = 0.05
+_PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
 _GUESSED_SECONDS = 1e-3  # a prompt token, before one was measured
 
 
@@ -121,6 +122,8 @@ class EngineReplica:
         num_tokens = 0
         try:
             yield Came(self.name)
+            while not await handle.astarted(_PROGRESS_SECONDS):
+                yield Came(self.name, cached_tokens=handle.cached_tokens, progress=handle.progress())
             async for batch in handle.abatches():
                 result = batch.pop() if isinstance(batch[-1], GenerationResult) else None
                 if batch:

@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
-from kvboost_edge.serve_ray.errors import NoReplica
-from kvboost_edge.serve_ray.flight import Stream, is_loss
+from kvboost_edge.serve_ray.flight import NoReplica, Stream, is_loss
 from kvboost_edge.serve_ray.messages import Asked, Computed, Description, Failure, Sent, Told
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter

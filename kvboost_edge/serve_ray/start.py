@@ -8,11 +8,13 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
+import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge import errors
@@ -30,9 +32,16 @@ if TYPE_CHECKING:
     from kvboost_edge.server.flags import ServeOptions
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["cluster", "cpus_of_each", "deployed", "own_cluster", "pooled", "replica_options", "replicated"]
+__all__ = [
+    "FLAGS_VARIABLE", "cluster", "cpus_of_each", "deployed", "flags_of", "loading_error", "log_replicas", "own_cluster",
+    "pooled", "replica_options", "replicated",
+]  # fmt: skip
+
+FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
+_REFUSED = ("ray_address", "port")  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
 
 _STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
+_CONNECTING_SECONDS = 10.0
 _OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
 _MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
 _SESSION_PATH = 70  # what Ray puts behind it
@@ -55,6 +64,25 @@ def replica_options(options: ServeOptions) -> ReplicaOptions:
     """What every replica is made of."""
     tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
     return ReplicaOptions(options.model, options.engine, options.warm, options.warm_documents, tenants or (None,))
+
+
+def flags_of(arguments: Mapping[str, Any]) -> list[str]:
+    """The flags of `kvboost-edge serve` that arguments by name stand for, as `serve.yaml` and `serve run` give them:
+    `num_threads: 4`, a list for what may be given again, true for what has no value. Without any, those of the
+    environment variable KVBOOST_EDGE_SERVE_FLAGS. ConfigError for what has no place here."""
+    if not arguments:
+        return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if name.replace("-", "_") in _REFUSED:
+            raise ConfigError(f"{name}={value!r} has no place here: Ray's own configuration says it")
+        flag = f"--{name.replace('_', '-')}"
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            if one is True:
+                flags.append(flag)
+            elif one is not False and one is not None:
+                flags += [flag, str(one)]
+    return flags
 
 
 def cpus_of_each(workers: int, num_threads: int | None, there: int) -> int:
@@ -108,6 +136,7 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
         with own_cluster(workers * each):
             yield each
         return
+    _check_address(address)
     import ray
 
     try:
@@ -122,6 +151,23 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
         yield cpus_of_each(workers, num_threads, int(ray.available_resources().get("CPU", 0)))
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """ConfigError for what is no address of a cluster, BackendUnavailable where nobody listens: Ray itself would wait for
+    minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"ray_address={address!r} must be HOST:PORT of a cluster's head, or 'auto'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise BackendUnavailable(
+            f"ray_address={address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`, or "
+            "leave --ray-address out for one of this server's own"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -186,7 +232,7 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
         try:
             handle = serve.run(application, name=name, route_prefix=None)
         except RuntimeError as error:
-            raise _loading_error(_messages(name) or str(error)) from error
+            raise loading_error(_messages(name) or str(error)) from error
         yield handle
     finally:
         serve.delete(name)  # waits until the replicas have closed their engines
@@ -200,7 +246,7 @@ def _messages(name: str) -> str:
     return "" if status is None else "\n".join(one.message for one in status.deployments.values())
 
 
-def _loading_error(text: str) -> KVBoostError:
+def loading_error(text: str) -> KVBoostError:
     """What a replica raised, found in what Ray says of it: that is a traceback as text."""
     found = [match for line in text.splitlines() if (match := _LINE.search(line)) and match["kind"] in _ERRORS]
     if found:

@@ -11,7 +11,7 @@ import pytest
 
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.errors import CapacityError, RequestError
-from kvboost_edge.serve_ray.errors import ReplicaLost
+from kvboost_edge.serve_ray.flight import ReplicaLost
 from live_servers import wait_until
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
