@@ -154,7 +154,7 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
 
 
 def _check_address(address: str) -> None:
-    """ConfigError for what is no address of a cluster, BackendUnavailable where nobody listens: Ray itself would wait for
+    """ConfigError for what is no address of a cluster, BackendUnavailable where nobody listens: Ray would wait for
     minutes."""
     if address == "auto":
         return
