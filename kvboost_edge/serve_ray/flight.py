@@ -63,6 +63,7 @@ def is_loss(error: BaseException) -> bool:
 class Flight:
     """Brings the answer of one request into its handle.
 
+    choices  at most so many replicas for a prompt, the best first
     call     sends it and gives the stream of what comes
     end      asks the replicas to cancel it
     keep     is told the token ids of the answer's text
@@ -77,12 +78,14 @@ class Flight:
         handle: RequestHandle,
         router: PrefixRouter,
         *,
+        choices: Callable[[PromptChain, int], list[Choice]],
         call: Callable[[Sent], Stream],
         end: Callable[[Sent], Awaitable[None]],
         keep: Callable[[Sent, str, list[int]], None],
     ) -> None:
         self._sent, self._chain, self._handle, self._router = sent, chain, handle, router
-        self._call, self._end, self._keep = call, end, keep
+        self._choices, self._call, self._end, self._keep = choices, call, end, keep
+        self._queued: Choice | None = None  # where its tokens count as waiting
         self.progress: Progress | None = None
         self._begun = time.monotonic()
         self._has_begun = self._has_events = False
@@ -100,6 +103,7 @@ class Flight:
         except Exception as error:
             self._handle._finish(None, error)
         finally:
+            self._settle()
             if self._stream is not None:
                 self._stream.cancel()  # harmless once it has ended
             if self._ending is not None:
@@ -133,19 +137,23 @@ class Flight:
             if self._has_events or self._ending is not None:
                 raise ReplicaLost
             # Nobody has seen anything of it, so another replica may compute it.
+            self._settle()
             if choice is not None:
-                self._router.note_not_started(choice)
                 lost.add(choice.replica_id)
             self._has_begun = False
         raise NoReplica
+
+    def _settle(self) -> None:
+        """Its tokens wait nowhere any more: the router need not learn that from the next report."""
+        if self._queued is not None:
+            self._router.note_not_started(self._queued)
+            self._queued = None
 
     def _placed(self, lost: set[str]) -> tuple[Choice | None, Sent]:
         """The request with the replicas it shall go to. Those that were lost are tried last, by Ray alone."""
         now = time.monotonic()
         choices = [
-            choice
-            for choice in self._router.choose(self._chain, now, count=_TARGETS + len(lost))
-            if choice.replica_id not in lost
+            choice for choice in self._choices(self._chain, _TARGETS + len(lost)) if choice.replica_id not in lost
         ][:_TARGETS]
         passed = now - self._begun
         sent = self._sent._replace(
@@ -157,6 +165,7 @@ class Flight:
         if not choices:
             return None, sent
         self._router.note_routed(choices[0], self._chain, now)
+        self._queued = choices[0]
         return choices[0], sent
 
     async def _follow(self, sent: Sent) -> bool:
@@ -168,6 +177,8 @@ class Flight:
             self._has_begun = True
             handle.cached_tokens, handle.prompt_logprobs = came.cached_tokens, came.prompt_logprobs
             self.progress = came.progress
+            if came.events or came.result is not None:
+                self._settle()
             for event in came.events:
                 self._has_events = True
                 handle._push(event)

@@ -138,6 +138,7 @@ class ReplicaPool:
             chain,
             handle,
             self._replicas.router,
+            choices=self._replicas.choices,
             call=self._replicas.generate,
             end=self._replicas.cancel,
             keep=self._keep,

@@ -18,6 +18,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.flight import NoReplica, Stream, is_loss
 from kvboost_edge.serve_ray.messages import Asked, Computed, Description, Failure, Sent, Told
 from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.server.logs import log_facts
 
@@ -114,7 +115,13 @@ class Replicas:
 
     def _set_members(self) -> None:
         self._silent &= self.usable
-        self.router.set_members(self.usable - self._silent)
+        self.router.set_members(self.usable)
+
+    def choices(self, chain: PromptChain, count: int) -> list[Choice]:
+        """Where a request may go, the best first; not to who is silent, unless all are. What is known of those is kept:
+        they may be busy and nothing more."""
+        talking = self.usable - self._silent
+        return self.router.choose(chain, time.monotonic(), among=talking or None, count=count)
 
     # Calls.
 
@@ -141,7 +148,7 @@ class Replicas:
             return max(found, key=lambda one: (one.failure is None, int(one.value or 0)))
         for _ in range(_TRIES):
             chain = PromptChain((), max(1, sent.missing_tokens), self._block_size)
-            targets = tuple(choice.replica_id for choice in self.router.choose(chain, time.monotonic(), count=_TRIES))
+            targets = tuple(choice.replica_id for choice in self.choices(chain, _TRIES))
             done = await self._compute_at(sent, targets, call, arguments, options)
             if done is not None:
                 return done
@@ -218,13 +225,9 @@ class Replicas:
             log_facts(logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__)
             told = None
         if not isinstance(told, Told):
-            if name in self.usable and name not in self._silent:
-                self._silent.add(name)
-                self.router.remove(name)
+            self._silent |= {name} & self.usable
             return
-        if name in self._silent:
-            self._silent.discard(name)
-            self.router.add(name)
+        self._silent.discard(name)
         now = time.monotonic()
         self.router.take_events(name, told.batches, now)
         self.router.take_report(name, told.report, now)
