@@ -17,7 +17,7 @@ THREADED := tests/kernels tests/backends tests/runners $(shell grep -lE "from_pr
 ONE_THREAD := KVBOOST_EDGE_TEST_ONE_THREAD=1 NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction \
+.PHONY: help setup demo test test-threads test-one-thread test-quick test-long lint cuda-check cuda-table cuda-test mutants bench bench-kernels bench-block-pool bench-eviction bench-router \
 	bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled bench-onnx bench-peers bench-embeddings bench-tiers bench-agents real-model quality clean test-arm64 redis-server
 
 help:  ## list the targets
@@ -111,6 +111,10 @@ bench-block-pool: setup  ## prefix lookup, allocate and free
 
 bench-eviction: setup  ## eviction orders on traces of requests; the same figures on every machine
 	$(BIN)/python benchmarks/bench_eviction.py
+
+bench-router: setup  ## ways to route requests to replicas, on a virtual clock: 4 and 32 of them, then 1,000; minutes
+	$(BIN)/python benchmarks/sim_router.py --replicas 4 32
+	$(BIN)/python benchmarks/sim_router.py --replicas 1000 --requests 24 --traces chats unique --policies "round robin" "least loaded" ours
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py

@@ -183,7 +183,8 @@ def played(server: Server, plan: Plan, cold: tuple[int, ...]) -> dict[str, Any]:
             seen = sent(server, request, log, client)
             seconds += seen.total
             done.append((request, seen))
-            print(f"  {server.label}, {request.kind} {request.number}: {seen.first:.2f} s", file=sys.stderr)
+            said = f"{seen.computed} computed, {seen.first:.2f} s"
+            print(f"  {server.label}, {request.kind} {request.number}: {said}", file=sys.stderr)
             answer = seen.answer
             try:
                 request = running.send(answer)
@@ -289,7 +290,7 @@ def model_of(name: str, folder: Path) -> Path:
 def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=tuple(_MODELS), default="0.5b")
+    parser.add_argument("--shape", choices=tuple(_MODELS), help="0.5b; with --quick tiny")
     parser.add_argument("--rounds", type=int, default=1, help="the whole session of each server; medians")
     parser.add_argument("--turns", type=int, default=Plan.turns, help=f"{Plan.restart} at least: the restart is there")
     parser.add_argument("--date-in", choices=("context", "system"), default="context")
@@ -326,8 +327,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.turns < Plan.restart:
         sys.exit(f"--turns {options.turns}: {Plan.restart} is the fewest, the server is restarted in front of it")
-    if options.quick:
-        options.shape = "tiny"
+    options.shape = options.shape or ("tiny" if options.quick else "0.5b")
     changed = {"turns": options.turns, "date_in": options.date_in, "billing": not options.no_billing}
     plan = dataclasses.replace(QUICK if options.quick else Plan(), **changed)
     turns = range(1, plan.turns + 1)

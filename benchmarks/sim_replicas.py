@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from eviction_traces import Access
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.eviction import TenantFloors
+from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter

@@ -22,7 +22,7 @@ ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "reuse_gate": "off"}
 
 @dataclasses.dataclass(frozen=True)
 class LiveServer:
-    """A server that runs in a thread of this process; `state` is what its routes see."""
+    """A server that runs in a thread of this process; `state` is its first model, as routes see it."""
 
     host: str
     port: int
@@ -30,6 +30,11 @@ class LiveServer:
     state: Any
     server: Any
     keys: tuple[str, ...] = ()
+
+    @property
+    def kv(self) -> Any:
+        """The `ServerState`."""
+        return self.server._state
 
     @property
     def base_url(self) -> str:
@@ -90,8 +95,10 @@ class HeldForward:
 
 
 @contextmanager
-def serving(engine: Any, **settings: Any) -> Iterator[LiveServer]:
-    """Serve `engine` in a thread until the block is left; it stays open."""
+def serving(
+    engine: Any, *, source: Any = None, others: Any = (), budget: int | None = None, **settings: Any
+) -> Iterator[LiveServer]:
+    """Serve `engine` in a thread until the block is left; it stays open. source, others, budget: as `create_app`."""
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.serve import DrainingServer, bind
     from kvboost_edge.server.settings import ServerSettings
@@ -99,13 +106,13 @@ def serving(engine: Any, **settings: Any) -> Iterator[LiveServer]:
     chosen = ServerSettings(**{"port": 0, "model_name": "kvboost-edge/demo", "max_batch_size": 8, **settings})
     listener = bind(chosen)
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, chosen)
+    app = create_app(engine, chosen, source, others, budget)
     server = DrainingServer(app, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
     thread.start()
     try:
         wait_until(lambda: server.started, "the server to start")
-        yield LiveServer(host, port, engine, app.state.kv, server, chosen.api_keys)
+        yield LiveServer(host, port, engine, app.state.kv.first, server, chosen.api_keys)
     finally:
         server.should_exit = True
         thread.join(timeout=30)

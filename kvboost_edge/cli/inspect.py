@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.selection import select_path
+from kvboost_edge.engine.selection import planned_kv_spec, select_path, usable_context
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import (
     SUPPORTED_ARCHITECTURES,
     check_model_compatibility,
-    pinned_context,
 )
-from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
+from kvboost_edge.models.config.file import size_of, text_config
 from kvboost_edge.runners.choice import RUNNERS, plan_of
-from kvboost_edge.runners.native.plan import native_kv_spec
-from kvboost_edge.runners.onnx.plan import onnx_kv_spec
-from kvboost_edge.runners.torch.plan import compute_dtype
 
 __all__ = ["installed_route", "model_report", "print_report", "route", "run_inspect", "shown"]
-
-_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -49,7 +40,8 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
     fields, weights = checkpoint.config, checkpoint.summary()
     inner = text_config(fields)
     path_taken = route(checkpoint, config)
-    kv = _kv_spec(checkpoint, config, path_taken)
+    taken = (str(path_taken[name]) for name in ("runner", "weights", "device"))
+    kv = planned_kv_spec(checkpoint, config, *taken)
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
@@ -58,7 +50,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "layers": size_of(inner, "num_hidden_layers"),
         "hidden_size": size_of(inner, "hidden_size"),
         "vocab_size": size_of(inner, "vocab_size"),
-        "context": _usable_context(fields),
+        "context": usable_context(fields),
         "parameters": weights.num_params,
         "weight_bytes": weights.nbytes,
         "weight_dtypes": ", ".join(sorted(weights.dtypes)),
@@ -121,27 +113,6 @@ def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, A
     if missing is not None:
         report |= {"runner": "none", "runner_reason": f"runner {name!r} {missing}"}
     return report
-
-
-def _usable_context(fields: Mapping[str, Any]) -> int:
-    """Longest sequence in tokens that the engine takes."""
-    length, pinned = context_length(fields), pinned_context(fields)
-    return length if pinned is None else min(length, pinned.length)
-
-
-def _kv_spec(checkpoint: Checkpoint, config: EngineConfig, path_taken: Mapping[str, Any]) -> KVSpec:
-    """How keys and values would be stored."""
-    fields = checkpoint.config
-    if path_taken["runner"] == "onnx":
-        return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
-    if path_taken["runner"] == "native":
-        return native_kv_spec(describe_model(fields), path_taken["weights"], config.block_size, config.kv_bits)
-    inner = text_config(fields)
-    layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
-    kv_heads = size_of(inner, "num_key_value_heads") or heads
-    head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
-    dtype = compute_dtype(config.dtype, stored_dtype(fields) or "float32", path_taken["device"])
-    return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
 
 
 def print_report(report: dict[str, Any], *, title: str) -> None:

@@ -13,28 +13,26 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
-from kvboost_edge.engine.selection import Selection, select_path
+from kvboost_edge.engine.selection import Selection, available_on, loaded_bytes, select_path
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
-from kvboost_edge.host.memory import Region, available_bytes
+from kvboost_edge.host.memory import Region
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
-from kvboost_edge.models.config.file import generation_defaults, stored_dtype
+from kvboost_edge.models.config.file import generation_defaults
 from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import Progress
 from kvboost_edge.models.weights.dense import Matrices
-from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.reuse.cutting import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner
-from kvboost_edge.runners.choice import RunnerChoice, load_runner, plan_of
-from kvboost_edge.runners.torch.plan import compute_dtype
+from kvboost_edge.runners.choice import load_runner, plan_of
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.kept import kept_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -43,7 +41,6 @@ from kvboost_edge.tiers.base import Tier
 __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range")
 _DEFAULTS = EngineConfig()
 
@@ -92,7 +89,7 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
     device = selected.backend.device
     if not device.startswith("cuda"):
         check_weights_fit(
-            _loaded_bytes(checkpoint, summary, selected.runner, config.dtype, device), _available_on(device)
+            loaded_bytes(checkpoint, summary, selected.runner, config.dtype, device), available_on(device)
         )
     tokenizer = load_tokenizer(checkpoint)
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
@@ -192,7 +189,7 @@ def _assemble(
 ) -> EngineParts:
     info = runner.info
     with _closed_on_error(runner):
-        available = _available_on(choice.device)
+        available = available_on(choice.device)
         num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open)
@@ -242,31 +239,6 @@ def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
     """Where weights and pool lie; empty unless it is known of both."""
     weights, pool = runner.info.weight_region, backend.describe().pool_regions
     return (weights, *pool) if weights.nbytes and pool else ()
-
-
-def _loaded_bytes(
-    checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
-) -> int:
-    """Bytes the weights will take: packed, or in the dtype of the compute on that device."""
-    if selected.weights:
-        return checkpoint.packed_bytes(selected.weights)
-    if selected.name == "onnx":
-        return summary.nbytes
-    per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), device))
-    return summary.nbytes if per_param is None else summary.num_params * per_param
-
-
-def _available_on(device: str) -> int:
-    """Memory the pool could take where it will live; Apple GPUs share the machine's, up to a limit of their own."""
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    if device.startswith("mps"):
-        from kvboost_edge.backends.torch import apple
-
-        return apple.available_bytes()
-    return available_bytes()
 
 
 def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:

@@ -1,21 +1,38 @@
-"""Which runner, weight format and backend a model gets on this machine, and why: one place for the engine, `inspect`
-and `doctor`."""
+"""Which runner, weight format and backend a model gets on this machine, why, and what memory it will take: one place
+for the engine, `inspect`, `doctor` and the server."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from kvboost_edge.backends.base import KVSpec
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import planned_pool_bytes
+from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
+from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import ModelTraits
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
+from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.onnx.plan import onnx_kv_spec
+from kvboost_edge.runners.torch.plan import compute_dtype
 
-__all__ = ["Selection", "select_path"]
+__all__ = [
+    "PlannedMemory", "Selection", "available_on", "loaded_bytes", "planned_kv_spec", "planned_memory", "select_path",
+    "usable_context",
+]  # fmt: skip
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 class Selection(NamedTuple):
@@ -52,3 +69,80 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     if weights:
         runner = dataclasses.replace(runner, weights=weights, reason=f"{runner.reason}; weights: {why}")
     return Selection(backend, runner)
+
+
+class PlannedMemory(NamedTuple):
+    """Bytes that a model will take, and the device where."""
+
+    weight_bytes: int
+    pool_bytes: int
+    device: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight_bytes + self.pool_bytes
+
+
+def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
+    """What a model would take if it were loaded now; its files are looked at, and nothing is loaded. A hub's model is
+    fetched. Raises what loading it would."""
+    path = locate_model(
+        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+    )
+    cache_dir = None if config.pack_cache else NO_CACHE
+    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    selected = select_path(checkpoint, config)
+    device, runner = selected.backend.device, selected.runner
+    weights = loaded_bytes(checkpoint, checkpoint.summary(), runner, config.dtype, device)
+    if attends_both_ways(checkpoint.config):
+        return PlannedMemory(weights, 0, device)
+    spec = planned_kv_spec(checkpoint, config, runner.name, runner.weights, device)
+    pool = planned_pool_bytes(config, spec, usable_context(checkpoint.config), available_on(device))
+    return PlannedMemory(weights, pool, device)
+
+
+def planned_kv_spec(checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str) -> KVSpec:
+    """How keys and values would be stored by the runner of that name, beside weights of that format."""
+    fields = checkpoint.config
+    if runner == "onnx":
+        return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
+    if runner == "native":
+        return native_kv_spec(describe_model(fields), weights, config.block_size, config.kv_bits)
+    inner = text_config(fields)
+    layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
+    kv_heads = size_of(inner, "num_key_value_heads") or heads
+    head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
+    dtype = compute_dtype(config.dtype, stored_dtype(fields) or "float32", device)
+    return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
+
+
+def usable_context(fields: Mapping[str, Any]) -> int:
+    """Longest sequence in tokens that the engine takes."""
+    length, pinned = context_length(fields), pinned_context(fields)
+    return length if pinned is None else min(length, pinned.length)
+
+
+def loaded_bytes(
+    checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
+) -> int:
+    """Bytes the weights will take: packed, or in the dtype of the compute on that device."""
+    if selected.weights:
+        return checkpoint.packed_bytes(selected.weights)
+    if selected.name == "onnx":
+        return summary.nbytes
+    per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), device))
+    return summary.nbytes if per_param is None else summary.num_params * per_param
+
+
+def available_on(device: str) -> int:
+    """Memory that can be had now where weights and pool will live; Apple GPUs share the machine's, up to a limit of
+    their own."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    if device.startswith("mps"):
+        from kvboost_edge.backends.torch import apple
+
+        return apple.available_bytes()
+    return available_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -21,7 +22,8 @@ from kvboost_edge.server.settings import tenant_of_key
 from kvboost_edge.server.work.prepare import prepare
 
 if TYPE_CHECKING:
-    pass
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.selection import PlannedMemory
 
 __all__ = ["main", "serve"]
 
@@ -44,6 +46,8 @@ def _log_compiling(done: int, total: int) -> None:
 
 def _serve(options: ServeOptions, ended: threading.Event) -> None:
     try:
+        from kvboost_edge.server.app import create_app
+        from kvboost_edge.server.models.served import ModelSource
         from kvboost_edge.server.serve import bind, run_server
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
@@ -54,34 +58,41 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
     if options.is_replicated:
         _serve_replicas(options, ended)
         return
-    from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.engine.tiering import tier_places
     from kvboost_edge.kernels.ahead import on_compiling
     from kvboost_edge.kernels.jit import on_first_compilation
 
     configure_logging(options.settings)
     # Before the model is loaded: an address that is taken is told at once.
     with contextlib.closing(bind(options.settings)) as listener:
-        started = time.perf_counter()
-        log_facts(logging.INFO, "loading", model=options.model)
         on_compiling(_log_compiling)
         on_first_compilation(lambda: log_facts(logging.INFO, "compiling more kernels, once"))
-        with CPUPagedEngine.from_pretrained(options.model, progress=_log_packing(), **options.engine) as engine:
-            tenants = [tenant_of_key(key) for key in options.settings.all_keys]
-            prepare(engine, options.warm, options.warm_documents, tenants)
-            stats = engine.paged_stats()
-            shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
-            log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
-            places = tier_places(engine.config)
-            for name, tier in stats["tiers"].items():
-                facts = {key: tier[key] for key in ("blocks", "bytes", "max_bytes", "writable", "state")}
-                log_facts(logging.INFO, "tier", tier=name, place=places[name], **facts)
-            if not ended.is_set():
-                run_server(engine, options.settings, listener)
+        # Before the first model: what is free then is what all of them share.
+        budget = _budget(options)
+
+        def source(model: str, options: ServeOptions) -> ModelSource:
+            return ModelSource(lambda: _planned(model, options).nbytes, lambda stopped: _load(model, options, stopped))
+
+        with _load(options.model, options, threading.Event()) as engine:
+            if ended.is_set():
+                return
+            # A model alone stays, unless it was said how long.
+            leaves = bool(options.others) or options.settings.keep_alive is not None
+            bare = dataclasses.replace(options, warm=(), warm_documents=())
+            app = create_app(
+                engine,
+                options.settings,
+                source(options.model, options) if leaves else None,
+                [(one.names, source(one.model, bare)) for one in options.others],
+                budget,
+            )
+            if leaves and not engine.paged_stats()["tiers"]:
+                log_facts(logging.WARNING, "what is cached of a model is lost when it is unloaded: --disk-cache-dir")
+            run_server(app, options.settings, listener)
 
 
 def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
     """The same server over engines in processes of their own."""
+    from kvboost_edge.server.app import create_app
     from kvboost_edge.server.serve import bind, run_server
 
     if importlib.util.find_spec("ray") is None:
@@ -99,15 +110,57 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
             log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1))
             log_replicas(pool)
             if not ended.is_set():
-                run_server(pool, options.settings, listener)
+                run_server(create_app(pool, options.settings), options.settings, listener)
 
 
-def _log_packing() -> Callable[[int, int], None]:
+def _budget(options: ServeOptions) -> int | None:
+    """Bytes for all models together; None where there is one, which was asked for whatever it takes."""
+    if options.settings.max_model_bytes is not None or not options.others:
+        return options.settings.max_model_bytes
+    from kvboost_edge.engine.selection import available_on
+
+    return available_on(_planned(options.model, options).device)
+
+
+def _planned(model: str, options: ServeOptions) -> PlannedMemory:
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.selection import planned_memory
+
+    return planned_memory(model, EngineConfig.from_options(**options.engine))
+
+
+def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:
+    """An engine that is ready for requests. Packing its weights ends with an error once `stopped` is set."""
+    from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.engine.tiering import tier_places
+
+    started = time.perf_counter()
+    log_facts(logging.INFO, "loading", model=model)
+    engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **options.engine)
+    try:
+        tenants = [tenant_of_key(key) for key in options.settings.all_keys]
+        prepare(engine, options.warm, options.warm_documents, tenants)
+        stats = engine.paged_stats()
+        shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
+        log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
+        places = tier_places(engine.config)
+        for name, tier in stats["tiers"].items():
+            facts = {key: tier[key] for key in ("blocks", "bytes", "max_bytes", "writable", "state")}
+            log_facts(logging.INFO, "tier", tier=name, place=places[name], **facts)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int], None]:
     """A progress bar of lines: one every few seconds while the weights are packed."""
     due = time.monotonic() + _PROGRESS_S
 
     def log(done: int, total: int) -> None:
         nonlocal due
+        if stopped is not None and stopped.is_set():
+            raise KVBoostError("the server ends; the weights are packed at the next start")
         if time.monotonic() >= due:
             due = time.monotonic() + _PROGRESS_S
             log_facts(logging.INFO, "packing weights", percent=100 * done // total, megabytes=total // 1_000_000)

@@ -1,13 +1,16 @@
-"""`create_app`: the ASGI application over one engine."""
+"""`create_app`: the ASGI application over one model, or several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvboost_edge import __version__
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.server.api.routes import (
     anthropic,
     cache,
@@ -20,17 +23,21 @@ from kvboost_edge.server.api.routes import (
     responses,
     text,
 )
-from kvboost_edge.server.doctor.doctor import Doctor
 from kvboost_edge.server.doctor.normalise import Normaliser
+from kvboost_edge.server.doctor.records import History
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import Envelope, Gate
-from kvboost_edge.server.metrics import Metrics
+from kvboost_edge.server.models.exposition import ServerMetrics
+from kvboost_edge.server.models.loader import reserved_bytes
+from kvboost_edge.server.models.registry import Models
+from kvboost_edge.server.models.served import ModelSource, ServedModel
+from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
-from kvboost_edge.server.state import ServerState
-from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.state import Shared
+from kvboost_edge.server.work.admission import Bodies
 from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
@@ -56,15 +63,35 @@ ROUTERS = (
 _PAGE_PATHS = frozenset({"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")})
 
 
-def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """The application. It uses `engine` and does not close it; `app.state.kv` is its `ServerState`."""
-    admission = Admission(engine, settings)
-    metrics = Metrics(engine, settings.model_name, admission)
-    doctor = Doctor(engine, settings.request_history, metrics.observe_cause)
-    normaliser, remembered = Normaliser(settings.normalise), Remembered(len(settings.all_keys))
-    state = ServerState(
-        engine, settings, settings.model_name, metrics, admission, remembered, doctor=doctor, normaliser=normaliser
-    )
+def create_app(
+    engine: Engine,
+    settings: ServerSettings,
+    source: ModelSource | None = None,
+    others: Sequence[tuple[tuple[str, ...], ModelSource]] = (),
+    budget: int | None = None,
+) -> FastAPI:
+    """The application. `engine` is the first model, which is loaded; `app.state.kv` is the `ServerState`.
+
+    source   loads the first model again after it was unloaded; None: it stays, and is not closed
+    others   names and sources of further models, loaded when somebody asks for them
+    budget   bytes that weights and pools of all loaded models may take; None: all that is available now
+    """
+    shared = Shared(settings, Remembered(len(settings.all_keys)), Normaliser(settings.normalise))
+    sources = [(settings.model_names, source), *others]
+    served = [
+        ServedModel(names, one, settings.keep_alive_of(number), History(settings.request_history))
+        for number, (names, one) in enumerate(sources)
+    ]
+    models = Models(served, shared, reserved_bytes(engine) + available_bytes() if budget is None else budget)
+    loader = models.loader
+    loader.adopt(models.first, engine)
+    if loader.taken > loader.budget:
+        raise ConfigError(
+            f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights and pool of the first "
+            "model take; give more, or make its pool smaller (--max-cache-bytes, --num-blocks)"
+        )
+    bodies = Bodies(settings)
+    state = ServerState(shared, models, bodies, ServerMetrics(models, bodies))
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,

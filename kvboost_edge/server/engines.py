@@ -108,6 +108,8 @@ class Engine(Figures, Protocol):
 
     def read_ahead(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @runtime_checkable
 class Replicated(Protocol):

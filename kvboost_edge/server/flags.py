@@ -16,7 +16,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.settings import CONTEXT_OVERFLOWS, LOG_FORMATS, LOG_LEVELS, ServerSettings, collect_api_keys
 from kvboost_edge.tiers.disk.survey import default_directory
 
-__all__ = ["DEMO_MODEL", "ServeOptions", "parse_flags"]
+__all__ = ["DEMO_MODEL", "NamedModel", "ServeOptions", "parse_flags"]
 
 DEMO_MODEL = "kvboost-edge/demo"
 # Names of the forebears for what is called otherwise here.
@@ -26,6 +26,7 @@ _EXAMPLES = """Examples
 
 {prog}
 {prog} --model ./my-model --port 8080
+{prog} --model chat=./my-model.gguf --model coder,gpt-4o=./another --keep-alive 600
 KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
 
 Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
@@ -45,17 +46,26 @@ class _Flag(NamedTuple):
     choices: tuple[str, ...] | None = None
 
 
+class NamedModel(NamedTuple):
+    """A model as the command line names it: its names, and a directory, a GGUF file or a hub id."""
+
+    names: tuple[str, ...]
+    model: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a command line asks for. `warm` texts, and each of `warm_documents` alone, are computed before the first
-    request is taken. `workers` engines, each in a process of its own, of the Ray cluster at an address where one is
-    given; one engine without that needs no Ray."""
+    """What a command line asks for. `model` is the first one, whose names are in the settings; `others` are loaded when
+    they are asked for. The first computes `warm` texts, and each of `warm_documents` alone, before the first request is
+    taken. `workers` engines of it, each in a process of its own, of the Ray cluster at an address where one is given;
+    one engine without that needs no Ray."""
 
     model: str
     engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
     settings: ServerSettings
     warm: tuple[str, ...]
     warm_documents: tuple[str, ...] = ()
+    others: tuple[NamedModel, ...] = ()
     workers: int = 1
     ray_address: str | None = None
 
@@ -75,6 +85,10 @@ def _bytes(text: str) -> int | float:
         return int(text)
     except ValueError:
         return float(text)
+
+
+def _whole_bytes(text: str) -> int:
+    return int(_bytes(text))
 
 
 def _kv_bits(text: str) -> int | tuple[int, ...]:
@@ -104,6 +118,8 @@ _SERVER_FLAGS = (
     _Flag("write_seconds", _number, "seconds a client may take nothing of its answer"),
     _Flag("keep_alive_seconds", _number, "seconds until an idle connection is closed"),
     _Flag("request_history", _number, "seconds that requests are kept in memory, to say why a prompt was read again"),
+    _Flag("keep_alive", _number, "seconds until an idle model is unloaded; default: the first stays, others 300"),
+    _Flag("max_model_bytes", _whole_bytes, "memory of all loaded models, such as 8e9; default: what is free at start"),
     _Flag("normalise", _kinds, "what is put back as it was first given: tools,arguments,billing,thinking, or off"),
     _Flag(
         "context_overflow", str, "of a chat that does not fit: error, or drop_oldest turns", choices=CONTEXT_OVERFLOWS
@@ -152,10 +168,11 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     workers = given["workers"]
     if not 1 <= workers <= _MOST_WORKERS:
         raise ConfigError(f"workers={workers} must be in 1..{_MOST_WORKERS}")
-    model = given["model"]
+    first, *others = _models(given["model"] or [DEMO_MODEL], given["model_name"])
+    if others and (workers > 1 or given["ray_address"]):
+        raise ConfigError(f"workers={workers}: replicas serve one model; give --model once, or start a server for each")
     settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
-    names = [name.strip() for text in given["model_name"] for name in text.split(",")] or [_served_name(model)]
-    settings |= {"model_name": names[0], "model_aliases": tuple(names[1:])}
+    settings |= {"model_name": first.names[0], "model_aliases": first.names[1:]}
     engine = {
         name: given[name]
         for name in (*(f.name for f in _ENGINE_FLAGS), "pack_cache", "redis_trust")
@@ -180,7 +197,9 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
     warm, documents = (tuple(_warm_text(text) for text in given[name]) for name in ("warm", "warm_document"))
-    return ServeOptions(model, engine, chosen, warm, documents, workers, given["ray_address"])
+    return ServeOptions(
+        first.model, engine, chosen, warm, documents, tuple(others), workers=workers, ray_address=given["ray_address"]
+    )
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -191,8 +210,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-m", "--model", default=DEMO_MODEL, help="directory, GGUF file or hub id; default: bundled")
-    parser.add_argument("--warm", action="append", default=[], metavar="TEXT", help="cached at start; @FILE reads it")
+    parser.add_argument(
+        "-m",
+        "--model",
+        action="append",
+        metavar="[NAMES=]MODEL",
+        help="directory, GGUF file or hub id; default: bundled; repeatable: others are loaded when they are asked for; "
+        "names that clients may use, commas between them, may stand before it",
+    )
+    parser.add_argument(
+        "--warm", action="append", default=[], metavar="TEXT", help="cached at start by the first model; @FILE reads it"
+    )
     parser.add_argument(
         "--warm-document",
         action="append",
@@ -217,7 +245,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="names that clients may use, commas between them; repeatable; by default the model's own",
+        help="names of the only model that clients may use, commas between them; repeatable; by default its own",
     )
     for flag in _SERVER_FLAGS:
         default = defaults[flag.name]
@@ -247,6 +275,29 @@ def _add(group: Any, flag: _Flag, text: str) -> None:
     group.add_argument(
         f"--{flag.name.replace('_', '-')}", type=flag.kind, choices=flag.choices, metavar=metavar, help=text
     )
+
+
+def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel]:
+    """The models of a command line, each with its names. ConfigError for names that cannot tell them apart."""
+    if len(given) > 1 and model_names:
+        raise ConfigError("--model-name names the only model; of several give each its names, as --model NAME=MODEL")
+    found = []
+    known: set[str] = set()
+    for text in given:
+        before, sign, behind = text.partition("=")
+        named = bool(sign) and not Path(text).exists()
+        model = os.path.expanduser(behind) if named else text  # the shell does not, behind a name
+        lists = [before, *model_names] if named else model_names
+        names = tuple(dict.fromkeys(name.strip() for one in lists for name in one.split(","))) or (_served_name(model),)
+        if not all(name and name.isprintable() for name in names):
+            raise ConfigError("model_name must be printable text with at least one character")
+        if twice := known & {*names}:
+            raise ConfigError(f"two models have the name {min(twice)!r}; give each its own, as --model NAME=MODEL")
+        if model.startswith((".", "/")) and len(given) > 1 and not Path(model).exists():
+            raise ConfigError(f"the model {model!r} does not exist")
+        known |= {*names}
+        found.append(NamedModel(names, model))
+    return found
 
 
 def _served_name(model: str) -> str:

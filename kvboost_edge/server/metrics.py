@@ -1,7 +1,7 @@
 """Prometheus metrics under the names of vLLM and llama.cpp, so that dashboards made for them work, and our own.
 
 What happens to requests is counted as it happens; what the engine knows (pool, memory, queue) is read when Prometheus
-asks. Every server has a registry of its own.
+asks. Every model has a registry of its own; models/exposition.py makes one text of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.work.admission import Admission
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+__all__ = ["Metrics"]
 
 # vLLM's buckets, in seconds.
 _FIRST_TOKEN: tuple[float, ...] = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -35,7 +33,6 @@ _FIRST_TOKEN += (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _REQUEST: tuple[float, ...] = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-_HTTP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 # Fields of TierStats, their names here and what they say.
 _TIER_GAUGES = {
     "blocks": ("blocks", "Blocks a tier holds."),
@@ -59,16 +56,13 @@ _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout"
 
 
 class Metrics:
-    """All metrics of one server. `observe` and `observe_http` are cheap; `render` reads the engine."""
+    """All metrics of one model, whose name they bear. `observe` is cheap; what the registry collects reads the engine,
+    if there is one at the moment."""
 
     def __init__(self, engine: Engine, model_name: str, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
         self._speeds = Speeds()
-        self._http = Counter("kvboost:http_requests", "HTTP answers.", ["route", "status"], registry=self.registry)
-        self._http_seconds = Histogram(
-            "kvboost:http_request_seconds", "Time of an HTTP request.", ["route"], buckets=_HTTP, registry=self.registry
-        )
         self._hits = Counter(
             "kvboost:hit_tokens", "Prompt tokens found in a tier.", ["model_name", "tier"], registry=self.registry
         )
@@ -86,7 +80,12 @@ class Metrics:
         )
         self._reuse = _ReuseMetrics(self.registry, model_name)
         self._model_name = model_name
-        self.registry.register(_EngineCollector(engine, model_name, admission, self._speeds))
+        self._collector = _EngineCollector(engine, model_name, admission, self._speeds)
+        self.registry.register(self._collector)
+
+    def follow(self, engine: Engine | None, admission: Admission | None) -> None:
+        """From now on this engine is read; None: the model is not loaded."""
+        self._collector.read = None if engine is None or admission is None else (engine, admission)
 
     def observe(self, result: GenerationResult) -> None:
         """Count one finished sequence."""
@@ -106,11 +105,6 @@ class Metrics:
         """Count sequences that nobody waited for to the end: the client left, the deadline passed, the server ended."""
         self._vllm.count("cancelled", num_sequences)
 
-    def observe_http(self, route: str, status: int, seconds: float) -> None:
-        """Count one HTTP answer; 499 when the client left before it."""
-        self._http.labels(route, str(status)).inc()
-        self._http_seconds.labels(route).observe(seconds)
-
     def throughput(self) -> dict[str, float]:
         """Totals since the start, and speeds over the last minute in tokens a second and request."""
         speeds = self._speeds
@@ -125,10 +119,6 @@ class Metrics:
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
         """Prompt tokens of the last minute: found in each tier, shared at other positions, computed."""
         return self._speeds.recent_prompts()
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
 
 
 class _RequestMetrics:
@@ -200,42 +190,46 @@ class _ReuseMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures."""
+    """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures, a
+    model that is not loaded leaves nothing here."""
 
     def __init__(self, engine: Engine, model_name: str, admission: Admission, speeds: Speeds) -> None:
-        self._engine = engine
+        self.read: tuple[Engine, Admission] | None = (engine, admission)
         self._model_name = model_name
-        self._admission = admission
         self._speeds = speeds
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_server()
+        if (read := self.read) is None:
+            return
+        engine, admission = read
+        yield from self._of_server(engine, admission)
         yield from self._by_llamacpp_of_server()
         try:
-            replicas = replicas_of(self._engine)
-            read = [(name, figures.paged_stats()) for name, figures in replicas.items()]
+            read_each = [(name, figures.paged_stats()) for name, figures in replicas_of(engine).items()]
         except (KVBoostError, ApiError):
             return
-        yield from _by_replica((name, self._of_engine(stats)) for name, stats in read)
+        cache_dtype = f"kv_bits_{engine.config.kv_cache_bits}"
+        yield from _by_replica((name, self._of_engine(stats, cache_dtype)) for name, stats in read_each)
 
-    def _of_engine(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        yield from self._by_vllm(stats)
+    def _of_engine(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
+        yield from self._by_vllm(stats, cache_dtype)
         yield from self._by_llamacpp(stats)
         yield from self._of_pool(stats)
         yield from self._of_tiers(stats)
 
-    def _of_server(self) -> Iterator[Metric]:
-        admission = self._admission
-        yield _gauge("kvboost:engine_alive", "1 while the engine computes requests.", float(self._engine.is_alive()))
-        yield _gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)
-        yield _gauge("kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens)
-        yield _counter("kvboost:requests_refused", "Requests refused because the queue was full.", admission.refused)
-        yield _counter("kvboost:batch_window_held", "Requests held by the batch window.", admission.groups.held)
+    def _of_server(self, engine: Engine, admission: Admission) -> Iterator[Metric]:
+        alive = float(engine.is_alive())
+        yield self._gauge("kvboost:engine_alive", "1 while the engine computes requests.", alive)
+        yield self._gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)
+        yield self._gauge("kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens)
+        refused, held = admission.refused, admission.groups.held
+        yield self._counter("kvboost:requests_refused", "Requests refused because the queue was full.", refused)
+        yield self._counter("kvboost:batch_window_held", "Requests held by the batch window.", held)
 
-    def _by_vllm(self, stats: dict[str, Any]) -> Iterator[Metric]:
+    def _by_vllm(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
         gauges = {
             "num_requests_running": ("Requests that are computed.", stats["num_running"]),
             "num_requests_waiting": ("Requests that wait.", stats["num_waiting"]),
@@ -250,19 +244,17 @@ class _EngineCollector(Collector):
             "num_preemptions": ("Requests that lost their blocks and were computed anew.", stats["preemptions"]),
         }
         for name, (text, value) in gauges.items():
-            yield _gauge(f"vllm:{name}", text, value, model_name=self._model_name)
+            yield self._gauge(f"vllm:{name}", text, value)
         for name, (text, value) in counters.items():
-            yield _counter(f"vllm:{name}", text, value, model_name=self._model_name)
-        config = self._engine.config
-        yield _gauge(
+            yield self._counter(f"vllm:{name}", text, value)
+        yield self._gauge(
             "vllm:cache_config_info",
             "Constants of the pool.",
             1,
-            model_name=self._model_name,
             block_size=str(stats["block_size"]),
             num_gpu_blocks=str(stats["num_blocks"]),
             num_cpu_blocks=str(stats["num_blocks"]),
-            cache_dtype=f"kv_bits_{config.kv_cache_bits}",
+            cache_dtype=cache_dtype,
             enable_prefix_caching="True",
         )
 
@@ -280,9 +272,9 @@ class _EngineCollector(Collector):
             "predicted_tokens_seconds": ("Generated tokens a second and request, last minute.", output_speed),
         }
         for name, (text, value) in counters.items():
-            yield _counter(f"llamacpp:{name}", text, value)
+            yield self._counter(f"llamacpp:{name}", text, value)
         for name, (text, value) in gauges.items():
-            yield _gauge(f"llamacpp:{name}", text, value)
+            yield self._gauge(f"llamacpp:{name}", text, value)
 
     def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
         gauges = {
@@ -292,40 +284,50 @@ class _EngineCollector(Collector):
             "kv_cache_tokens": ("Tokens whose KV is in the pool.", stats["tokens_held"]),
         }
         for name, (text, value) in gauges.items():
-            yield _gauge(f"llamacpp:{name}", text, value)
+            yield self._gauge(f"llamacpp:{name}", text, value)
 
     def _of_pool(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        memory = GaugeMetricFamily("kvboost:memory_bytes", "Memory by owner.", labels=["owner"])
+        memory = GaugeMetricFamily("kvboost:memory_bytes", "Memory by owner.", labels=["model_name", "owner"])
         for owner in ("weight", "pool", "copied", "other"):
-            memory.add_metric([owner], stats[f"{owner}_bytes"])
+            memory.add_metric([self._model_name, owner], stats[f"{owner}_bytes"])
         yield memory
-        yield _gauge("kvboost:process_resident_bytes", "Resident memory.", stats["process_rss_bytes"])
-        yield _gauge("kvboost:process_peak_bytes", "Most resident memory so far.", stats["process_peak_bytes"])
-        yield _gauge("kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"])
-        blocks = GaugeMetricFamily("kvboost:blocks", "Blocks by state.", labels=["state"])
+        yield self._gauge("kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"])
+        blocks = GaugeMetricFamily("kvboost:blocks", "Blocks by state.", labels=["model_name", "state"])
         for state, count in (
             ("free", stats["free_blocks"] - stats["cached_blocks"]),
             ("cached", stats["cached_blocks"]),
             ("used", stats["used_blocks"] - stats["shared_blocks"]),
             ("shared", stats["shared_blocks"]),
         ):
-            blocks.add_metric([state], count)
+            blocks.add_metric([self._model_name, state], count)
         yield blocks
-        yield _gauge("kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"])
-        yield _gauge("kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"])
-        yield _counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
-        yield _counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
+        yield self._gauge("kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"])
+        yield self._gauge("kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"])
+        yield self._counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
+        yield self._counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
 
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        yield _gauge("kvboost:staging_bytes", "Blocks on their way to and from tiers.", stats["staging_bytes"])
-        yield _counter("kvboost:lost_blocks", "Blocks evicted before a tier could take them.", stats["lost_blocks"])
+        yield self._gauge("kvboost:staging_bytes", "Blocks on their way to and from tiers.", stats["staging_bytes"])
+        yield self._counter(
+            "kvboost:lost_blocks", "Blocks evicted before a tier could take them.", stats["lost_blocks"]
+        )
         for kind, fields in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
             for field, (name, text) in fields.items():
-                family = kind(f"kvboost:tier_{name}", text, labels=["tier"])
+                family = kind(f"kvboost:tier_{name}", text, labels=["model_name", "tier"])
                 for tier, stat in stats["tiers"].items():
                     if stat[field] is not None:
-                        family.add_metric([tier], float(stat[field]))
+                        family.add_metric([self._model_name, tier], float(stat[field]))
                 yield family
+
+    def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name", *labels])
+        family.add_metric([self._model_name, *labels.values()], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
 
 
 def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
@@ -335,24 +337,11 @@ def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Met
     for replica, metrics in engines:
         for metric in metrics:
             if replica:
-                named = [one._replace(labels={**one.labels, "replica": replica}) for one in metric.samples]
-                metric.samples = named
+                metric.samples = [one._replace(labels={**one.labels, "replica": replica}) for one in metric.samples]
             known = merged.setdefault(metric.name, metric)
             if known is not metric:
                 known.samples += metric.samples
     yield from merged.values()
-
-
-def _gauge(name: str, text: str, value: float, **labels: str) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _counter(name: str, text: str, value: float, **labels: str) -> Metric:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
 
 
 def _one_two_five(highest: int) -> Iterator[float]:

@@ -22,15 +22,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.server.app import create_app
 from kvboost_edge.server.http.protocol import make_protocol
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from kvboost_edge.server.engines import Engine
 
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
@@ -66,27 +63,33 @@ class DrainingServer(uvicorn.Server):
         """Begin to end: nothing new, and `drain_seconds` for what is in progress. Safe to call from any thread."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._state.settings.drain_seconds
-            self._state.draining = True
+            self._state.drain()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._state.draining:
             log_facts(logging.WARNING, "exiting at once", signal=signal.Signals(sig).name)
             sys.stderr.flush()
             os._exit(128 + sig)
-        log_facts(logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=self._state.admission.sequences)
+        log_facts(logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=self._state.sequences)
         self.drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._state.models.loader.watch_idle(self._state.models.first)
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
             return True
         if self._drain_until is None:
             return False
-        return not self._state.admission.tickets or time.monotonic() >= self._drain_until
+        self._state.models.refuse_waiting()
+        return not self._state.tickets or time.monotonic() >= self._drain_until
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._state.draining = True
-        self._state.admission.cancel_all()
+        self._state.drain()
+        self._state.cancel_all()
         await super().shutdown(sockets)
+        await self._state.models.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -122,10 +125,11 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def run_server(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve on a socket from `bind` until told to end. Engine and socket stay open."""
+def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) -> None:
+    """Serve an app of `create_app` on a socket from `bind` until told to end. The first engine and the socket stay
+    open."""
     host, port = listener.getsockname()[:2]
-    server = DrainingServer(create_app(engine, settings), settings)
+    server = DrainingServer(app, settings)
     try:
         listener.listen(_BACKLOG)
     except OSError as error:  # another process bound the same address and was the first to listen
@@ -135,11 +139,12 @@ def run_server(engine: Engine, settings: ServerSettings, listener: socket.socket
         "listening",
         url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
         model=settings.model_name,
+        others=", ".join(one.name for one in app.state.kv.models.all[1:]) or None,
         api_keys=len(settings.all_keys),
     )
     freeze_heap()
     # Not before: for a second nothing else runs then, and who comes in it waits no longer than for a later start.
-    engine.read_ahead()
+    app.state.kv.first.engine.read_ahead()
     try:
         server.run(sockets=[listener])
     finally:

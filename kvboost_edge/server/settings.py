@@ -15,16 +15,18 @@ from kvboost_edge.config import MAX_WEIGHT
 from kvboost_edge.errors import ConfigError
 
 __all__ = [
-    "CONTEXT_OVERFLOWS", "LOG_FORMATS", "LOG_LEVELS", "NORMALISERS", "ServerSettings", "collect_api_keys",
-    "is_loopback", "tenant_of_key",
+    "CONTEXT_OVERFLOWS", "LOG_FORMATS", "LOG_LEVELS", "MAX_KEEP_ALIVE", "NORMALISERS", "ServerSettings",
+    "collect_api_keys", "is_loopback", "tenant_of_key",
 ]  # fmt: skip
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("json", "text")
+MAX_KEEP_ALIVE = 365 * 86_400.0
 CONTEXT_OVERFLOWS = ("error", "drop_oldest")
 NORMALISERS = ("tools", "arguments", "billing", "thinking")
 """What is put back as it was first given, or left out, so that prompts begin alike; see doctor/normalise.py."""
 
+_KEEP_ALIVE = 300.0
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
 _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
@@ -64,6 +66,8 @@ class ServerSettings:
     keep_alive_seconds  an idle connection is closed after these
     request_history     so long the tokens and texts of requests are kept in memory, to say why a prompt was read again;
                         0: not at all
+    keep_alive          an idle model is unloaded after these; None: the first one stays, others for 300 seconds
+    max_model_bytes     memory that weights and pools of all loaded models may take; None: what was free at the start
     context_overflow    of a chat that has outgrown the context: "error", or "drop_oldest" leaves out its oldest turns
     normalise           what is put back as it was first given, see doctor/normalise.py
     """
@@ -90,6 +94,8 @@ class ServerSettings:
     write_seconds: float = 30.0
     keep_alive_seconds: float = 15.0
     request_history: float = 3600.0
+    keep_alive: float | None = None
+    max_model_bytes: int | None = None
     context_overflow: str = "error"
     normalise: tuple[str, ...] = NORMALISERS
     log_level: str = "info"
@@ -106,6 +112,10 @@ class ServerSettings:
             _check_number(self, name, low=0.001, high=86_400.0)
         _check_number(self, "drain_seconds", low=0.0, high=86_400.0)
         _check_number(self, "request_history", low=0.0, high=86_400.0)
+        if self.keep_alive is not None:
+            _check_number(self, "keep_alive", low=0.0, high=MAX_KEEP_ALIVE)
+        if self.max_model_bytes is not None:
+            _check_int("max_model_bytes", self.max_model_bytes, 1, 2**50)
         if self.context_overflow not in CONTEXT_OVERFLOWS:
             raise ConfigError(
                 f"context_overflow={self.context_overflow!r} is not one of {', '.join(CONTEXT_OVERFLOWS)}"
@@ -141,6 +151,12 @@ class ServerSettings:
     def model_names(self) -> tuple[str, ...]:
         """Every name that requests may use, each once."""
         return tuple(dict.fromkeys((self.model_name, *self.model_aliases)))
+
+    def keep_alive_of(self, number: int) -> float:
+        """Of the model of that number, see `keep_alive`; infinite: it stays."""
+        if self.keep_alive is not None:
+            return self.keep_alive
+        return _KEEP_ALIVE if number else math.inf
 
     @property
     def all_keys(self) -> tuple[str, ...]:

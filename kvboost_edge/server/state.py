@@ -1,4 +1,4 @@
-"""What one running server holds; every request reaches it as `request.app.state.kv`."""
+"""What a request works with: one loaded model, found by `state_of(request)`, and what all models of a server share."""
 
 from __future__ import annotations
 
@@ -19,30 +19,46 @@ if TYPE_CHECKING:
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["ServerState", "state_of"]
+__all__ = ["ModelState", "Shared", "keep_state", "state_of"]
+
+_KEY = "kvboost.model"
 
 
 @dataclasses.dataclass(slots=True)
-class ServerState:
-    """`model_name` is the name clients use. `draining` is set once, when the server was told to end. `created` is
+class Shared:
+    """What is one for all models of a server. `draining` is set once, when the server was told to end. `created` is
     seconds since the epoch."""
 
-    engine: Engine
     settings: ServerSettings
-    model_name: str
-    metrics: Metrics
-    admission: Admission
     remembered: Remembered
-    doctor: Doctor
     normaliser: Normaliser
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def trouble(self) -> str | None:
-        """Why the server cannot take requests, or None when it can."""
-        if not self.engine.is_alive():
-            return "the engine stopped after an error; restart the server"
-        return "the server is shutting down" if self.draining else None
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model from when it is loaded until it is unloaded. `model_name` is the first of its names, the one that answers
+    tell."""
+
+    engine: Engine
+    model_name: str
+    metrics: Metrics
+    admission: Admission
+    doctor: Doctor
+    shared: Shared
+
+    @property
+    def settings(self) -> ServerSettings:
+        return self.shared.settings
+
+    @property
+    def remembered(self) -> Remembered:
+        return self.shared.remembered
+
+    @property
+    def normaliser(self) -> Normaliser:
+        return self.shared.normaliser
 
     def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Ticket:
         """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt and output, estimated
@@ -52,12 +68,17 @@ class ServerState:
         """
         if not self.engine.is_alive():
             raise EngineStopped
-        if self.draining:
+        if self.shared.draining:
             raise ShuttingDown
         return Ticket(self.admission, self.metrics, request, num_tokens, num_sequences)
 
 
-def state_of(request: Request) -> ServerState:
-    """What the server holds."""
-    state: ServerState = request.app.state.kv
+def keep_state(request: Request, state: ModelState) -> None:
+    """From now on this is the model of the request."""
+    request.scope[_KEY] = state
+
+
+def state_of(request: Request) -> ModelState:
+    """The model that a request holds, see `Models.lease`."""
+    state: ModelState = request.scope[_KEY]
     return state

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from kvboost_edge.server.doctor.shown import PromptCache
+from kvboost_edge.server.models.shown import ModelsMemory
 
 __all__ = [
     "ERRORS",
@@ -18,8 +19,6 @@ __all__ = [
     "Detokenized",
     "ErrorAnswer",
     "Memory",
-    "Model",
-    "ModelList",
     "Reset",
     "Stats",
     "Tokenized",
@@ -211,30 +210,6 @@ class ChatAnswer(_Head):
     choices: list[ChatChoiceAnswer]
 
 
-class ModelMeta(_Answer):
-    architecture: str
-    dtype: str
-    runner: str
-    vocab_size: int
-    weight_bytes: int
-
-
-class Model(_Answer):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int
-    meta: ModelMeta
-
-
-class ModelList(_Answer):
-    object: Literal["list"]
-    data: list[Model]
-
-
 class Piece(_Answer):
     id: int
     piece: str
@@ -321,7 +296,8 @@ class Throughput(_Answer):
 
 
 class Stats(_Answer):
-    """Queue, cache, pool, tiers, memory and throughput; those of cache, pool and memory are the engine's own names."""
+    """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and memory are the engine's
+    own names. models: which are loaded, and what they take."""
 
     object: Literal["stats"]
     model: str
@@ -331,6 +307,7 @@ class Stats(_Answer):
     tiers: dict[str, TierFigures]
     memory: dict[str, int]
     throughput: Throughput
+    models: ModelsMemory
 
 
 class BlockCounts(_Answer):

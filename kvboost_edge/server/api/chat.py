@@ -20,7 +20,7 @@ from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.doctor.records import Asked
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.server.work.overflow import ranges_to_drop
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ _ANSWER_SHARE = 8  # of the context: what an answer without a limit must have ro
 _SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
-def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:
+def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:
     """How to run a chat request, and to answer it: with `writer`, or as OpenAI does. ApiError for fields that do not go
     together."""
     body.check_together()
@@ -90,7 +90,7 @@ def chat_order(state: ServerState, body: ChatRequest, writer: AnswerWriter | Non
 
 
 def _fitting(
-    state: ServerState,
+    state: ModelState,
     body: ChatRequest,
     prompt: EncodedPrompt,
     encoded: Callable[[Sequence[ChatMessage]], EncodedPrompt],
@@ -119,7 +119,7 @@ def _tokens_around(tokenizer: Tokenizer) -> int:
 
 
 def encode_asked(
-    state: ServerState,
+    state: ModelState,
     answers: KeptAnswers,
     messages: Sequence[ChatMessage],
     body: ChatRequest,

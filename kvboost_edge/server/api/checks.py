@@ -3,50 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
+from fastapi import Query
 from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.models.served import ServedModel
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Answer
 
 __all__ = [
+    "ModelParam",
     "answered",
     "check_logprobs",
     "check_mode",
-    "check_model",
     "check_priority",
+    "loaded_model",
     "most_with_logprobs",
     "room_for",
+    "served_model",
 ]
 
+ModelParam = Annotated[str | None, Query(max_length=256)]
+"""Which model a route without a body looks at."""
 
-def answered(request: Request, model: str | None, work: Callable[[ServerState, Send], Awaitable[None]]) -> Answer:
-    """The answer that `work` sends, once the model that the body names is known to be the one that is served."""
+
+def answered(
+    request: Request,
+    model: str | None,
+    work: Callable[[ModelState, Send], Awaitable[None]],
+    keep_alive: float | None = None,
+) -> Answer:
+    """The answer that `work` sends, with the model that the body names, which stays loaded meanwhile; keep_alive: how
+    long afterwards, see `Models.lease`."""
 
     async def whole(send: Send) -> None:
-        state = state_of(request)
-        check_model(state, model)
-        await work(state, send)
+        served = served_model(request, model)
+        async with server_of(request).models.lease(request, served, keep_alive) as state:
+            await work(state, send)
 
     return Answer(whole)
 
 
-def check_model(state: ServerState, name: str | None) -> None:
-    """404 for a model that is not served here; None is the one that is."""
-    if name is not None and name not in state.settings.model_names:
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} is not served here; this server has {state.model_name!r}",
-            code="model_not_found",
-            param="model",
-        )
+def served_model(request: Request, name: str | None) -> ServedModel:
+    """The model of this name; None: the first one. ApiError 404 for a model that is not served here."""
+    models = server_of(request).models
+    served = models.find(name)
+    if served is None:
+        here = ", ".join(repr(one.name) for one in models.all)
+        message = f"the model {(name or '')[:200]!r} is not served here; this server has {here}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    return served
 
 
-def room_for(state: ServerState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str) -> int:
+def loaded_model(request: Request, name: str | None) -> ModelState:
+    """The same for who looks at it only: ApiError 503 where it is not loaded."""
+    served = served_model(request, name)
+    if served.state is None:
+        message = f"the model {served.name!r} is not loaded ({served.phase}); a request for it loads it"
+        raise ApiError(503, message, code="model_not_loaded", headers={"Retry-After": "1", "Cache-Control": "no-store"})
+    return served.state
+
+
+def room_for(state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str) -> int:
     """New tokens a prompt may have: `wanted`, or (None) all that context and pool leave. ApiError 400 if it has no
     room; 0 wanted tokens need none."""
     context, pool = state.engine.runner_info.max_context, state.admission.pool_tokens
@@ -82,7 +106,7 @@ def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
     return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
 
 
-def check_mode(state: ServerState, mode: GenerationMode) -> GenerationMode:
+def check_mode(state: ModelState, mode: GenerationMode) -> GenerationMode:
     """The mode. ApiError 400 for reuse at other positions where the engine cannot do that."""
     refusal = state.engine.reuse_refusal if mode is GenerationMode.CHUNK_KV_REUSE else None
     if refusal is not None:
@@ -91,7 +115,7 @@ def check_mode(state: ServerState, mode: GenerationMode) -> GenerationMode:
     return mode
 
 
-def check_priority(state: ServerState, priority: int | None) -> int:
+def check_priority(state: ModelState, priority: int | None) -> int:
     """The priority to run with, 0 for None. ApiError 400 for one below 0 where there are several API keys: it would go
     before the requests of other tenants. Above 0 a request lets others go first, and that anybody may."""
     if priority is None:

@@ -17,7 +17,7 @@ from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.doctor.records import Asked, Field
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def completion_order(
-    state: ServerState, body: CompletionRequest, writer: AnswerWriter | None = None, *, fills: bool = False
+    state: ModelState, body: CompletionRequest, writer: AnswerWriter | None = None, *, fills: bool = False
 ) -> Order:
     """How to run a completion request, and to answer it: with `writer`, or as OpenAI does. fills: without a limit the
     answer may fill the context. ApiError for fields that do not go together."""

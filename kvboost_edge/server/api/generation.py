@@ -23,6 +23,7 @@ from kvboost_edge.server.work.streams import EventStream, send_json
 __all__ = ["AnswerWriter", "Order", "respond", "watched"]
 
 _PROGRESS_SECONDS = 0.5  # between two looks at a prompt that is being read
+_PING_SECONDS = 10.0  # clients, and proxies before them, give up a stream that is silent for half a minute or more
 _FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
 
 
@@ -72,7 +73,7 @@ class Order:
     writer            writes it
     explain           is told what became of the first prompt, before its end is written; None: nobody asks
     tells_progress    a stream says how far its prompts are, twice a second until they are computed
-    ping_seconds      else it gives a sign that often until then; None: nothing is sent before the first token
+    pings             else it gives a sign of life now and then until there is a token; false: it sends nothing
     """
 
     estimate: int
@@ -82,7 +83,7 @@ class Order:
     writer: AnswerWriter
     explain: Callable[[Diagnosis], None] | None = None
     tells_progress: bool = False
-    ping_seconds: float | None = None
+    pings: bool = False
 
 
 async def respond(request: Request, send: Send, order: Order) -> None:
@@ -158,7 +159,7 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
     writer.begin(run)
     opened: set[int] = set()
     num_open = len(run.handles)
-    every = _PROGRESS_SECONDS if order.tells_progress else order.ping_seconds
+    every = _PROGRESS_SECONDS if order.tells_progress else _PING_SECONDS if order.pings else None
     prompts = range(0, num_open, run.per_prompt)  # of the sequences of a prompt the first one computes it
     async with aclosing(merged(run.handles, every=every, followed=prompts)) as batches:
         async for batch in batches:

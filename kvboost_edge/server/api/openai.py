@@ -17,7 +17,7 @@ from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.usage import costs, progress_of, usage_of
 from kvboost_edge.server.doctor.records import Diagnosis
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running, off_loop
 from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long
 
@@ -72,7 +72,7 @@ class OpenAIWriter:
 
     def __init__(
         self,
-        state: ServerState,
+        state: ModelState,
         spelling: Spelling,
         choice: Callable[[int, Running], Choice],
         *,

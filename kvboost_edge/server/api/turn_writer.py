@@ -9,7 +9,7 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.text.turns.parts import Content, Part
 from kvboost_edge.text.turns.reader import TurnMessage, TurnReader
@@ -25,7 +25,7 @@ class TurnWriter(ABC):
     run       the running request
     """
 
-    def __init__(self, state: ServerState, stop: Sequence[str] = ()) -> None:
+    def __init__(self, state: ModelState, stop: Sequence[str] = ()) -> None:
         self.state, self._stop = state, stop
         self.message = TurnMessage()
         self._reader: TurnReader | None = None

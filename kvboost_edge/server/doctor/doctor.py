@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,14 +22,14 @@ __all__ = ["Doctor", "Watch"]
 
 
 class Doctor:
-    """One server's; only the event loop's thread touches it.
+    """One loaded model's; only the event loop's thread touches it.
 
-    seconds   how long a request is kept, 0: none is, and only what the engine says itself is known
+    history   what was asked before; one that keeps nothing: only what the engine says itself is known
     count     is told the cause of each request
     """
 
-    def __init__(self, engine: Engine, seconds: float, count: Callable[[str], None]) -> None:
-        self.history = History(seconds)
+    def __init__(self, engine: Engine, history: History, count: Callable[[str], None]) -> None:
+        self.history = history
         self._engine, self._count = engine, count
         self._left: list[tuple[Watch, RequestHandle]] = []
         self._sweep: asyncio.TimerHandle | None = None
@@ -40,7 +39,7 @@ class Doctor:
         self, request_id: str, tenant: str | None, salt: str | None, token_ids: Sequence[int], asked: Asked
     ) -> Watch:
         """A request that begins to run."""
-        self._settle()
+        self.settle()
         self._sweep_later()
         record = Record(request_id, asked, np.asarray(token_ids, dtype=np.int32), len(token_ids))
         self.history.add(tenant, salt, record)
@@ -68,17 +67,6 @@ class Doctor:
         """A request that nobody waits for: it was cancelled, and what became of it is known within a step."""
         self._left.append((watch, handle))
 
-    def latest(self, tenant: str | None, count: int) -> list[Record]:
-        """The tenant's last requests that ended, the latest first."""
-        self._settle()
-        records = (record for record in self.history.latest(tenant) if record.diagnosis is not None)
-        return list(itertools.islice(records, count))
-
-    def find(self, tenant: str | None, request_id: str) -> Record | None:
-        """The tenant's record of a request."""
-        self._settle()
-        return self.history.find(tenant, request_id)
-
     def explained(self, tenant: str | None, record: Record) -> Callable[[], Diagnosis] | None:
         """What says, in any thread, what became of a record, with the texts; None while it runs."""
         found, tokenizer = record.diagnosis, self._engine.tokenizer
@@ -89,7 +77,7 @@ class Doctor:
         other = self.history.find(tenant, found.compared_with) if found.compared_with else None
         return lambda: placed(found, record, other, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Requests that were left and have ended: what was computed of them is in the cache, so they count; one that
         never began, or broke, is forgotten."""
         left, self._left = self._left, []

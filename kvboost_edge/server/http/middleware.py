@@ -23,7 +23,7 @@ from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.logs import log_facts
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.models.server import ServerState
 
 __all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_request_id"]
 
@@ -90,7 +90,7 @@ class Envelope:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            answer = as_api_error(error, engine_alive=self._state.engine.is_alive())
+            answer = as_api_error(error, engine_alive=self._state.engines_alive())
             if answer.status_code == 500:
                 log_failure(scope, error)
             if status == _CLIENT_GONE:  # nothing was sent yet
@@ -148,7 +148,7 @@ class Gate:
         try:
             await self._app(scope, body.receive, send)
         finally:
-            self._state.admission.free_body(body.tenant, body.num_bytes)
+            self._state.bodies.free(body.tenant, body.num_bytes)
 
     def _methods(self, path: str) -> set[str]:
         """What the routes of a path take; empty for none. Everybody may know it: the README lists the routes."""
@@ -168,7 +168,7 @@ class Gate:
             if name == b"content-length" and int(value) > limit:
                 raise _too_large(limit)
         if scope["method"] == "POST" and scope["path"] in ADMITTED_PATHS:
-            self._state.admission.check(scope["kvboost"].get("tenant"))
+            self._state.check_queue(scope["kvboost"].get("tenant"))
 
 
 class _Body:
@@ -178,7 +178,7 @@ class _Body:
         self.tenant = tenant
         self.num_bytes = 0
         self._receive = receive
-        self._admission = state.admission
+        self._bodies = state.bodies
         self._limit = state.settings.max_body_bytes
 
     async def receive(self) -> Message:
@@ -187,7 +187,7 @@ class _Body:
         size = len(message.get("body", b""))
         if self.num_bytes + size > self._limit:
             raise _too_large(self._limit)
-        self._admission.hold_body(self.tenant, size)
+        self._bodies.hold(self.tenant, size)
         self.num_bytes += size
         return message
 

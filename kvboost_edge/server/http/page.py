@@ -40,6 +40,7 @@ STATIC_FILES = {
     "main.js": _SCRIPT,
     "models.js": _SCRIPT,
     "poolmap.js": _SCRIPT,
+    "progress.js": _SCRIPT,
     "promptrow.js": _SCRIPT,
     "prompts.js": _SCRIPT,
     "reasoning.js": _SCRIPT,

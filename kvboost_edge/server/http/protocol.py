@@ -25,8 +25,8 @@ from kvboost_edge.server.errors import ApiError, error_body
 from kvboost_edge.server.http.closing import QUIET_SECONDS, LingeringTransport
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.middleware import account, new_request_id
+from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
-from kvboost_edge.server.state import ServerState
 
 __all__ = ["make_protocol"]
 
@@ -287,7 +287,7 @@ class DeadlineProtocol(H11Protocol):
         headers = {**SECURITY_HEADERS, "Content-Type": "application/json", "Content-Length": str(len(body))}
         headers |= {"Connection": "close", **{name.decode(): request_id for name in id_headers(path)}}
         if status == 503:
-            headers["Retry-After"] = str(self.kv.admission.retry_after())
+            headers["Retry-After"] = str(self.kv.retry_after())
         start = h11.Response(
             status_code=status,
             reason=http.HTTPStatus(status).phrase.encode(),

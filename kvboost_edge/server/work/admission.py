@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["Admission", "Observer", "Ticket"]
+__all__ = ["Admission", "Bodies", "Observer", "Ticket"]
 
 _MAX_RETRY_AFTER = 60
 _LARGEST_BODIES = 8  # bodies of --max-body-bytes that are held at once
@@ -54,7 +54,6 @@ class Admission:
         self._places = Shares(self.batch + settings.max_queue_size, self.weights, least=1)
         most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * sum(sizes)
         self._tokens = Shares(most_tokens, self.weights)
-        self._bodies = Shares(_LARGEST_BODIES * settings.max_body_bytes, self.weights)
         self.refused = 0
         self.tickets: set[Ticket] = set()
         self.groups = PrefixGroups(settings.batch_window_ms / 1e3, engine.config.block_size)
@@ -74,11 +73,6 @@ class Admission:
     def tokens(self) -> int:
         """Tokens of the requests in flight, as estimated."""
         return self._tokens.used
-
-    @property
-    def body_bytes(self) -> int:
-        """Bytes of bodies that are held."""
-        return self._bodies.used
 
     def check(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> None:
         """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they never could."""
@@ -113,16 +107,6 @@ class Admission:
         self._places.give_back(tenant, num_sequences)
         self._tokens.give_back(tenant, num_tokens)
 
-    def hold_body(self, tenant: str | None, num_bytes: int) -> None:
-        """Count bytes of a body that came; QueueFull when all bodies together are too large."""
-        if not self._bodies.fit(tenant, num_bytes):
-            self._refuse(tenant, self._bodies, "bodies{1} of {0} bytes are held")
-        self._bodies.take(tenant, num_bytes)
-
-    def free_body(self, tenant: str | None, num_bytes: int) -> None:
-        """The request of these bytes has ended."""
-        self._bodies.give_back(tenant, num_bytes)
-
     def cancel_all(self) -> None:
         """End every request in flight."""
         for ticket in list(self.tickets):
@@ -141,12 +125,40 @@ class Admission:
 
     def _refuse(self, tenant: str | None, shares: Shares, what: str) -> NoReturn:
         self.refused += 1
-        if shares.are_kept:
-            reason = what.format(shares.used_by(tenant), " of this key")
-            reason += f"; its share is {shares.kept_for(tenant)}, and there is no room beyond it"
-        else:
-            reason = f"{what.format(shares.used, '')}, the limit is {shares.limit}"
-        raise QueueFull(f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", self.retry_after(tenant))
+        raise _full(tenant, shares, what, self.retry_after(tenant))
+
+
+class Bodies:
+    """Counts the bytes of bodies that are held, of requests for any model; only the event loop's thread touches it."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._held = Shares(_LARGEST_BODIES * settings.max_body_bytes, settings.tenant_weights)
+        self.refused = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held."""
+        return self._held.used
+
+    def hold(self, tenant: str | None, num_bytes: int) -> None:
+        """Count bytes of a body that came; QueueFull when all bodies together are too large."""
+        if not self._held.fit(tenant, num_bytes):
+            self.refused += 1
+            raise _full(tenant, self._held, "bodies{1} of {0} bytes are held", 1)
+        self._held.take(tenant, num_bytes)
+
+    def free(self, tenant: str | None, num_bytes: int) -> None:
+        """The request of these bytes has ended."""
+        self._held.give_back(tenant, num_bytes)
+
+
+def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> QueueFull:
+    if shares.are_kept:
+        reason = what.format(shares.used_by(tenant), " of this key")
+        reason += f"; its share is {shares.kept_for(tenant)}, and there is no room beyond it"
+    else:
+        reason = f"{what.format(shares.used, '')}, the limit is {shares.limit}"
+    return QueueFull(f"{reason}; try again later (--max-queue-size, --max-queue-tokens)", retry_after)
 
 
 class Ticket:
@@ -166,7 +178,8 @@ class Ticket:
         self.weight = 1.0 if self.tenant is None else admission.weights[self.tenant]
         self.pin_share = 1.0 if self.tenant is None else self.weight / sum(admission.weights.values())
         self.timeout = admission.request_timeout
-        self.deadline = time.monotonic() + self.timeout
+        # Its time began when it started to wait for its model.
+        self.deadline = time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
         self._admission = admission
         self._observer = observer
         self._request = request

@@ -16,7 +16,7 @@ from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.backends.torch import apple
 from kvboost_edge.backends.torch.batch import TorchBatch
 from kvboost_edge.backends.torch_backend import TorchBackend
-from kvboost_edge.engine.build import _available_on
+from kvboost_edge.engine.selection import available_on
 from kvboost_edge.errors import BackendUnavailable, CapacityError
 
 SPEC = KVSpec((LayerKVSpec(8, 128), LayerKVSpec(2, 64)), 16, "float16")
@@ -154,4 +154,4 @@ def test_the_ledger_takes_the_limits_of_the_gpu(
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: limit)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: taken)
     monkeypatch.setattr("kvboost_edge.host.memory.available_bytes", lambda: machine)
-    assert _available_on("mps") == _available_on("mps:0") == expected
+    assert available_on("mps") == available_on("mps:0") == expected

@@ -213,5 +213,5 @@ def test_the_server_reads_the_vocabulary_once_it_listens(engine: Any, monkeypatc
     monkeypatch.setattr(type(engine), "read_ahead", lambda self: done.append("read"))
     monkeypatch.setattr(serve.DrainingServer, "run", lambda self, sockets: done.append("served"))
     with serve.bind(settings) as listener:
-        serve.run_server(engine, settings, listener)
+        serve.run_server(create_app(engine, settings), settings, listener)
     assert done == ["read", "served"]

@@ -7,45 +7,22 @@ import io
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
 from itertools import chain
 from typing import Any
 
-import httpx
 import pytest
 
 from doctor_cases import CHAT, COMPLETIONS, EXPLAIN, SYSTEM, app_of, ask, complete
-from engine import fake_runner
 from engine.fake_runner import fake_engine, hold_passes, runner_of
 from kvboost_edge.server.doctor.records import NOT_SAID
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
-from spoken_turns import TEMPLATE, Speaker
+from spoken_turns import Speaker
 
 
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with fake_engine(num_blocks=512, max_context=4000) as engine:
-        engine.tokenizer.chat_template = TEMPLATE
-        yield engine
-
-
-@pytest.fixture
-def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
-    speaker = Speaker(engine)
-    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-    engine.reset_cache()
-    speaker.text = "Good day."
-    return speaker
-
-
-@pytest.fixture
-async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with app_of(engine) as client:
-        yield client
-
-
-async def test_a_date_in_the_system_message_is_found_with_both_texts(app: Any, speaker: Speaker, engine: Any) -> None:
+async def test_a_date_in_the_system_message_is_found_with_both_texts(
+    app: Any, speaker: Speaker, spoken_engine: Any
+) -> None:
     first = await ask(app, SYSTEM.format("Tuesday"), "Hello!")
     assert (first["cause"], first["compared_with"], first["hit_tokens"]) == ("first_seen", "", {"pool": 0})
     second = await ask(app, SYSTEM.format("Wednesday"), "Hello!")
@@ -70,8 +47,8 @@ async def test_the_next_turn_of_a_chat_has_new_text_only(app: Any, speaker: Spea
     assert again["hit_tokens"]["pool"] >= again["prompt_tokens"] - 16
 
 
-async def test_a_stream_says_the_same_in_its_last_chunk(engine: Any, speaker: Speaker) -> None:
-    async with app_of(engine, api_keys=("one", "two")) as app:
+async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine: Any, speaker: Speaker) -> None:
+    async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
         whole = [await ask(app, SYSTEM.format(day), "Hi") for day in ("Monday", "Tuesday")]
         app.headers["x-api-key"] = "two"
@@ -96,30 +73,30 @@ async def test_who_does_not_ask_is_not_told(app: Any, speaker: Speaker) -> None:
 TOOLS = [{"type": "function", "function": {"name": name, "description": "x" * 40}} for name in ("clock", "maps")]
 
 
-async def test_tools_in_another_order(engine: Any, speaker: Speaker) -> None:
-    async with app_of(engine, normalise=()) as app:
+async def test_tools_in_another_order(spoken_engine: Any, speaker: Speaker) -> None:
+    async with app_of(spoken_engine, normalise=()) as app:
         await ask(app, SYSTEM, "Hi", tools=TOOLS)
         swapped = await ask(app, SYSTEM, "Hi", tools=TOOLS[::-1])
         assert (swapped["cause"], swapped["normalised"]) == ("tool_order", [])
         assert (swapped["field"], swapped["field_before"]) == ("tool 0 (maps)", "tool 0 (clock)")
         fewer = await ask(app, SYSTEM, "Hi", tools=TOOLS[1:])
         assert fewer["cause"] == "tools"
-    async with app_of(engine) as app:
-        engine.reset_cache()
+    async with app_of(spoken_engine) as app:
+        spoken_engine.reset_cache()
         await ask(app, SYSTEM, "Hi", tools=TOOLS)
         swapped = await ask(app, SYSTEM, "Hi", tools=TOOLS[::-1])
         assert swapped["normalised"] == ["tools"]
         assert swapped["hit_tokens"]["pool"] >= swapped["prompt_tokens"] - 16
 
 
-async def test_a_billing_line_is_left_out_and_said(engine: Any, speaker: Speaker) -> None:
+async def test_a_billing_line_is_left_out_and_said(spoken_engine: Any, speaker: Speaker) -> None:
     billed = "x-anthropic-billing-header: cc_version=2.1; cch={};\n" + SYSTEM
-    async with app_of(engine) as app:
+    async with app_of(spoken_engine) as app:
         await ask(app, billed.format("aaaa", "now"), "Hi")
         second = await ask(app, billed.format("bbbb", "now"), "Hi")
         assert second["normalised"] == ["billing"]
         assert second["hit_tokens"]["pool"] >= second["prompt_tokens"] - 16
-    async with app_of(engine, normalise=("tools",)) as app:
+    async with app_of(spoken_engine, normalise=("tools",)) as app:
         await ask(app, billed.format("cccc", "now"), "Hi")
         second = await ask(app, billed.format("dddd", "now"), "Hi")
         assert (second["cause"], second["field"], second["normalised"]) == ("changed_text", "message 0 (system)", [])
@@ -147,8 +124,8 @@ async def test_what_was_dropped_from_the_pool() -> None:
     assert (found["cause"], found["evicted_from"], found["position"]) == ("evicted", ["pool"], 0)
 
 
-async def test_other_keys_and_salts_are_never_compared_with(engine: Any, speaker: Speaker) -> None:
-    async with app_of(engine, api_keys=("one", "two")) as app:
+async def test_other_keys_and_salts_are_never_compared_with(spoken_engine: Any, speaker: Speaker) -> None:
+    async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         one, two = ({"x-api-key": key} for key in ("one", "two"))
         secret = "The secret of the first tenant is long enough for a block."
         mine = await complete(app, secret, headers=one)
@@ -170,8 +147,8 @@ async def test_other_keys_and_salts_are_never_compared_with(engine: Any, speaker
         assert (await app.get("/v1/requests")).status_code == 401
 
 
-async def test_nothing_is_kept_with_history_0_and_that_is_said(engine: Any, speaker: Speaker) -> None:
-    async with app_of(engine, request_history=0) as app:
+async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine: Any, speaker: Speaker) -> None:
+    async with app_of(spoken_engine, request_history=0) as app:
         for _ in range(2):
             found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
         assert found["cause"] in ("none", "tail")
@@ -181,10 +158,10 @@ async def test_nothing_is_kept_with_history_0_and_that_is_said(engine: Any, spea
         answer = await app.get(f"/v1/requests/{found['request_id']}/cache")
         assert answer.status_code == 404
         assert "--request-history 0" in answer.json()["error"]["message"]
-        assert app._transport.app.state.kv.doctor.history.nbytes == 0
+        assert app._transport.app.state.kv.first.doctor.history.nbytes == 0
 
 
-async def test_of_several_prompts_and_choices_the_first_is_told(app: Any, speaker: Speaker, engine: Any) -> None:
+async def test_of_several_prompts_and_choices_the_first_is_told(app: Any, speaker: Speaker, spoken_engine: Any) -> None:
     prompts = ["The first of these prompts is about cats and dogs.", "The second is about the sea and ships."]
     found = await complete(app, prompts, n=2)
     assert (found["cause"], found["prompt_tokens"]) == ("first_seen", len(prompts[0]))
@@ -237,17 +214,17 @@ async def test_a_cancelled_request_counts_where_it_was_computed(speaker: Speaker
     assert [one["compared_with"] for one in found] == [listed[-1]["request_id"], ""]
 
 
-async def test_requests_that_run_have_no_diagnosis_yet(app: Any, engine: Any, speaker: Speaker) -> None:
+async def test_requests_that_run_have_no_diagnosis_yet(app: Any, spoken_engine: Any, speaker: Speaker) -> None:
     go = threading.Event()
-    hold_passes(engine, go)
+    hold_passes(spoken_engine, go)
     try:
         tasks = [asyncio.ensure_future(complete(app, "The same text at the same time, of two clients")) for _ in "ab"]
-        while engine.num_running() + engine.num_waiting() < 2:
+        while spoken_engine.num_running() + spoken_engine.num_waiting() < 2:
             await asyncio.sleep(0.001)
         assert (await app.get("/v1/requests")).json()["data"] == []
         assert (await app.get("/v1/requests/last/cache")).status_code == 404
     finally:
-        runner_of(engine).on_forward = None
+        runner_of(spoken_engine).on_forward = None
         go.set()
     causes = sorted([(await task)["cause"] for task in tasks])
     assert causes[0] == "first_seen"
@@ -270,10 +247,10 @@ async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(
     assert secret not in metrics
 
 
-async def test_records_end_though_no_request_comes(engine: Any, speaker: Speaker) -> None:
-    async with app_of(engine, request_history=0.05) as app:
+async def test_records_end_though_no_request_comes(spoken_engine: Any, speaker: Speaker) -> None:
+    async with app_of(spoken_engine, request_history=0.05) as app:
         await ask(app, SYSTEM, "Hi")
-        history = app._transport.app.state.kv.doctor.history
+        history = app._transport.app.state.kv.first.doctor.history
         until = time.monotonic() + 10
         while history.nbytes and time.monotonic() < until:
             await asyncio.sleep(0.01)
@@ -281,9 +258,9 @@ async def test_records_end_though_no_request_comes(engine: Any, speaker: Speaker
 
 
 @pytest.mark.alone
-async def test_a_long_prompt_among_many_does_not_hold_the_loop(app: Any, engine: Any, speaker: Speaker) -> None:
+async def test_a_long_prompt_among_many_does_not_hold_the_loop(app: Any, spoken_engine: Any, speaker: Speaker) -> None:
     """Compared with as much as is kept of one tenant, all alike up to their ends: some milliseconds."""
-    doctor = app._transport.app.state.kv.doctor
+    doctor = app._transport.app.state.kv.first.doctor
     ids = list(range(30_000))
     for number in range(256):
         doctor.watch(f"r{number}", None, None, [*ids, number], NOT_SAID)

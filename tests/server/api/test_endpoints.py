@@ -147,7 +147,7 @@ async def test_a_pinned_text_stays_until_it_is_unpinned(tiny_app: httpx.AsyncCli
     stats = (await tiny_app.get("/v1/stats")).json()
     assert (stats["pool"]["pinned_blocks"], stats["pool"]["cached_blocks"]) == (blocks, 0)
     assert stats["memory"]["pinned_bytes"] == blocks * stats["pool"]["bytes_per_block"]
-    assert f"kvboost:pinned_blocks {float(blocks)}" in (await tiny_app.get("/metrics")).text
+    assert f'kvboost:pinned_blocks{{model_name="tiny"}} {float(blocks)}' in (await tiny_app.get("/metrics")).text
     for expected in (blocks, 0):
         answer = await tiny_app.post("/v1/unpin", json={"text": text})
         assert answer.json() == {"object": "unpin", "blocks_unpinned": expected}
@@ -270,7 +270,7 @@ async def test_text_routes_have_a_place_a_deadline_and_an_end(
     for name in ("encode", "decode"):
         monkeypatch.setattr(codec, name, lambda *_: release.wait(30) and None)
     app = create_app(tiny_engine, ServerSettings(max_batch_size=1, max_queue_size=0, request_timeout=0.5))
-    admission = app.state.kv.admission
+    admission = app.state.kv.first.admission
     body = {"content": "word " * 100} if path == "/tokenize" else {"tokens": [1] * 100}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
         first = asyncio.create_task(client.post(path, json=body))

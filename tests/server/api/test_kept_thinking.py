@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
 
 from doctor_cases import SYSTEM, app_of, ask
-from engine import fake_runner
 from engine.fake_runner import fake_engine
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import thought_key
-from spoken_turns import TEMPLATE, Speaker
+from spoken_turns import Speaker
 
 STRIPS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
@@ -29,22 +27,6 @@ PRESERVES = """{% for m in messages %}<|{{ m.role }}|>
 
 {% endif %}{{ m.content }}<|special 259|>{% endfor %}<|assistant|>"""
 """A template that shows it if a variable says so; a turn ends as the model ends it."""
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    with fake_engine(num_blocks=512, max_context=4000) as engine:
-        engine.tokenizer.chat_template = TEMPLATE
-        yield engine
-
-
-@pytest.fixture
-def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
-    speaker = Speaker(engine)
-    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-    engine.reset_cache()
-    speaker.text = "Good day."
-    return speaker
 
 
 async def test_thinking_that_the_template_strips(speaker: Speaker) -> None:
@@ -67,12 +49,12 @@ THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
 @pytest.mark.parametrize("normalise", [("thinking",), ()])
 @pytest.mark.parametrize("variable", [None, True, False])
 async def test_thinking_is_put_back_where_the_template_can_show_it(
-    engine: Any, speaker: Speaker, normalise: tuple[str, ...], variable: bool | None
+    spoken_engine: Any, speaker: Speaker, normalise: tuple[str, ...], variable: bool | None
 ) -> None:
     """What clients drop of the model's own turns is read from the cache, unless they say that they do not want it."""
-    engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
+    spoken_engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
     more = {} if variable is None else {"chat_template_kwargs": {"preserve_thinking": variable}}
-    async with app_of(engine, normalise=normalise) as app:
+    async with app_of(spoken_engine, normalise=normalise) as app:
         first = await ask(app, SYSTEM, "Hello!", **more)
         computed = first["prompt_tokens"] + len(THOUGHT)
         second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?", **more)
@@ -89,9 +71,9 @@ async def test_thinking_is_put_back_where_the_template_can_show_it(
         assert second["cause"] == "thinking"
 
 
-async def test_another_key_never_gets_the_thinking(engine: Any, speaker: Speaker) -> None:
-    engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
-    async with app_of(engine, api_keys=("one", "two")) as app:
+async def test_another_key_never_gets_the_thinking(spoken_engine: Any, speaker: Speaker) -> None:
+    spoken_engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
+    async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
         await ask(app, SYSTEM, "Hello!")
         app.headers["x-api-key"] = "two"

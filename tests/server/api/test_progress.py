@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from kvboost_edge.server.api import generation
-from kvboost_edge.server.api.dialects.anthropic import order
+from kvboost_edge.server.errors import ShuttingDown
 from live_servers import HeldForward, LiveServer, serving, wait_until
 
 MODEL = "kvboost-edge/demo"
@@ -311,18 +311,11 @@ def test_an_error_behind_the_first_event_is_an_event(
     with asking(server, path) as told:
         told.until(0)
         for ticket in list(server.state.admission.tickets):
-            loop_call(server, ticket)
+            ticket._task.get_loop().call_soon_threadsafe(ticket.cancel, ShuttingDown())  # as a shutdown does
         held.release()
         told.rest()
     assert error(told.events[-1]) in ("shutting_down", 503, "overloaded_error")
     assert not texts(told.events[:-1])
-
-
-def loop_call(server: LiveServer, ticket: Any) -> None:
-    """End a request as a shutdown does, in the server's own thread."""
-    from kvboost_edge.server.errors import ShuttingDown
-
-    ticket._task.get_loop().call_soon_threadsafe(ticket.cancel, ShuttingDown())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -336,9 +329,13 @@ def test_what_is_known_before_keeps_its_status(server: LiveServer, held: HeldFor
     assert answer.headers["content-type"] == "application/json"
 
 
+def asking_openai(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
 def test_openais_client_reads_on(server: LiveServer, held: HeldForward) -> None:
     held.release()
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with asking_openai(server) as client:
         stream = client.chat.completions.create(
             model="kvboost-edge/demo",
             messages=CHAT,
@@ -358,7 +355,7 @@ def test_a_silent_stream_of_messages_has_pings(
     server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without being asked, so that clients and proxies wait on; they say nothing more."""
-    monkeypatch.setattr(order, "_PING_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking(server, "/v1/messages", return_progress=None) as told:
         for _ in range(3):
             assert told.next() == {"type": "ping"}
@@ -369,6 +366,21 @@ def test_a_silent_stream_of_messages_has_pings(
     assert kinds[-1] == "message_stop"
     first = next(number for number, event in enumerate(told.events) if event["type"] != "ping")
     assert all(event["type"] != "ping" for event in told.events[first:])
+
+
+def test_a_silent_stream_of_responses_says_that_it_goes_on(
+    server: LiveServer, held: HeldForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
+    with asking_openai(server) as client:
+        events = iter(client.responses.create(model=MODEL, input=CHAT[0]["content"], max_output_tokens=3, stream=True))
+        kinds = [next(events).type for _ in range(4)]
+        held.release()
+        kinds += [event.type for event in events]
+    assert kinds[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert kinds.count("response.created") == 1
+    assert "response.in_progress" not in kinds[kinds.index("response.output_item.added") :]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
 def test_anthropics_client_waits_on(server: LiveServer, held: HeldForward) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -34,28 +34,6 @@ ASK = [{"role": "user", "content": "And the weather?"}]
 SAID = '{"name": "weather", "arguments": {"city": "Köln 🌧 \\"x\\"", "days": 2}}'
 CALL = f"<tool_call>\n{SAID}\n</tool_call>"
 ARGUMENTS = {"city": 'Köln 🌧 "x"', "days": 2}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    with fake_engine(num_blocks=512, max_context=4000) as engine:
-        engine.tokenizer.chat_template = TEMPLATE
-        yield engine
-
-
-@pytest.fixture
-def speaker(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
-    speaker = Speaker(engine)
-    monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-    engine.reset_cache()
-    return speaker
-
-
-@pytest.fixture
-async def app(engine: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings(model_name="fake")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        yield client
 
 
 async def ask(app: httpx.AsyncClient, **more: Any) -> dict[str, Any]:
@@ -102,7 +80,9 @@ async def test_an_answer_without_a_call_is_text(app: httpx.AsyncClient, speaker:
     assert "tool_calls" not in choice["message"]
 
 
-async def test_a_required_call_fits_its_schema_whatever_the_model_wants(app: httpx.AsyncClient, engine: Any) -> None:
+async def test_a_required_call_fits_its_schema_whatever_the_model_wants(
+    app: httpx.AsyncClient, spoken_engine: Any
+) -> None:
     """With the fake runner's own random logits."""
     validators = {one["name"]: jsonschema_rs.validator_for(one.get("parameters", {})) for one in (WEATHER, CLOCK)}
     ended = 0
@@ -195,13 +175,13 @@ async def test_a_stream_says_what_a_whole_answer_says(app: httpx.AsyncClient, sp
     assert (message, reason) == (whole["message"], whole["finish_reason"])
 
 
-async def test_reasoning_is_apart_and_counted(app: httpx.AsyncClient, speaker: Speaker, engine: Any) -> None:
+async def test_reasoning_is_apart_and_counted(app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any) -> None:
     speaker.text = "<think>\nOne, two.\n</think>\n\nThree."
     answer = await ask(app, tools=None)
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"].strip(), message["content"]) == ("One, two.", "Three.")
     counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    assert counted == len(engine.tokenizer.encode("<think>\nOne, two.\n</think>", False))
+    assert counted == len(spoken_engine.tokenizer.encode("<think>\nOne, two.\n</think>", False))
 
 
 async def test_thinking_can_be_turned_off_by_the_templates_own_variable(
@@ -233,7 +213,7 @@ async def test_a_call_or_an_answer_that_fits(app: httpx.AsyncClient, speaker: Sp
 
 
 async def test_the_next_turn_finds_the_call_as_it_was_written(
-    app: httpx.AsyncClient, speaker: Speaker, engine: Any
+    app: httpx.AsyncClient, speaker: Speaker, spoken_engine: Any
 ) -> None:
     """Another spelling, as the template would write it, would miss from there on."""
     speaker.text = f"Let me look.\n{CALL.replace(': ', ':')}"

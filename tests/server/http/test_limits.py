@@ -45,20 +45,20 @@ def test_a_chunked_body_over_the_limit_is_413(strict):
 def test_bodies_of_all_requests_together_are_bounded(demo_engine):
     """Eight of the largest are held; the next bytes are refused until one of them has ended."""
     with serving(demo_engine, max_body_bytes=40_000) as server, contextlib.ExitStack() as stack:
-        admission = server.state.admission
+        bodies = server.kv.bodies
         senders = [stack.enter_context(server.connect()) for _ in range(8)]
         for sock in senders:
             sock.sendall(HEAD + b"Content-Length: 40000\r\n\r\n" + b" " * 39_999)
-        wait_until(lambda: admission.body_bytes == 8 * 39_999, "all bodies to be held")
+        wait_until(lambda: bodies.num_bytes == 8 * 39_999, "all bodies to be held")
         with server.client() as client:
             refused = client.post("/v1/completions", json={**TEXT, "user": "x" * 100})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
             assert refused.headers["retry-after"]
             assert client.get("/health").status_code == 200
             senders.pop().sendall(b"x")
-            wait_until(lambda: admission.body_bytes == 7 * 39_999, "one body to be read")
+            wait_until(lambda: bodies.num_bytes == 7 * 39_999, "one body to be read")
             assert client.post("/v1/completions", json=TEXT).status_code == 200
-    assert admission.body_bytes == 0
+    assert bodies.num_bytes == 0
 
 
 def test_the_bodies_of_one_key_leave_room_for_another_s(demo_engine):
@@ -67,17 +67,17 @@ def test_the_bodies_of_one_key_leave_room_for_another_s(demo_engine):
         serving(demo_engine, max_body_bytes=40_000, api_keys=("one", "two")) as server,
         contextlib.ExitStack() as stack,
     ):
-        admission = server.state.admission
+        bodies = server.kv.bodies
         for _ in range(6):
             sock = stack.enter_context(server.connect())
             sock.sendall(HEAD + b"x-api-key: one\r\nContent-Length: 40000\r\n\r\n" + b" " * 39_999)
-        wait_until(lambda: admission.body_bytes == 6 * 39_999, "the bodies to be held")
+        wait_until(lambda: bodies.num_bytes == 6 * 39_999, "the bodies to be held")
         with server.client(headers={"x-api-key": "one"}) as client:
             refused = client.post("/v1/completions", json={**TEXT, "user": "x" * 100})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         with server.client(headers={"x-api-key": "two"}) as client:
             assert client.post("/v1/completions", json=TEXT).status_code == 200
-    assert admission.body_bytes == 0
+    assert bodies.num_bytes == 0
 
 
 def test_a_body_at_the_limit_is_read(strict):

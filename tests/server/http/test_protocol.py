@@ -191,7 +191,7 @@ def test_a_target_may_be_a_whole_url_whose_host_counts(live_server, target, stat
 )
 def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(live_server, caplog, data, status, phrase):
     def counted() -> float:
-        samples = live_server.state.metrics.registry.collect()
+        samples = live_server.kv.metrics.registry.collect()
         return sum(
             sample.value
             for family in samples

@@ -270,7 +270,7 @@ def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
                 assert answer.status_code == 503
                 assert "the engine stopped" in answer.json()["error"]["message"]
             assert client.get("/version").status_code == 200
-            assert "kvboost:engine_alive 0.0" in client.get("/metrics").text
+            assert 'kvboost:engine_alive{model_name="kvboost-edge/demo"} 0.0' in client.get("/metrics").text
             after = client.post("/v1/completions", json=TEXT)
             assert (after.status_code, after.json()["error"]["code"]) == (503, "engine_stopped")
             for method, path in (("GET", "/v1/stats"), ("GET", "/v1/blocks"), ("POST", "/cache/reset")):

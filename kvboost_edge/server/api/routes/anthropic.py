@@ -16,7 +16,7 @@ from kvboost_edge.server.api.dialects.anthropic.translate import translated
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.turns import named_by_field
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, send_json
 
@@ -33,7 +33,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation, as Anthropic's API does."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         order, chat = await off_loop(lambda: messages_order(state, body))
         try:
             await respond(request, send, order)
@@ -47,7 +47,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 async def count(request: Request, body: CountTokensRequest) -> Response:
     """How many tokens the prompt of these messages has."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         chat = await off_loop(lambda: translated(body))
         async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as ticket:
             answers = state.engine.kept_answers(tenant=ticket.tenant, cache_salt=None)

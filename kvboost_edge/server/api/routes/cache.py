@@ -29,7 +29,7 @@ from kvboost_edge.server.api.answers import (
     Warmed,
 )
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import answered, check_priority, room_for
+from kvboost_edge.server.api.checks import ModelParam, answered, check_priority, loaded_model, room_for
 from kvboost_edge.server.api.generation import watched
 from kvboost_edge.server.api.prompts import encode_plain, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -37,7 +37,9 @@ from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, War
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.errors import EngineStopped
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.models.shown import memory_of
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, running, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
@@ -57,7 +59,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
     """Compute a text once, so that prompts which begin with it find it in the cache; or documents, which prompts with
     kvboost.mode "chunk_kv_reuse" find anywhere."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         body.check_together()
         if body.alone is not None:
             await send_json(send, dumps(await _warm_alone(state, request, body)))
@@ -84,7 +86,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
 async def unpin(request: Request, body: UnpinRequest) -> Response:
     """End the pin of a text that was warmed with `pin`; it stays cached as any other."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         body.check_together()
         engine = state.engine
         estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
@@ -103,27 +105,29 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
-    """Forget every cached block that no request uses."""
-    state = state_of(request)
-    dropped = await _of_engine(state, state.engine.reset_cache)
+    """Forget every cached block that no request uses, of all models that are loaded."""
+    dropped = 0
+    for state in server_of(request).models.loaded:
+        dropped += await _of_engine(state, state.engine.reset_cache)
     return json_response({"object": "cache.reset", "blocks_dropped": dropped})
 
 
 @router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
-async def stats(request: Request) -> Response:
-    """Queue, cache, pool, tiers, memory and throughput."""
-    state = state_of(request)
-    return json_response(await _of_engine(state, lambda: _stats(state)), headers=_NO_STORE)
+async def stats(request: Request, model: ModelParam = None) -> Response:
+    """Queue, cache, pool, tiers, memory and throughput of a model, and which models are loaded."""
+    state = loaded_model(request, model)
+    figures = await _of_engine(state, lambda: _stats(state))
+    return json_response({**figures, "models": memory_of(server_of(request).models)}, headers=_NO_STORE)
 
 
 @router.get("/v1/blocks", response_class=JSONResponse, responses={200: {"model": Blocks}})
-async def blocks(request: Request) -> Response:
-    """The pool as a picture: one byte for each block. No text, no token."""
-    state = state_of(request)
+async def blocks(request: Request, model: ModelParam = None) -> Response:
+    """The pool of a model as a picture: one byte for each block. No text, no token."""
+    state = loaded_model(request, model)
     return json_response(await _of_engine(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
-async def _warm_alone(state: ServerState, request: Request, body: WarmRequest) -> dict[str, Any]:
+async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> dict[str, Any]:
     """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that has stopped."""
     engine, param = state.engine, str(body.alone)
     if engine.reuse_refusal is not None:
@@ -162,7 +166,7 @@ async def _warm_alone(state: ServerState, request: Request, body: WarmRequest) -
     return {"object": "warm", **dataclasses.asdict(stored), "usage": usage_of(results, 1), **figures}
 
 
-async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
+async def _of_engine(state: ModelState, work: Callable[[], T]) -> T:
     """Ask the engine beside the event loop. EngineStopped (503) when it stopped before or meanwhile."""
     try:
         return await off_loop(work)
@@ -172,7 +176,7 @@ async def _of_engine(state: ServerState, work: Callable[[], T]) -> T:
         raise EngineStopped from error
 
 
-def _token_ids(state: ServerState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
+def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
     """What prompts that begin with this text or these messages begin with."""
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
@@ -185,7 +189,7 @@ def _token_ids(state: ServerState, body: UnpinRequest, answers: KeptAnswers) -> 
     return encode_text(tokenizer, body.text or "", True, "text")
 
 
-def _warm_job(state: ServerState, body: WarmRequest) -> Job:
+def _warm_job(state: ModelState, body: WarmRequest) -> Job:
     def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
         return [EncodedPrompt(_token_ids(state, body, answers))]
 
@@ -214,7 +218,7 @@ def _size(body: UnpinRequest) -> int:
     return len(body.text or "") + size_of(body.messages or [], body.tools)
 
 
-def _stats(state: ServerState) -> dict[str, Any]:
+def _stats(state: ModelState) -> dict[str, Any]:
     engine, admission = state.engine, state.admission
     pool = engine.paged_stats()
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
@@ -237,7 +241,7 @@ def _stats(state: ServerState) -> dict[str, Any]:
     }
 
 
-def _blocks(state: ServerState) -> dict[str, Any]:
+def _blocks(state: ModelState) -> dict[str, Any]:
     engine = state.engine
     pool = engine.paged_stats()
     detailed = pool["num_blocks"] <= _MOST_DETAILS

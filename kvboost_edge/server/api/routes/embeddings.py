@@ -19,7 +19,7 @@ from kvboost_edge.server.api.prompts import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer, embedding_answer, rerank_answer
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps_long, send_json
 
@@ -34,7 +34,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """A vector for each input."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         size = state.engine.embedding_size
         if body.dimensions is not None and body.dimensions > size > 0:
             raise bad_field("dimensions", f"dimensions={body.dimensions} must be in 1..{size}, the numbers of a vector")
@@ -56,7 +56,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """The documents by how well they answer the query, the best first."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         own = {} if body.instruction is None else {"instruction": body.instruction}
 
         def compute(**options: Any) -> list[float]:
@@ -75,7 +75,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 
 
 async def _computed(
-    state: ServerState,
+    state: ModelState,
     request: Request,
     body: EmbeddingRequest | RerankRequest,
     compute: Callable[..., T],

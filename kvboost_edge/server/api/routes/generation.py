@@ -16,7 +16,7 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turns import named_by_field
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 
 __all__ = ["router"]
 
@@ -29,7 +29,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         await respond(request, send, completion_order(state, body))
 
     return answered(request, body.model, work)
@@ -39,7 +39,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         try:
             await respond(request, send, chat_order(state, body))
         except RequestError as error:

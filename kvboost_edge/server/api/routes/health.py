@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost_edge import __version__
 from kvboost_edge.server.errors import ApiError, EngineStopped
-from kvboost_edge.server.metrics import CONTENT_TYPE
-from kvboost_edge.server.state import state_of
+from kvboost_edge.server.models.exposition import CONTENT_TYPE
+from kvboost_edge.server.models.server import server_of
 
 __all__ = ["OPEN_PATHS", "router"]
 
@@ -26,8 +26,8 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 while the engine computes requests, 503 with the reason when it does not."""
-    if not state_of(request).engine.is_alive():
+    """200 while the engines of all loaded models compute requests, 503 with the reason when it does not."""
+    if not server_of(request).engines_alive():
         raise EngineStopped
     return JSONResponse({"status": "ok"}, headers=_NO_STORE)
 
@@ -35,7 +35,7 @@ async def health(request: Request) -> Response:
 @router.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 while new requests are welcome; 503 from the moment the server was told to end."""
-    trouble = state_of(request).trouble()
+    trouble = server_of(request).trouble()
     if trouble is not None:
         raise ApiError(503, trouble, code="not_ready", headers=_NO_STORE)
     return JSONResponse({"status": "ready"}, headers=_NO_STORE)
@@ -50,5 +50,5 @@ async def version() -> Response:
 @router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Prometheus text. Reading the engine may wait for its bookkeeping, so it happens beside the event loop."""
-    body = await asyncio.to_thread(state_of(request).metrics.render)
+    body = await asyncio.to_thread(server_of(request).metrics.render)
     return Response(body, headers=_NO_STORE, media_type=CONTENT_TYPE)

@@ -9,7 +9,7 @@ from starlette.types import Send
 from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model
 from kvboost_edge.server.api.dialects.llama_cpp.answers import LLAMA_ERRORS, Completed, Props, Slot, Templated
 from kvboost_edge.server.api.dialects.llama_cpp.schemas import ApplyTemplate, Infill, LlamaCompletion
 from kvboost_edge.server.api.dialects.llama_cpp.translate import DEFAULTS, FIELDS, completion_of, infill_of
@@ -18,7 +18,7 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import offered
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, dumps_long, json_response, send_json
 
@@ -35,7 +35,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 async def completion(request: Request, body: LlamaCompletion) -> Response:
     """Go on with a prompt: a text, token ids, or both in a row."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         with renamed(FIELDS):
             await respond(request, send, completion_of(state, body))
 
@@ -46,7 +46,7 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
 async def infill(request: Request, body: Infill) -> Response:
     """Find what stands between two texts, where the model has tokens for that."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         with renamed({**FIELDS, "prompt": "input_prefix"}):
             await respond(request, send, infill_of(state, body))
 
@@ -57,7 +57,7 @@ async def infill(request: Request, body: Infill) -> Response:
 async def apply_template(request: Request, body: ApplyTemplate) -> Response:
     """The prompt that messages become."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         async with state.admit(request, estimate_messages(body.messages, body.tools)):
             answer = await off_loop(lambda: _templated(state, body), size_of(body.messages, body.tools))
         await send_json(send, answer)
@@ -66,9 +66,9 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
 
 
 @router.get("/props", response_class=JSONResponse, responses={200: {"model": Props}})
-async def props(request: Request) -> Response:
+async def props(request: Request, model: ModelParam = None) -> Response:
     """What the server is and does unless told otherwise. Paths on its disk are nobody's business."""
-    state = state_of(request)
+    state = loaded_model(request, model)
     tokenizer = state.engine.tokenizer
     settings = {"n_ctx": state.engine.runner_info.max_context, "params": {"n_predict": -1, "seed": -1, **DEFAULTS}}
     return json_response(
@@ -88,9 +88,9 @@ async def props(request: Request) -> Response:
 
 
 @router.get("/slots", response_class=JSONResponse, responses={200: {"model": list[Slot]}})
-async def slots(request: Request) -> Response:
+async def slots(request: Request, model: ModelParam = None) -> Response:
     """As many as sequences are computed together. No slot holds a cache here: blocks do, which all requests share."""
-    state = state_of(request)
+    state = loaded_model(request, model)
     running = await off_loop(state.engine.num_running)
     context = state.engine.runner_info.max_context
     rows = [
@@ -100,7 +100,7 @@ async def slots(request: Request) -> Response:
     return Response(b"[" + b",".join(rows) + b"]", media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _templated(state: ServerState, body: ApplyTemplate) -> bytes:
+def _templated(state: ModelState, body: ApplyTemplate) -> bytes:
     tokenizer = state.engine.tokenizer
     messages, tools = offered(tokenizer, [message.for_template() for message in body.messages], body.tools, None)
     variables = body.chat_template_kwargs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
@@ -10,7 +12,7 @@ from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import chat_order
-from kvboost_edge.server.api.checks import answered
+from kvboost_edge.server.api.checks import answered, served_model
 from kvboost_edge.server.api.completions import completion_order
 from kvboost_edge.server.api.dialects.ollama.answers import (
     OLLAMA_ERRORS,
@@ -37,7 +39,8 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
@@ -52,28 +55,26 @@ _STREAM = {"content": {LINES: {"schema": {"type": "string"}}}}
 async def chat(request: Request, body: OllamaChat) -> Response:
     """Answer a conversation."""
 
-    async def work(state: ServerState, send: Send) -> None:
-        named(state, body.model)
+    async def work(state: ModelState, send: Send) -> None:
         check_context(body.chosen, state.engine.runner_info.max_context)
         if not body.messages:
-            await send_json(send, dumps(loaded(body.model, chat=True)))
+            await send_json(send, dumps(loaded(body.model, body.keep_alive, chat=True)))
             return
         with renamed(CHAT_FIELDS):
             chat = await off_loop(lambda: chat_of(body))  # of thousands of messages it takes a while
             await _chat(request, send, state, chat, body.model, chat=True)
 
-    return answered(request, None, work)
+    return _answered(request, body, work, asks=bool(body.messages))
 
 
 @router.post("/api/generate", response_class=JSONResponse, responses={200: {"model": Generated, **_STREAM}})
 async def generate(request: Request, body: OllamaGenerate) -> Response:
     """Answer a prompt, or go on with it as it is."""
 
-    async def work(state: ServerState, send: Send) -> None:
-        named(state, body.model)
+    async def work(state: ModelState, send: Send) -> None:
         check_context(body.chosen, state.engine.runner_info.max_context)
         if not body.prompt:
-            await send_json(send, dumps(loaded(body.model, chat=False)))
+            await send_json(send, dumps(loaded(body.model, body.keep_alive, chat=False)))
             return
         with renamed(GENERATE_FIELDS):
             if not body.raw:
@@ -83,32 +84,27 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
             writer = OllamaWriter(state, body.model, completion.stop or (), chat=False)
             await respond(request, send, completion_order(state, completion, writer, fills=True))
 
-    return answered(request, None, work)
+    return _answered(request, body, work, asks=bool(body.prompt))
 
 
 @router.get("/api/tags", response_class=JSONResponse, responses={200: {"model": Tags}})
 async def tags(request: Request) -> Response:
-    """The one model that is served, by each of its names."""
-    return json_response({"models": listed(state_of(request))})
+    """Every model that is served, by each of its names."""
+    return json_response({"models": listed(server_of(request))})
 
 
 @router.get("/api/ps", response_class=JSONResponse, responses={200: {"model": Running}})
 async def ps(request: Request) -> Response:
-    """The same, as it is loaded."""
-    return json_response({"models": running(state_of(request))})
+    """Those that are loaded, and until when."""
+    return json_response({"models": running(server_of(request))})
 
 
 @router.post("/api/show", response_class=JSONResponse, responses={200: {"model": Shown}})
 async def show(request: Request, body: OllamaShow) -> Response:
-    """What there is to know of the model."""
-
-    async def work(state: ServerState, send: Send) -> None:
-        named(state, body.model or body.name)
-        async with state.admit(request, 0):
-            answer = dumps(shown(state))
-        await send_json(send, answer)
-
-    return answered(request, None, work)
+    """What there is to know of a model, which is not loaded for that."""
+    server = server_of(request)
+    served = served_model(request, named(server.models, body.model or body.name))
+    return json_response(await off_loop(lambda: shown(server, served)))
 
 
 @router.get("/api/version", response_class=JSONResponse, responses={200: {"model": OllamaVersion}})
@@ -117,7 +113,21 @@ async def version() -> Response:
     return json_response({"version": API_VERSION, "server": f"kvboost-edge {__version__}"})
 
 
-async def _chat(request: Request, send: Send, state: ServerState, body: ChatRequest, name: str, *, chat: bool) -> None:
+def _answered(
+    request: Request,
+    body: OllamaChat | OllamaGenerate,
+    work: Callable[[ModelState, Send], Awaitable[None]],
+    *,
+    asks: bool,
+) -> Response:
+    """The answer that `work` sends. Who asks nothing and wants the model gone does not load it for that."""
+    name = named(server_of(request).models, body.model)
+    if not asks and body.keep_alive == 0 and served_model(request, name).state is None:
+        return json_response(loaded(body.model, 0, chat=isinstance(body, OllamaChat)))
+    return answered(request, name, work, body.keep_alive)
+
+
+async def _chat(request: Request, send: Send, state: ModelState, body: ChatRequest, name: str, *, chat: bool) -> None:
     writer = OllamaWriter(state, name, body.stop or (), chat=chat)
     try:
         await respond(request, send, chat_order(state, body, writer))

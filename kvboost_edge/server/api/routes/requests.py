@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost_edge.server.api.answers import ERRORS
+from kvboost_edge.server.doctor.records import Record
 from kvboost_edge.server.doctor.shown import PromptCache, PromptCaches
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import state_of
+from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import json_response
 
@@ -23,10 +24,8 @@ _NO_STORE = {"Cache-Control": "no-store"}
 @router.get("/v1/requests", response_class=JSONResponse, responses={200: {"model": PromptCaches}})
 async def requests(request: Request) -> Response:
     """What became of the last prompts of this API key, the latest first; texts are in the route of each."""
-    doctor = state_of(request).doctor
-    records = doctor.latest(_tenant(request), _SHOWN)
-    data = [record.diagnosis.as_json() for record in records if record.diagnosis is not None]
-    kept = doctor.history.seconds
+    records, kept = _latest(request), server_of(request).settings.request_history
+    data = [record.diagnosis.as_json() for record in records[:_SHOWN] if record.diagnosis is not None]
     return json_response({"object": "list", "data": data, "kept_seconds": kept}, headers=_NO_STORE)
 
 
@@ -34,20 +33,37 @@ async def requests(request: Request) -> Response:
 async def request_cache(request: Request, request_id: str) -> Response:
     """Where the prompt of a request left what was asked before, and why; the id is the x-request-id of its answer,
     "last" the latest."""
-    doctor, tenant = state_of(request).doctor, _tenant(request)
-    if not doctor.history.seconds:
+    server, tenant = server_of(request), _tenant(request)
+    kept = server.settings.request_history
+    if not kept:
         raise ApiError(404, "no request is kept: the server runs with --request-history 0", code="not_found")
-    latest = request_id == "last"
-    record = next(iter(doctor.latest(tenant, 1)), None) if latest else doctor.find(tenant, request_id)
-    explained = None if record is None else doctor.explained(tenant, record)
-    if explained is None:
+    latest = _latest(request)
+    wanted = latest[0].request_id if latest and request_id == "last" else request_id
+    found = None
+    for one in server.models.all:
+        record = one.history.find(tenant, wanted)
+        if record is not None and record.diagnosis is not None:
+            # Texts are made of tokens, which takes the model's tokenizer.
+            explained = None if one.state is None else one.state.doctor.explained(tenant, record)
+            found = record.diagnosis if explained is None else await off_loop(explained)
+    if found is None:
         raise ApiError(
             404,
             f"no finished request {request_id[:64]!r} of this API key is kept; they are for "
-            f"{doctor.history.seconds:g} seconds (--request-history)",
+            f"{kept:g} seconds (--request-history)",
             code="not_found",
         )
-    return json_response((await off_loop(explained)).as_json(), headers=_NO_STORE)
+    return json_response(found.as_json(), headers=_NO_STORE)
+
+
+def _latest(request: Request) -> list[Record]:
+    """This key's last requests that ended, of all models, the latest first."""
+    tenant, found = _tenant(request), []
+    for one in server_of(request).models.all:
+        if one.state is not None:
+            one.state.doctor.settle()
+        found += [record for record in one.history.latest(tenant) if record.diagnosis is not None]
+    return sorted(found, key=lambda record: record.at, reverse=True)
 
 
 def _tenant(request: Request) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Annotated, Any, Literal
 
@@ -24,7 +25,8 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.remembered import Turn
 from kvboost_edge.server.work.streams import dumps_long, json_response
@@ -44,7 +46,7 @@ ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 async def create(request: Request, body: ResponseRequest) -> Response:
     """Answer a conversation, given whole or continued."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         if body.stream_options is not None and not body.stream:
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         tenant = _tenant(request)
@@ -60,7 +62,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 
             writer = ResponsesWriter(state, body, keep if body.store is not False else None)
             try:
-                await respond(request, send, chat_order(state, chat, writer))
+                await respond(request, send, dataclasses.replace(chat_order(state, chat, writer), pings=True))
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 
@@ -79,7 +81,7 @@ async def retrieve(request: Request, response_id: ResponseId, stream: Annotated[
 @router.delete("/v1/responses/{response_id}", response_class=JSONResponse, responses={200: {"model": DeletedResponse}})
 async def delete(request: Request, response_id: ResponseId) -> Response:
     """Forget a response; what continues it cannot be continued any more."""
-    if not state_of(request).remembered.forget(_tenant(request), response_id):
+    if not server_of(request).shared.remembered.forget(_tenant(request), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -119,7 +121,7 @@ def _tenant(request: Request) -> str | None:
     return tenant
 
 
-def _conversation(state: ServerState, tenant: str | None, name: str | None) -> list[Turn]:
+def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[Turn]:
     """The turns that a body continues. ApiError 404 where one of them is not remembered."""
     if name is None:
         return []
@@ -143,7 +145,7 @@ def _items(turns: list[Turn]) -> list[dict[str, Any]]:
 
 
 def _found(request: Request, name: str) -> Turn:
-    turn = state_of(request).remembered.find(_tenant(request), name)
+    turn = server_of(request).shared.remembered.find(_tenant(request), name)
     if turn is None:
         raise _unknown(name)
     return turn

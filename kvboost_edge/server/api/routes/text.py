@@ -8,15 +8,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from kvboost_edge.server.api.answers import ERRORS, Detokenized, Model, ModelList, Tokenized
+from kvboost_edge.server.api.answers import ERRORS, Detokenized, Tokenized
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.checks import answered, check_model
+from kvboost_edge.server.api.checks import answered, served_model
 from kvboost_edge.server.api.logprobs import TokenTexts
 from kvboost_edge.server.api.prompts import encode_messages, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import DetokenizeRequest, TokenizeRequest
-from kvboost_edge.server.state import ServerState, state_of
+from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.models.shown import Model, ModelList, listed
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
 
@@ -27,23 +29,23 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 @router.get("/v1/models", response_class=JSONResponse, responses={200: {"model": ModelList}})
 async def models(request: Request) -> Response:
-    """The one model that is served, by each of its names."""
-    state = state_of(request)
-    return json_response({"object": "list", "data": [_model(state, name) for name in state.settings.model_names]})
+    """Every model that is served, by each of its names, loaded or not."""
+    server = server_of(request)
+    data = [listed(one, server.shared, name) for one in server.models.all for name in one.names]
+    return json_response({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{name:path}", response_class=JSONResponse, responses={200: {"model": Model}})
 async def model(request: Request, name: str) -> Response:
     """The model of this name; 404 if it is not served here."""
-    check_model(state_of(request), name)
-    return json_response(_model(state_of(request), name))
+    return json_response(listed(served_model(request, name), server_of(request).shared, name))
 
 
 @router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text or of messages."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         body.check_together()
         text, messages = body.content or body.prompt or "", body.messages or []
         async with state.admit(request, estimate_tokens(text) + estimate_messages(messages, body.tools)):
@@ -59,7 +61,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Text of token ids."""
 
-    async def work(state: ServerState, send: Send) -> None:
+    async def work(state: ModelState, send: Send) -> None:
         vocab_size = state.engine.runner_info.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise bad_field("tokens", f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}")
@@ -70,32 +72,12 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return answered(request, body.model, work)
 
 
-def _model(state: ServerState, name: str) -> dict[str, Any]:
-    info = state.engine.runner_info
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "kvboost-edge",
-        "root": state.model_name,
-        "parent": None,
-        "max_model_len": info.max_context,
-        "meta": {
-            "architecture": info.architecture,
-            "dtype": info.dtype,
-            "runner": info.name,
-            "vocab_size": info.vocab_size,
-            "weight_bytes": info.weight_bytes,
-        },
-    }
-
-
-def _detokenize(state: ServerState, ids: list[int]) -> bytes:
+def _detokenize(state: ModelState, ids: list[int]) -> bytes:
     text = state.engine.tokenizer.decode(ids, skip_special_tokens=False)
     return dumps_long({"content": text, "prompt": text})
 
 
-def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(state: ModelState, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = state.engine.tokenizer
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:

@@ -106,7 +106,10 @@ export class Chat {
     let failure = null;
     try {
       const options = { key: this.#settings.key, signal, begun: (id) => { arrived.requestId = id; } };
-      for await (const chunk of streamChat(await this.#body(), options)) take(chunk, step, part, arrived);
+      for await (const chunk of streamChat(await this.#body(), options)) {
+        if (chunk.prompt_progress) part.read(chunk.prompt_progress, (text) => this.#say(text));
+        else take(chunk, step, part, arrived);
+      }
       step.state = "done";
     } catch (error) {
       step.state = signal.aborted ? "stopped" : "failed";
@@ -148,6 +151,7 @@ export class Chat {
       ...this.#settings.check().values,
       ...this.#settings.cacheUse,
       stream: true,
+      return_progress: true,
       stream_options: { include_usage: true },
     };
   }

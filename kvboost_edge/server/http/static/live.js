@@ -54,7 +54,7 @@ export class LiveView {
   /** Reads now, if the view can be seen: after it was shown, or when the key or the model is another one. */
   wake({ otherKey = false, otherModel = false } = {}) {
     if (otherKey) this.#refused = false;
-    if (otherModel) this.#samples = [];
+    if (otherModel) this.#forget();
     this.#pause = INTERVAL_MS;
     this.#schedule(0);
   }
@@ -105,6 +105,15 @@ export class LiveView {
     this.#showSpeed(pool.generated_tokens_total);
     this.#showLedger(pool.memory ?? {});
     for (const [name] of COUNTERS) byId(name).textContent = count(pool[name]);
+  }
+
+  /** What is shown is another model's. */
+  #forget() {
+    this.#show({});
+    this.#samples = [];
+    this.#spark.clear();
+    this.#showState("waiting for the server", "");
+    byId("pool-size").textContent = "–";
   }
 
   #showSpeed(total) {

@@ -20,6 +20,12 @@ export class Sparkline {
     return this.#highest();
   }
 
+  /** Forgets every value. */
+  clear() {
+    this.#points = [];
+    this.#canvas.width = 0;
+  }
+
   #highest() {
     return Math.max(0, ...this.#points.map(([, value]) => value));
   }

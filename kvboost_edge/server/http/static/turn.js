@@ -3,6 +3,7 @@
 import { AnswerView } from "/static/answer.js";
 import { ApiError } from "/static/api.js";
 import { element } from "/static/dom.js";
+import { ProgressView } from "/static/progress.js";
 import { ReasoningView } from "/static/reasoning.js";
 import { ToolCallsView } from "/static/toolcalls.js";
 
@@ -45,6 +46,7 @@ class StepView {
   #text = new AnswerView(this.#body);
   #reasoning = null;
   #calls = new ToolCallsView();
+  #progress = null; // until the first token
   #lengths = { reasoning: 0, answer: 0 }; // of what is on the page
   #frame = 0;
 
@@ -54,8 +56,19 @@ class StepView {
     this.root = element("article", { class: "answer", "aria-label": "Answer", "aria-busy": "true" }, this.#body);
   }
 
+  /** The prompt is being read: see ProgressView. */
+  read(progress, say) {
+    if (this.#progress === null) {
+      this.#progress = new ProgressView(say);
+      this.root.prepend(this.#progress.root);
+      this.#shown();
+    }
+    this.#progress.update(progress);
+  }
+
   /** The step has grown. */
   update() {
+    this.#endProgress();
     const { reasoning, answer, calls } = this.#step;
     if (reasoning !== "" && this.#reasoning === null) {
       this.#reasoning = new ReasoningView();
@@ -71,6 +84,7 @@ class StepView {
 
   /** Nothing follows. `failure`: an error that is shown, or null. */
   finish(figures, failure) {
+    this.#endProgress();
     cancelAnimationFrame(this.#frame);
     this.#flush();
     this.#reasoning?.end();
@@ -92,6 +106,11 @@ class StepView {
 
   note(text) {
     this.root.append(element("p", { class: "note", text }));
+  }
+
+  #endProgress() {
+    this.#progress?.root.remove();
+    this.#progress = null;
   }
 
   #flush() {

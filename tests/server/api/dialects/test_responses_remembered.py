@@ -91,7 +91,7 @@ async def test_a_response_of_another_key_is_not_there(keyed_app: httpx.AsyncClie
 async def test_a_response_larger_than_the_memory_says_that_it_is_not_kept(
     app: httpx.AsyncClient, speaker: Speaker
 ) -> None:
-    remembered = app._transport.app.state.kv.remembered  # type: ignore[attr-defined]
+    remembered = app._transport.app.state.kv.shared.remembered  # type: ignore[attr-defined]
     remembered.max_bytes = 100
     speaker.text = "Sun."
     answer = await ask(app, store=True)

@@ -18,7 +18,7 @@ from browser import find_chromium, running_chromium
 collect_ignore_glob = [] if find_chromium() else ["test_*.py"]
 
 STEP_SECONDS = 0.02
-PATIENCE_SECONDS = 15
+PATIENCE_SECONDS = 30  # machines that run the tests are slow and loaded
 
 # In place of the server's chat: what is asked is kept, what is answered is said by the test, piece by piece. A
 # test may set window.requestId, the id of the answers.
@@ -75,6 +75,11 @@ class Visit:
             assert time.monotonic() < end, f"waited {PATIENCE_SECONDS} s for {condition}"
             self.page.wait_for_timeout(10)
 
+    def stop_clock(self) -> None:
+        """The page's time stands still, timers and frames too; `page.clock.run_for(ms)` moves it."""
+        self.page.clock.install(time=0)
+        self.page.clock.pause_at(3600)
+
     def module(self, name: str, body: str, argument: Any = None) -> Any:
         """The value of the JavaScript `body` with `it` the module and `argument` as it is."""
         script = f"async (argument) => {{ const it = await import('/static/{name}.js'); {body} }}"
@@ -101,6 +106,9 @@ class Visit:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=PATIENCE_SECONDS * 1000)
     with running_chromium() as browser:
         yield browser
 
@@ -151,6 +159,11 @@ class StandIn:
     def deltas(self, *deltas: dict[str, Any], **choice: Any) -> None:
         """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in their choice."""
         self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
+
+    def reading(self, **progress: Any) -> None:
+        """How far the prompt is read, as a server tells it to those who ask."""
+        head = [{"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}]
+        self._send({"choices": head, "usage": None, "prompt_progress": progress})
 
     def end(self, reason: str, **last: Any) -> None:
         """The end of the answer; `last`: fields of its last chunk, such as usage."""

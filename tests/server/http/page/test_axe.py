@@ -65,6 +65,16 @@ def test_a_chat_has_no_findings(page):
     assert findings(page) == []
 
 
+def test_a_choice_of_models_has_no_findings(page):
+    models = [{"id": name, "state": state} for name, state in (("small", "loaded"), ("large", "not_loaded"))]
+    page.visit.page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    page.visit.page.reload()
+    page.visit.page.evaluate(AXE)
+    page.visit.page.get_by_label("Model", exact=True).select_option("large (not loaded)")
+    expect(page.visit.page.locator("#model-remark")).not_to_be_empty()
+    assert findings(page) == []
+
+
 def test_an_error_has_no_findings(page):
     page.visit.ask("Hello")
     page.asked(1)
@@ -76,6 +86,14 @@ def test_an_error_has_no_findings(page):
 def test_the_live_view_has_no_findings(page):
     page.visit.page.click("nav [data-view=live]")
     expect(page.visit.page.locator("#live-state")).to_have_text("live")
+    assert findings(page) == []
+
+
+def test_a_live_view_without_an_answer_has_no_findings(page):
+    page.visit.expected_failures = ("503",)
+    page.visit.page.route("**/v1/blocks", lambda route: route.fulfill(status=503, json={}))
+    page.visit.page.click("nav [data-view=live]")
+    expect(page.visit.page.locator("#live-state")).to_have_text("status 503, retrying")
     assert findings(page) == []
 
 

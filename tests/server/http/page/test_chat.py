@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from live_servers import serving
+from live_servers import serving, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_s
 
 
 def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_model):
-    _settings(visit, max_tokens="40")
+    _settings(visit, max_tokens="200")  # four seconds at least
     with slow_model():
         visit.ask(QUESTION)
         turn = visit.page.locator(".turn.running")
@@ -48,7 +48,7 @@ def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_mode
         assert turn.locator(".figures").count() == 0
         done = visit.answer()
     assert done.locator(".answer").get_attribute("aria-busy") is None
-    assert "40 tokens" in done.locator(".figures").inner_text()
+    assert "200 tokens" in done.locator(".figures").inner_text()
     assert "cut at max tokens" in done.locator(".figures").inner_text()
 
 
@@ -80,7 +80,7 @@ def test_the_settings_are_what_is_sent(visit):
         "model": "kvboost-edge/demo",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
         "temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 3, "seed": 12,
-        "stream": True, "stream_options": {"include_usage": True},
+        "stream": True, "return_progress": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     answer = visit.answer().locator(".answer-body").inner_text()
     visit.page.get_by_role("button", name="Regenerate").click()  # the same seed gives the same answer
@@ -154,7 +154,7 @@ def test_a_new_chat_ends_the_answer_under_way(visit, slow_model, demo_engine):
         visit.answer()
         expect(visit.page.locator("#running")).to_have_text("0")
     assert visit.page.locator(".turn").count() == 1
-    assert demo_engine.num_running() == 0
+    wait_until(lambda: demo_engine.num_running() == 0, "both answers to end")
 
 
 def test_copy_gives_the_answer(visit, answering):
@@ -162,6 +162,7 @@ def test_copy_gives_the_answer(visit, answering):
     answering(visit, "one\n```py\n", "x = 1\n", "y = 2\n```\n", "end")
     visit.ask("Hello")
     turn = visit.answer()
+    visit.stop_clock()  # or "Copied" would go
     turn.get_by_role("button", name="Copy answer").click()
     expect(turn.get_by_role("button", name="Copy answer")).to_have_text("Copied")
     assert visit.page.evaluate("navigator.clipboard.readText()") == "one\n```py\nx = 1\ny = 2\n```\nend"

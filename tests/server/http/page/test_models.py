@@ -94,19 +94,26 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
     page.clock.run_for(1)
     expect(state).to_have_text("not loaded")
     page.evaluate("fetch('/v1/models').then((response) => response.text())")  # by now an answer under way has come too
+    assert page.inner_text("#count-free") == page.inner_text("#weight_bytes") == "–"  # not the other one's
     several.pools.clear()
     page.clock.run_for(2000)
     assert several.pools == []
     with page.expect_request("**/v1/blocks?model=large*"):
         several.tells(model(SMALL), model(LARGE))
         page.clock.run_for(1)
+    choice.select_option(value=SMALL)
+    page.clock.run_for(1)
+    expect(page.locator("#count-free")).not_to_have_text("–")
 
 
 def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     made = Several(stand_in(viewport={"width": 320, "height": 640}))
     made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))
     page = made.page
-    page.focus("#model-choice")
+    page.keyboard.press("Shift+Tab")  # from the message field over the log and the button
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Shift+Tab")
+    expect(page.get_by_label("Model", exact=True)).to_be_focused()
     page.keyboard.press("ArrowDown")
     expect(page.locator("#model-remark")).to_contain_text("could not be loaded: www")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -12,7 +12,7 @@ ANSWER = {"role": "assistant", "content": "4", "reasoning_content": "Two and two
 
 def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
     page = stand_in()
-    page.visit.page.clock.install()
+    page.visit.stop_clock()
     page.visit.ask("2 + 2?")
     page.asked(1)
     page.deltas({"role": "assistant", "content": ""}, {"reasoning_content": "Two and"})
@@ -24,6 +24,7 @@ def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
         page.visit.page.clock.run_for(1000)
     expect(summary).to_contain_text("3 s")
     page.deltas({"reasoning_content": " two.\nThat is four."})
+    page.visit.page.clock.run_for(100)  # a frame
     expect(thoughts).to_have_text(ANSWER["reasoning_content"], use_inner_text=False)
     expect(thoughts).to_be_hidden()
     page.deltas({"content": "4"})
@@ -60,7 +61,9 @@ def test_an_answer_is_sent_back_with_its_thoughts_and_copied_without(stand_in):
     page.asked(1)
     page.deltas({"reasoning_content": "Two and two.\n"}, {"reasoning_content": "That is four."}, {"content": "4"})
     page.end("stop")
+    page.visit.stop_clock()  # or "Copied" would go
     page.visit.page.get_by_role("button", name="Copy answer").click()
+    expect(page.visit.page.get_by_role("button", name="Copy answer")).to_have_text("Copied")
     assert page.visit.page.evaluate("navigator.clipboard.readText()") == "4"
     page.visit.ask("And 3 + 3?")
     question = {"role": "user", "content": "2 + 2?"}

@@ -55,6 +55,7 @@ def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
 def test_arguments_are_copied_as_they_are_laid_out(weather):
     page = weather.visit.page
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    weather.visit.stop_clock()  # or "Copied" would go
     page.get_by_role("button", name="Copy arguments").click()
     expect(page.get_by_role("button", name="Copy arguments")).to_have_text("Copied")
     assert json.loads(page.evaluate("navigator.clipboard.readText()")) == json.loads(ARGUMENTS)
@@ -266,6 +267,7 @@ def test_a_call_by_the_model_itself_and_its_result(visit):
     schema["additionalProperties"] = False  # the model is small and would write on until its limit cuts the call
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
     page.click("nav [data-view=settings]")
+    page.fill("#temperature", "0")
     page.get_by_label("Tools (JSON)").fill(json.dumps([tool]))
     page.get_by_label("Tool choice").select_option("Required")
     visit.ask("Weather?")
@@ -275,6 +277,7 @@ def test_a_call_by_the_model_itself_and_its_result(visit):
     assert json.loads(call.locator("pre").evaluate("(e) => e.textContent"))["city"] == "Wien"
     page.click("nav [data-view=settings]")
     page.get_by_label("Tool choice").select_option("None")
+    page.fill("#max_tokens", "16")
     results = page.get_by_label("Result of get_weather")
     for number in range(results.count()):
         results.nth(number).fill("Rain.")

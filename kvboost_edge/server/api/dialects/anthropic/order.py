@@ -15,15 +15,13 @@ from kvboost_edge.server.api.dialects.anthropic.writer import AnthropicWriter
 from kvboost_edge.server.api.generation import Order
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
 
 __all__ = ["count_tokens", "messages_order"]
 
-_PING_SECONDS = 10.0  # clients, and proxies before them, give up a stream that is silent for half a minute or more
 
-
-def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, ChatRequest]:
+def messages_order(state: ModelState, body: MessagesRequest) -> tuple[Order, ChatRequest]:
     """How to run the request, and the chat request that it is. For worker threads: bodies may be long."""
     chat, marks = translated(body), breakpoints(body)
     writer = AnthropicWriter(state, body)
@@ -46,16 +44,16 @@ def messages_order(state: ServerState, body: MessagesRequest) -> tuple[Order, Ch
 
     retention = None if pins_fit else max((mark.seconds for mark in marks), default=None)
     job = dataclasses.replace(order.job, encode=encode, params=params, retention=retention)
-    return dataclasses.replace(order, job=job, ping_seconds=_PING_SECONDS), chat
+    return dataclasses.replace(order, job=job, pings=True), chat
 
 
-def count_tokens(state: ServerState, chat: ChatRequest, answers: KeptAnswers) -> int:
+def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
     """Tokens of the prompt that the model would be given; slow for long ones."""
     return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
 
 
 def _length(
-    state: ServerState, chat: ChatRequest, mark: Breakpoint, token_ids: Sequence[int], answers: KeptAnswers
+    state: ModelState, chat: ChatRequest, mark: Breakpoint, token_ids: Sequence[int], answers: KeptAnswers
 ) -> int:
     """Tokens of the prompt up to a breakpoint; 0 where the template takes no conversation that ends there."""
     if mark.messages is None:

@@ -16,7 +16,7 @@ from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, progress_of
 from kvboost_edge.server.errors import error_body
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
 from kvboost_edge.text.stop_strings import StopChecker
@@ -35,7 +35,7 @@ _PATH = "/v1/messages"
 class AnthropicWriter(TurnWriter):
     """kept   of the prompt: (tokens, seconds) of the breakpoints that matter; set before the request runs"""
 
-    def __init__(self, state: ServerState, body: MessagesRequest) -> None:
+    def __init__(self, state: ModelState, body: MessagesRequest) -> None:
         super().__init__(state, body.stop_sequences or ())
         self._body = body
         self._blocks = _Blocks(self, shows_thoughts=body.thinking is None or body.thinking.display != "omitted")

@@ -13,7 +13,7 @@ from kvboost_edge.server.api.dialects.llama_cpp.writer import LlamaWriter
 from kvboost_edge.server.api.dialects.translated import completion_request
 from kvboost_edge.server.api.generation import Order
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -38,12 +38,12 @@ _INFILL = (
 )
 
 
-def completion_of(state: ServerState, body: LlamaCompletion) -> Order:
+def completion_of(state: ModelState, body: LlamaCompletion) -> Order:
     """How to go on with a prompt. ApiError names the field."""
     return _order(state, body, body.prompt, with_bos=True, field="prompt")
 
 
-def infill_of(state: ServerState, body: Infill) -> Order:
+def infill_of(state: ModelState, body: Infill) -> Order:
     """How to find what stands between two texts. ApiError for a model that has no tokens for that."""
     before, between, behind = _infill_ids(state.engine.tokenizer)
     prefix = body.input_prefix + (body.prompt or "")
@@ -59,7 +59,7 @@ def _infill_ids(tokenizer: Tokenizer) -> list[int]:
     raise bad_field("input_prefix", "the model has no tokens for infill (prefix, suffix and middle); use /completion")
 
 
-def _order(state: ServerState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str) -> Order:
+def _order(state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str) -> Order:
     tokenizer, vocab_size = state.engine.tokenizer, state.engine.runner_info.vocab_size
     limit = body.n_predict
     sampling = {

@@ -15,7 +15,7 @@ from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, progress_of
 from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
 from kvboost_edge.text.turns.parts import Content, Part
 
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 class LlamaWriter(TurnWriter):
     """with_ids: pieces and the whole hold the token ids."""
 
-    def __init__(self, state: ServerState, body: CompletionRequest, *, with_ids: bool) -> None:
+    def __init__(self, state: ModelState, body: CompletionRequest, *, with_ids: bool) -> None:
         super().__init__(state, body.stop or ())
         self._body, self._with_ids = body, with_ids
         self._stops = body.stop or ()

@@ -1,14 +1,17 @@
-"""The model as Ollama's clients list it and look at it."""
+"""The models as Ollama's clients list them and look at them."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import math
+import time
 from typing import Any
 
-from kvboost_edge.errors import RequestError
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.models.registry import Models
+from kvboost_edge.server.models.served import Known, ServedModel, abilities_of
+from kvboost_edge.server.models.server import ServerState
 
 __all__ = ["API_VERSION", "listed", "named", "running", "shown"]
 
@@ -21,82 +24,99 @@ _LATEST = ":latest"
 _FOREVER = "9999-12-31T23:59:59Z"
 
 
-def named(state: ServerState, name: str | None) -> str:
+def named(models: Models, name: str | None) -> str:
     """Our name of the model that a client names, with a tag or without. ApiError 404 for one that is not served."""
-    names = state.settings.model_names
     for known in (name, (name or "").removesuffix(_LATEST), f"{name}{_LATEST}"):
-        if known in names:
+        if known in models.names:
             return str(known)
-    message = f"model {(name or '')[:200]!r} not found; this server has {_tagged(state.model_name)!r}"
+    here = ", ".join(repr(_tagged(one.name)) for one in models.all)
+    message = f"model {(name or '')[:200]!r} not found; this server has {here}"
     raise ApiError(404, message, code="model_not_found", param="model")
 
 
-def listed(state: ServerState) -> list[Json]:
-    """The one model, by each of its names."""
-    return [_entry(state, name) | {"modified_at": _created(state)} for name in state.settings.model_names]
+def listed(server: ServerState) -> list[Json]:
+    """Every model, loaded or not, by each of its names."""
+    modified = {"modified_at": _created(server)}
+    return [_entry(one, name) | modified for one in server.models.all for name in one.names]
 
 
-def running(state: ServerState) -> list[Json]:
-    """The same: it is loaded, and stays."""
-    loaded = {"expires_at": _FOREVER, "size_vram": 0, "context_length": state.engine.runner_info.max_context}
-    return [_entry(state, name) | loaded for name in state.settings.model_names]
+def running(server: ServerState) -> list[Json]:
+    """Those that are loaded, and until when."""
+    return [
+        _entry(one, name)
+        | {"expires_at": _expiry(one), "size_vram": 0, "context_length": one.known.max_context if one.known else 0}
+        for one in server.models.all
+        if one.state is not None
+        for name in one.names
+    ]
 
 
-def shown(state: ServerState) -> Json:
-    """What there is to know of it."""
-    info, tokenizer = state.engine.runner_info, state.engine.tokenizer
-    kind = info.architecture
+def shown(server: ServerState, served: ServedModel) -> Json:
+    """What there is to know of a model; of one that was never loaded that is nothing but its name. May take a while."""
+    known = served.known
+    kind = known.architecture if known else ""
+    figures = {
+        "general.architecture": kind,
+        **(
+            {
+                f"{kind}.context_length": known.max_context,
+                f"{kind}.embedding_length": known.hidden_size,
+                f"{kind}.vocab_size": known.vocab_size,
+            }
+            if known
+            else {}
+        ),
+    }
+    abilities = served.abilities if served.state is None else abilities_of(served.state.engine)
     return {
         "license": "",
         "modelfile": "",
         "parameters": "",
-        "template": tokenizer.chat_template or "",
-        "details": _details(state),
-        "model_info": {
-            "general.architecture": kind,
-            f"{kind}.context_length": info.max_context,
-            f"{kind}.embedding_length": info.hidden_size,
-            f"{kind}.vocab_size": info.vocab_size,
-        },
-        "capabilities": _capabilities(state),
-        "modified_at": _created(state),
+        "template": known.chat_template if known else "",
+        "details": _details(known),
+        "model_info": figures,
+        "capabilities": list(abilities),
+        "modified_at": _created(server),
     }
 
 
-def _capabilities(state: ServerState) -> list[str]:
-    tokenizer = state.engine.tokenizer
-    if not tokenizer.chat_template:
-        return ["completion"]
-    try:
-        format = tokenizer.turn_format
-    except RequestError:
-        return ["completion"]
-    calls = not format.shows_tools or format.calls is not None
-    return ["completion", *(["tools"] if calls else []), *(["thinking"] if format.reasoning else [])]
-
-
-def _entry(state: ServerState, name: str) -> Json:
-    info, tagged = state.engine.runner_info, _tagged(name)
-    described = f"{state.model_name} {info.architecture} {info.dtype} {info.weight_bytes} {info.vocab_size}"
+def _entry(served: ServedModel, name: str) -> Json:
+    known, tagged = served.known, _tagged(name)
+    described = served.name
+    if known is not None:
+        described += f" {known.architecture} {known.dtype} {known.weight_bytes} {known.vocab_size}"
     digest = hashlib.sha256(described.encode()).hexdigest()
-    return {"name": tagged, "model": tagged, "size": info.weight_bytes, "digest": digest, "details": _details(state)}
+    size = known.weight_bytes if known else 0
+    return {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(known)}
 
 
-def _details(state: ServerState) -> Json:
-    info = state.engine.runner_info
+def _details(known: Known | None) -> Json:
     return {
         "parent_model": "",
-        "format": info.name,
-        "family": info.architecture,
-        "families": [info.architecture],
+        "format": known.runner if known else "",
+        "family": known.architecture if known else "",
+        "families": [known.architecture] if known else [],
         "parameter_size": "",
-        "quantization_level": info.dtype,
+        "quantization_level": known.dtype if known else "",
     }
+
+
+def _expiry(served: ServedModel) -> str:
+    """When it will be unloaded; while somebody uses it, as if that ended now."""
+    if served.source is None or served.keep_alive == math.inf:
+        return _FOREVER
+    since = time.monotonic() if served.in_use else served.idle_since
+    left = since + served.keep_alive - time.monotonic()
+    return _stamp(time.time() + max(0.0, left))
 
 
 def _tagged(name: str) -> str:
     return name if ":" in name else name + _LATEST
 
 
-def _created(state: ServerState) -> str:
-    return datetime.datetime.fromtimestamp(state.created, datetime.UTC).isoformat().replace("+00:00", "Z")
+def _created(server: ServerState) -> str:
+    return _stamp(server.shared.created)
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.dialects.ollama.durations import KeepAlive
 from kvboost_edge.server.api.schemas.foreign import Foreign
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyEmpty, OnlyFalse, Stop, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
@@ -32,7 +33,6 @@ _OPTIONS = {
 }
 _TEMPLATE = "the model's own chat template is used; for a prompt as it is say raw: true"
 _FOREIGN = {
-    "keep_alive": _IGNORED,  # the model stays
     "logprobs": Foreign("use /v1/chat/completions", (False,)),
     "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
     "images": Foreign("images are not built in this server", ([],)),
@@ -117,6 +117,7 @@ class _Generating(Strict):
     options: Options | None = None
     format: Format = None
     think: Think | None = None
+    keep_alive: KeepAlive = None
 
     @property
     def streams(self) -> bool:

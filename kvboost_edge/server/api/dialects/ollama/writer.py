@@ -13,7 +13,7 @@ from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long
 from kvboost_edge.text.turns.parts import CallStart, Content, Part, Reasoning
 
@@ -29,15 +29,16 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def loaded(name: str, *, chat: bool) -> Json:
-    """The answer to a request that asks nothing."""
-    return {"model": name, "created_at": now(), **_said("", "", [], chat), "done": True, "done_reason": "load"}
+def loaded(name: str, keep_alive: float | None, *, chat: bool) -> Json:
+    """The answer to a request that asks nothing: the model is loaded, or (0 seconds) will not stay."""
+    reason = "unload" if keep_alive == 0 else "load"
+    return {"model": name, "created_at": now(), **_said("", "", [], chat), "done": True, "done_reason": reason}
 
 
 class OllamaWriter(TurnWriter):
     """name: the model as it was asked for; chat: answers hold a message, else a response."""
 
-    def __init__(self, state: ServerState, name: str, stop: Sequence[str], *, chat: bool) -> None:
+    def __init__(self, state: ModelState, name: str, stop: Sequence[str], *, chat: bool) -> None:
         super().__init__(state, stop)
         self._name, self._chat = name, chat
         self._calls_told = 0

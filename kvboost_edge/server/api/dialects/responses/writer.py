@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import Send
 
+from kvboost_edge.engine.progress import Progress
 from kvboost_edge.engine.results import GenerationResult
 from kvboost_edge.server.api.dialects.responses.items import new_id
 from kvboost_edge.server.api.dialects.responses.output import Output
@@ -16,7 +17,7 @@ from kvboost_edge.server.api.dialects.responses.tools import names_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
-from kvboost_edge.server.state import ServerState
+from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, event
 from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning
 
@@ -29,13 +30,14 @@ Keep = Callable[[str, bytes], bool]
 class ResponsesWriter(TurnWriter):
     """keep: remembers the JSON of a finished response under its id; False: it is too large."""
 
-    def __init__(self, state: ServerState, body: ResponseRequest, keep: Keep | None) -> None:
+    def __init__(self, state: ModelState, body: ResponseRequest, keep: Keep | None) -> None:
         super().__init__(state)
         self._keep = keep
         self._response = _head(state, body)
         self._output = Output(names_of(body.tools or ()))
         self._stream: EventStream | None = None
         self._number = 0
+        self._is_open = False
 
     def written(self, result: GenerationResult, reason: str) -> bytes:
         for part in self._parts():
@@ -49,7 +51,15 @@ class ResponsesWriter(TurnWriter):
         self._stream = EventStream(send, self._failure)
         return self._stream
 
+    def wait(self, index: int, progress: Progress) -> None:
+        if self._is_open:
+            self._tell({"type": "response.in_progress", "response": self._response})
+        self.opened()
+
     def opened(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
         for kind in ("response.created", "response.in_progress"):
             self._tell({"type": kind, "response": self._response})
 
@@ -122,7 +132,7 @@ def _status(reason: str) -> str:
     return "incomplete" if reason == "length" else "completed"
 
 
-def _head(state: ServerState, body: ResponseRequest) -> Json:
+def _head(state: ModelState, body: ResponseRequest) -> Json:
     """A response that has just begun."""
     reasoning = body.reasoning
     return {

@@ -17,8 +17,9 @@ from spoken_turns import TEMPLATE, Speaker
 KEYS = ("first-key", "second-key")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def spoken_engine() -> Iterator[Any]:
+    """A new one for each test, some milliseconds: tests change its template."""
     with fake_engine(num_blocks=1024, max_context=8000) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         yield engine
@@ -27,8 +28,8 @@ def spoken_engine() -> Iterator[Any]:
 @pytest.fixture
 def speaker(spoken_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Speaker:
     speaker = Speaker(spoken_engine)
+    speaker.text = "Good day."
     monkeypatch.setattr(fake_runner, "token_logits", speaker.logits)
-    spoken_engine.reset_cache()
     return speaker
 
 

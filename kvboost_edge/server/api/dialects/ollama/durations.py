@@ -1,0 +1,56 @@
+"""How long Ollama's clients ask for a model to stay: seconds, or Go's spelling of a duration."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.schemas.strict import field_error
+from kvboost_edge.server.settings import MAX_KEEP_ALIVE
+
+__all__ = ["KeepAlive"]
+
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)(h|ms|m|s|us|µs|ns)")
+_NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{0,12})?")
+_WRONG = 'must be seconds, or a duration such as "5m" or "1h30m"; 0 unloads the model behind the answer, -1 never'
+
+
+def _seconds(value: Any) -> float | None:
+    """Seconds; infinite for what is negative."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        seconds = _of_text(value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        seconds = None
+    else:
+        seconds = float(value)
+    if seconds is None:
+        raise field_error("keep_alive", _WRONG)
+    if seconds > MAX_KEEP_ALIVE:
+        raise field_error("keep_alive", f"must be at most {MAX_KEEP_ALIVE:g} seconds, or -1 for ever")
+    return math.inf if seconds < 0 else seconds
+
+
+def _of_text(text: str) -> float | None:
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    sign, rest = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    parts = _PART.findall(rest[:100])
+    if not parts or "".join(number + unit for number, unit in parts) != rest:
+        return None
+    return sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+KeepAlive = Annotated[
+    float | None,
+    PlainValidator(_seconds),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "maximum": MAX_KEEP_ALIVE}, {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}
+    ),
+]
+"""Seconds that the model stays loaded when nobody uses it any more; infinite: for ever."""

@@ -1,0 +1,293 @@
+"""Loading models and unloading them, within one budget of memory.
+
+Where one has to be loaded and there is no room, those leave that were not used for longest, if they are enough, and
+none that a request holds. Models are loaded one after the other, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge.errors import CapacityError, KVBoostError
+from kvboost_edge.host.memory import give_back
+from kvboost_edge.server.doctor.doctor import Doctor
+from kvboost_edge.server.logs import failure_place, log_facts
+from kvboost_edge.server.metrics import Metrics
+from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
+from kvboost_edge.server.state import ModelState, Shared
+from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.work.threads import in_thread
+
+if TYPE_CHECKING:
+    from kvboost_edge.server.engines import Engine
+
+__all__ = ["Loader", "reserved_bytes"]
+
+_FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
+
+_FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
+
+
+class _NobodyWaits(Exception):
+    """Every request that wanted the model has gone, or the server ends."""
+
+
+class Loader:
+    """Only the event loop's thread calls it.
+
+    served   all models of the server
+    budget   bytes that weights and pools of all loaded models may take together
+    """
+
+    def __init__(self, served: Sequence[ServedModel], shared: Shared, budget: int) -> None:
+        self.budget = budget
+        self._all = served
+        self._shared = shared
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._ended = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the budget that are taken."""
+        return sum(one.num_bytes for one in self._all)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is loaded any more."""
+        return self._ended.is_set()
+
+    def adopt(self, served: ServedModel, engine: Engine) -> None:
+        """The engine is that model's from now on."""
+        settings = self._shared.settings
+        admission = Admission(engine, settings)
+        if served.metrics is None:
+            served.metrics = Metrics(engine, served.name, admission)
+        else:
+            served.metrics.follow(engine, admission)
+        doctor = Doctor(engine, served.history, served.metrics.observe_cause)
+        served.known, served.num_bytes = Known.of(engine), reserved_bytes(engine)
+        served.state = ModelState(engine, served.name, served.metrics, admission, doctor, self._shared)
+        served.phase, served.refusal, served.waits_for = "loaded", None, ""
+        served.loaded_at = served.idle_since = time.monotonic()
+
+    def begin(self, served: ServedModel) -> asyncio.Task[None]:
+        """Load a model, or go on with that. The task never fails: afterwards the model has a state, or a refusal, or
+        nobody wanted it any more."""
+        if served.loading is not None:
+            return served.loading
+        served.phase = "loading" if served.phase == "not_loaded" else served.phase
+        served.refusal, served.waits_for = None, "other models are loaded before it"
+        served.loading = task = self._spawn(self._load(served))
+        return task
+
+    def released(self, served: ServedModel) -> None:
+        """The last request that held it is gone."""
+        served.idle_since = time.monotonic()
+        self._changed.set()
+        self.watch_idle(served)
+
+    def watch_idle(self, served: ServedModel) -> None:
+        """Begin to count the time until it leaves, if it is idle."""
+        served.stop_clock()
+        if (end := served.unloads_at) is not None and not self._ended.is_set():
+            loop = asyncio.get_running_loop()
+            served.clock = loop.call_later(max(0.0, end - time.monotonic()), self._expire, served)
+
+    async def close(self) -> None:
+        """Unload what was loaded here; a loading in progress is waited for, which a packing model cuts short."""
+        self._ended.set()
+        self._changed.set()
+        for served in self._all:
+            served.stop_clock()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        for served in self._all:
+            if served.num_loads and served.state is not None:
+                await self._unload(served, "the server ends")
+
+    async def _load(self, served: ServedModel) -> None:
+        try:
+            async with self._turn:
+                if self._ended.is_set() or not served.in_use:
+                    raise _NobodyWaits
+                if served.unloading is not None:
+                    served.waits_for = "it is being unloaded"
+                    await served.unloading
+                served.phase = "loading"
+                engine = await self._loaded(served)
+            self.adopt(served, engine)
+            served.num_loads += 1
+            self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
+            await self._keep_within(served)
+        except _NobodyWaits:
+            pass
+        except Exception as error:
+            self._refuse(served, error)
+        finally:
+            served.loading = None
+            if served.state is None:
+                served.phase, served.num_bytes, served.waits_for = "not_loaded", 0, ""
+            self._changed.set()
+            if not served.in_use:
+                self.watch_idle(served)
+
+    async def _loaded(self, served: ServedModel) -> Engine:
+        """Room is made, and the engine."""
+        source = served.source
+        assert source is not None
+        if served.planned is None:
+            served.waits_for = "its files are looked at"
+            served.planned = await in_thread(source.plan)
+        while True:
+            await self._make_room(served, served.planned)
+            served.num_bytes, served.waits_for = served.planned, "its weights are being read"
+            self._log("model loading", served, bytes=served.planned)
+            started = time.monotonic()
+            try:
+                return await in_thread(lambda: source.load(self._ended))
+            except CapacityError:
+                # The machine has less than the budget. Without those that are idle there may be enough.
+                served.num_bytes = 0
+                leaving = self._idle(besides=served)
+                if not leaving or self._ended.is_set():
+                    raise
+                await self._unload(leaving[0], "room for another")
+            finally:
+                served.load_seconds = time.monotonic() - started
+
+    async def _make_room(self, served: ServedModel, needed: int) -> None:
+        """Wait until it fits, and unload what is idle if that is enough. CapacityError for what never fits."""
+        if needed > self.budget:
+            raise CapacityError(
+                f"the model {served.name!r} does not fit: weights and pool take {_gb(needed)}, and all models together "
+                f"may take {_gb(self.budget)} (--max-model-bytes); make its pool smaller (--max-cache-bytes, "
+                "--num-blocks), or use smaller weights (--weights int4)"
+            )
+        while self.taken + needed > self.budget:
+            if self._ended.is_set() or not served.in_use:
+                raise _NobodyWaits
+            missing = self.taken + needed - self.budget
+            leaving: list[ServedModel] = []
+            for one in self._idle(besides=served):
+                if sum(other.num_bytes for other in leaving) < missing:
+                    leaving.append(one)
+            now = time.monotonic()
+            self._changed.clear()
+            if sum(one.num_bytes for one in leaving) < missing:
+                served.waits_for = self._shortage(needed, "those are in use")
+                await self._change(None)
+            elif (rested := max(one.rested_at for one in leaving)) > now:
+                served.waits_for = self._shortage(needed, "they were loaded a moment ago")
+                await self._change(rested - now)
+            else:
+                for one in leaving:
+                    if one.may_leave:  # a request may have come for it while another one left
+                        await self._unload(one, "room for another")
+
+    async def _keep_within(self, served: ServedModel) -> None:
+        """It may take more than was planned: then others leave, as far as they can."""
+        served.planned = served.num_bytes
+        for one in self._idle(besides=served):
+            if self.taken <= self.budget:
+                return
+            await self._unload(one, "room for another")
+        if self.taken > self.budget:
+            log_facts(logging.WARNING, "models over budget", bytes=self.taken, max_model_bytes=self.budget)
+
+    async def _change(self, seconds: float | None) -> None:
+        """Until something may have changed."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def _idle(self, besides: ServedModel) -> list[ServedModel]:
+        """Those that may leave, the one first that was not used for longest."""
+        idle = [one for one in self._all if one is not besides and one.may_leave]
+        return sorted(idle, key=lambda one: one.idle_since)
+
+    def _shortage(self, needed: int, why: str) -> str:
+        """The arithmetic, and why nobody leaves."""
+        others = ", ".join(f"{one.name} {_gb(one.num_bytes)}" for one in self._all if one.num_bytes)
+        return (
+            f"it takes {_gb(needed)}, of {_gb(self.budget)} for all models (--max-model-bytes) {_gb(self.taken)} are "
+            f"taken: {others}; {why}"
+        )
+
+    def _refuse(self, served: ServedModel, error: Exception) -> None:
+        served.num_failures += 1
+        ours, fits = isinstance(error, KVBoostError), not isinstance(error, CapacityError)
+        # The log may name folders of this machine, an answer only what lies in them.
+        reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; the log knows more"
+        message = f"the model {served.name!r} could not be loaded: {reason}" if fits else reason
+        code = "model_failed" if fits else "model_does_not_fit"
+        served.refusal = Refusal(message[:2000], code, time.monotonic() + _FAILED_SECONDS)
+        facts = {"error": type(error).__name__, "place": failure_place(error)}
+        self._log("model not loaded", served, level=logging.ERROR, reason=str(error) if ours else None, **facts)
+
+    def _expire(self, served: ServedModel) -> None:
+        served.clock = None
+        if served.may_leave and not self._ended.is_set():
+            self._spawn(self._unload(served, "idle"))
+
+    async def _unload(self, served: ServedModel, why: str) -> None:
+        """It leaves at once; what it holds is given back when this returns."""
+        state = served.state
+        assert state is not None
+        assert served.metrics is not None
+        served.state, served.phase = None, "unloading"
+        served.stop_clock()
+        served.metrics.follow(None, None)
+        served.unloading = self._spawn(self._close(served, state.engine, why))
+        await asyncio.shield(served.unloading)
+
+    async def _close(self, served: ServedModel, engine: Engine, why: str) -> None:
+        started = time.monotonic()
+        kept = engine.config.disk_cache_dir is not None or engine.config.redis_url is not None
+        try:
+            served.abilities = await in_thread(lambda: _closed(engine, served.abilities))
+        except Exception as error:
+            facts = {"error": type(error).__name__, "place": failure_place(error)}
+            self._log("model not closed", served, level=logging.ERROR, **facts)
+        finally:
+            served.num_bytes, served.num_unloads, served.unloading = 0, served.num_unloads + 1, None
+            served.phase = "loading" if served.loading is not None else "not_loaded"
+            cache = "kept in its tiers" if kept else "lost: there is no tier (--disk-cache-dir)"
+            seconds = round(time.monotonic() - started, 1)
+            self._log("model unloaded", served, why=why, seconds=seconds, cache=cache)
+            self._changed.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @staticmethod
+    def _log(event: str, served: ServedModel, *, level: int = logging.INFO, **facts: Any) -> None:
+        log_facts(level, event, model=served.name, **facts)
+
+
+def reserved_bytes(engine: Engine) -> int:
+    """Bytes that a loaded model's weights and pool take, read or not yet read, written or not yet written."""
+    stats = engine.paged_stats()
+    return int(stats["weight_bytes"]) + int(stats["pool_bytes"])
+
+
+def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
+    """Close it; what it could do, if that was not known."""
+    found = abilities or (abilities_of(engine) if engine.is_alive() else ())
+    engine.close()
+    give_back()
+    return found
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

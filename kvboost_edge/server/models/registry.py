@@ -1,0 +1,166 @@
+"""The models of a server by their names: a request holds its model while it runs, and one that nobody holds may leave.
+
+A request for a model that is not loaded waits until it is, its time is up, the client goes or the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge.server.errors import ApiError, ClientGone, QueueFull, ShuttingDown
+from kvboost_edge.server.models.loader import Loader
+from kvboost_edge.server.models.served import ServedModel
+from kvboost_edge.server.state import ModelState, Shared, keep_state
+from kvboost_edge.server.work.shares import Shares
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+__all__ = ["Models"]
+
+_MOST_RETRY_SECONDS = 60
+
+
+class Models:
+    """All of a server's models. Only the event loop's thread calls it.
+
+    served   each with names of its own, the first one first
+    budget   bytes that weights and pools of all loaded models may take together
+    """
+
+    def __init__(self, served: Sequence[ServedModel], shared: Shared, budget: int) -> None:
+        self.all = tuple(served)
+        self.loader = Loader(self.all, shared, budget)
+        self.num_refused = 0
+        self._shared = shared
+        self._by_name = {name: one for one in self.all for name in one.names}
+        self._waiting = Shares(max(1, shared.settings.max_queue_size), shared.settings.tenant_weights, least=1)
+        self._told: set[asyncio.Future[None]] = set()
+
+    @property
+    def first(self) -> ServedModel:
+        """The one that is meant where no name is given."""
+        return self.all[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of every model, each once."""
+        return tuple(self._by_name)
+
+    @property
+    def loaded(self) -> list[ModelState]:
+        return [one.state for one in self.all if one.state is not None]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a model to be loaded."""
+        return self._waiting.used
+
+    def find(self, name: str | None) -> ServedModel | None:
+        """The model of a name; None: there is none."""
+        return self.first if name is None else self._by_name.get(name)
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, request: Request, served: ServedModel, keep_alive: float | None = None
+    ) -> AsyncGenerator[ModelState]:
+        """The loaded model, which stays while the block runs; it is loaded first if need be. The body of the request
+        must have been read. ApiError 503 with the reason where that is not possible, or takes too long.
+
+        keep_alive: seconds that it stays afterwards, unless a later request says otherwise; None: as the server was
+        told. With several API keys it has no effect: the others use the model too."""
+        served.in_use += 1
+        if keep_alive is None or len(self._shared.settings.all_keys) > 1:
+            keep_alive = served.default_keep_alive
+        served.keep_alive = keep_alive
+        served.stop_clock()
+        try:
+            state = served.state
+            if state is None:
+                state = await self._when_loaded(request, served)
+            keep_state(request, state)
+            yield state
+        finally:
+            served.in_use -= 1
+            if not served.in_use:
+                self.loader.released(served)
+
+    def refuse_waiting(self) -> None:
+        """The server ends: who waits for a model is told so."""
+        for future in self._told:
+            if not future.done():
+                future.set_result(None)
+
+    async def close(self) -> None:
+        """Unload what was loaded on demand, and load nothing more."""
+        self.refuse_waiting()
+        await self.loader.close()
+
+    # Waiting.
+
+    async def _when_loaded(self, request: Request, served: ServedModel) -> ModelState:
+        facts: dict[str, Any] = request.scope["kvboost"]
+        if served.refusal is not None and time.monotonic() < served.refusal.again:
+            raise served.refusal.as_error()
+        tenant: str | None = facts.get("tenant")
+        if not self._waiting.fit(tenant, 1):
+            self.num_refused += 1
+            raise QueueFull(
+                f"{self._waiting.used} requests wait for models to be loaded, as many as may wait (--max-queue-size); "
+                "try again later",
+                _retry_seconds(served.load_seconds),
+            )
+        self._waiting.take(tenant, 1)
+        started = time.monotonic()
+        gone = asyncio.ensure_future(_until_gone(request))
+        told = asyncio.get_running_loop().create_future()
+        self._told.add(told)
+        try:
+            return await self._wait(served, gone, told, started + self._shared.settings.request_timeout)
+        finally:
+            self._told.discard(told)
+            gone.cancel()
+            self._waiting.give_back(tenant, 1)
+            facts["load_wait_seconds"] = round(time.monotonic() - started, 3)
+
+    async def _wait(
+        self, served: ServedModel, gone: asyncio.Future[None], told: asyncio.Future[None], end: float
+    ) -> ModelState:
+        while served.state is None:
+            if self._shared.draining or self.loader.ended:
+                raise ShuttingDown
+            loading = self.loader.begin(served)
+            left = max(0.0, end - time.monotonic())
+            await asyncio.wait({loading, gone, told}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientGone
+            if served.state is not None:
+                break
+            if loading.done():
+                if served.refusal is not None:
+                    raise served.refusal.as_error()
+            elif not told.done() and time.monotonic() >= end:
+                timeout = self._shared.settings.request_timeout
+                raise ApiError(
+                    503,
+                    f"the model {served.name!r} was not loaded within {timeout:g} seconds (--request-timeout): "
+                    f"{served.waits_for}; try again later",
+                    code="model_loading",
+                    headers={"Retry-After": str(_retry_seconds(served.load_seconds))},
+                )
+        return served.state
+
+
+async def _until_gone(request: Request) -> None:
+    """The body was read before, so the next thing that can arrive is the end of the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _retry_seconds(load_seconds: float) -> int:
+    return max(1, min(_MOST_RETRY_SECONDS, math.ceil(load_seconds)))

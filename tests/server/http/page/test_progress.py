@@ -1,0 +1,103 @@
+"""A bar while the prompt is read: how far it is, about how long it will take, and quiet for those who hear the page."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.slow
+
+FIRST = {"total": 10_000, "cache": 0, "processed": 0, "time_ms": 0, "estimated_ms": None}
+HALF = {"total": 10_000, "cache": 1000, "processed": 3200, "time_ms": 4000, "estimated_ms": 12_300}
+LAST = {"total": 10_000, "cache": 1000, "processed": 10_000, "time_ms": 16_000, "estimated_ms": 0}
+# Everything that the status line says, in its order.
+HEARD = """
+  window.heard = [];
+  new MutationObserver(() => window.heard.push(document.getElementById('status').textContent))
+    .observe(document.getElementById('status'), {childList: true});
+"""
+
+
+@pytest.fixture
+def asked(stand_in):
+    page = stand_in()
+    page.visit.page.evaluate(HEARD)
+    page.visit.page.clock.install()
+    page.visit.ask("A long text.")
+    assert page.asked(1)["return_progress"] is True
+    return page
+
+
+@pytest.mark.parametrize(
+    ("progress", "words"),
+    [
+        (FIRST, "waiting to read 10,000 tokens"),
+        (FIRST | {"estimated_ms": 200_000}, "waiting to read 10,000 tokens, about 3 min"),
+        (HALF, "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"),
+        (HALF | {"cache": 0, "estimated_ms": 300}, "reading 3,200 of 10,000 tokens, less than a second"),
+        ({"total": 1, "cache": 0, "processed": 0, "time_ms": 3, "estimated_ms": None}, "reading 0 of 1 token"),
+    ],
+)
+def test_progress_in_words(modules, progress, words):
+    assert modules.module("progress", "return it.progressInWords(argument);", progress) == words
+
+
+def test_the_bar_follows_and_goes_with_the_first_token(asked):
+    page = asked.visit.page
+    bar = page.get_by_role("progressbar", name="Reading the prompt")
+    asked.reading(**FIRST)
+    expect(bar).to_have_attribute("aria-valuenow", "0")
+    asked.reading(**HALF)
+    expect(bar).to_have_attribute("aria-valuenow", "3200")
+    expect(bar).to_have_attribute("aria-valuemax", "10000")
+    expect(page.locator(".progress .note")).to_have_text(
+        "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"
+    )
+    widths = "(bar) => [...bar.children].map((part) => [part.className, part.style.width])"
+    assert bar.evaluate(widths) == [["cached", "10%"], ["read", "22%"]]
+    asked.reading(**LAST)
+    expect(bar).to_have_attribute("aria-valuenow", "10000")
+    asked.deltas({"content": "Yes."})
+    expect(bar).to_have_count(0)
+    asked.end("stop")
+    expect(page.locator(".answer-body")).to_have_text("Yes.")
+
+
+def test_it_is_said_at_first_and_then_every_ten_seconds(asked):
+    page = asked.visit.page
+    for number in range(30):  # one each half second
+        asked.reading(**HALF | {"processed": 2000 + 200 * number})
+        expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", str(2000 + 200 * number))
+        page.clock.run_for(500)
+    asked.reading(**LAST)
+    asked.deltas({"content": "Yes."})
+    asked.end("stop")
+    heard = [text for text in page.evaluate("window.heard") if "reading" in text]
+    assert [text.split(" of ")[0] for text in heard] == ["reading 2,000", "reading 6,000"]
+    assert page.get_attribute(".answer", "aria-busy") is None
+
+
+@pytest.mark.parametrize("how", ["stopped", "failed", "calls"])
+def test_no_bar_stays_behind(asked, how):
+    page = asked.visit.page
+    asked.reading(**HALF)
+    expect(page.get_by_role("progressbar")).to_be_visible()
+    if how == "stopped":
+        page.keyboard.press("Escape")
+    elif how == "failed":
+        page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
+    else:
+        asked.call("get_weather", "{}")
+        expect(page.get_by_role("progressbar")).to_have_count(0)
+        asked.end("tool_calls")
+    asked.visit.answer("done" if how == "calls" else how)
+    expect(page.get_by_role("progressbar")).to_have_count(0)
+
+
+def test_the_bar_fits_a_phone(stand_in):
+    page = stand_in(viewport={"width": 320, "height": 640})
+    page.visit.ask("Hello")
+    page.asked(1)
+    page.reading(**HALF | {"total": 10**9, "processed": 10**8, "cache": 10**7, "estimated_ms": 1e9})
+    expect(page.visit.page.locator(".progress .note")).to_contain_text("min")
+    assert page.visit.page.locator("#log").evaluate("(e) => e.scrollWidth <= e.clientWidth")

@@ -1,0 +1,43 @@
+"""Two tiny models of different families, and what each answers where it is served alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from live_servers import serving
+from served_models import ASKED, CountedSource
+
+
+@pytest.fixture(scope="session")
+def second_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_models import save_tiny_model
+
+    return save_tiny_model("qwen3", tmp_path_factory.mktemp("tiny-qwen3"))
+
+
+@pytest.fixture
+def first(tiny_model_dir: Path) -> CountedSource:
+    return CountedSource(tiny_model_dir)
+
+
+@pytest.fixture
+def second(second_model_dir: Path) -> CountedSource:
+    return CountedSource(second_model_dir)
+
+
+@pytest.fixture(scope="session")
+def alone(tiny_model_dir: Path, second_model_dir: Path) -> dict[str, Any]:
+    """By name: the choice of the answer to ASKED of a server with that model only."""
+    found = {}
+    for name, path in (("a", tiny_model_dir), ("b", second_model_dir)):
+        with (
+            CountedSource(path).open() as engine,
+            serving(engine, model_name=name) as server,
+            server.client() as client,
+        ):
+            found[name] = client.post("/v1/completions", json={"model": name, **ASKED}).json()["choices"][0]
+    assert found["a"] != found["b"]
+    return found

@@ -1,0 +1,248 @@
+"""Several models in one server: loaded when they are asked for, unloaded when nobody uses them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvboost_edge.server.models import loader
+from live_servers import HeldForward, LiveServer, serving, wait_until
+from served_models import ASKED, CountedSource
+
+
+@contextmanager
+def both(first: CountedSource, second: CountedSource, **settings: Any) -> Iterator[LiveServer]:
+    """A server of "a", which is loaded, and "b" (or "bee"), which is not."""
+    with (
+        first.open() as engine,
+        serving(
+            engine, source=first.source, others=[(("b", "bee"), second.source)], **{"model_name": "a", **settings}
+        ) as server,
+    ):
+        yield server
+
+
+def ask(server: LiveServer, name: str | None, **more: Any) -> Any:
+    with server.client() as client:
+        return client.post("/v1/completions", json={**ASKED, **({"model": name} if name else {}), **more})
+
+
+def states(server: LiveServer) -> dict[str, str]:
+    with server.client() as client:
+        return {one["id"]: one["state"] for one in client.get("/v1/models").json()["data"]}
+
+
+def test_a_model_is_loaded_when_it_is_asked_for(first, second, alone):
+    with both(first, second) as server:
+        assert states(server) == {"a": "loaded", "b": "not_loaded", "bee": "not_loaded"}
+        assert ask(server, None).json()["choices"][0] == alone["a"]
+        assert (second.loads, first.loads) == (0, 0)
+        answer = ask(server, "bee").json()
+        assert (answer["model"], answer["choices"][0]) == ("b", alone["b"])
+        assert states(server) == {"a": "loaded", "b": "loaded", "bee": "loaded"}
+        assert ask(server, "b").json()["choices"][0] == alone["b"]
+        assert ask(server, "a").json()["choices"][0] == alone["a"]
+        assert (second.loads, first.loads) == (1, 0)
+        unknown = ask(server, "c")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'a', 'b'" in unknown.json()["error"]["message"]
+
+
+def test_requests_of_both_at_once_are_answered_as_alone(first, second, alone):
+    """Twelve clients for a model that is not loaded at first and one that is: it is loaded once."""
+    with both(first, second) as server, concurrent.futures.ThreadPoolExecutor(12) as pool:
+        names = ["a", "b", "bee"] * 8
+        answers = list(pool.map(lambda name: ask(server, name), names))
+        assert {answer.status_code for answer in answers} == {200}
+        for name, answer in zip(names, answers, strict=True):
+            assert answer.json()["choices"][0] == alone[name[0]]
+        assert second.loads == 1
+
+
+def test_an_idle_model_is_unloaded_and_its_prompts_come_from_disk_afterwards(first, second, alone, tmp_path):
+    second.options["disk_cache_dir"] = tmp_path / "blocks"
+    with both(first, second, keep_alive=0.2) as server:
+        with serving_threads() as started:
+            assert ask(server, "b").json()["kvboost"]["hit_tokens"].get("disk", 0) == 0
+            served = server.kv.models.find("b")
+            wait_until(lambda: served.phase == "not_loaded", "the idle model to be unloaded")
+            wait_until(lambda: not started(), "its threads to end")
+        assert served.num_bytes == 0
+        assert states(server)["b"] == "not_loaded"
+        again = ask(server, "b").json()
+        assert again["kvboost"]["hit_tokens"]["disk"] > 64
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        assert again["choices"][0]["text"] == alone["b"]["text"]
+        assert again["choices"][0]["logprobs"] == alone["b"]["logprobs"]
+        # The first one as well, where it was said how long.
+        wait_until(lambda: server.kv.models.first.phase == "not_loaded", "the first one to be unloaded")
+        assert ask(server, None).json()["choices"][0] == alone["a"]
+        assert (first.loads, second.loads) == (1, 2)
+
+
+@contextmanager
+def serving_threads() -> Iterator[Any]:
+    """Threads of engines and of loading that began inside and live."""
+    before = set(threading.enumerate())
+    yield lambda: [
+        one for one in threading.enumerate() if one not in before and one.name.startswith("kvboost") and one.is_alive()
+    ]
+
+
+def test_without_keep_alive_the_first_stays_and_goes_for_another_only(first, second, alone):
+    """The budget holds one of both: each time the other one leaves."""
+    budget = int(1.5 * max(first.plan(), second.plan()))
+    with both(first, second, budget=budget) as server:
+        assert server.kv.models.first.unloads_at is None
+        for name, gone in (("b", "a"), ("a", "b"), ("b", "a")):
+            assert ask(server, name).json()["choices"][0] == alone[name]
+            assert server.kv.models.find(gone).phase == "not_loaded"
+            assert server.kv.models.loader.taken <= budget
+        assert (first.loads, second.loads) == (1, 2)
+
+
+def test_a_model_in_use_stays_and_the_other_one_waits_for_it(first, second, alone):
+    budget = int(1.5 * max(first.plan(), second.plan()))
+    with both(first, second, budget=budget) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        held = HeldForward(server.engine)
+        running = pool.submit(ask, server, "a", prompt="Held. " * 4, max_tokens=2)
+        wait_until(lambda: held.steps, "the request to run")
+        waiting = pool.submit(ask, server, "b")
+        served = server.kv.models.find("b")
+        wait_until(lambda: "in use" in served.waits_for, "the model to wait for room")
+        assert states(server)["b"] == "loading"
+        with server.client() as client:
+            told = client.get("/v1/stats").json()["models"]
+        assert told["waiting"] == 1
+        assert "are taken: a" in told["data"][1]["waits_for"]
+        assert (told["data"][0]["in_use"], second.loads) == (1, 0)
+        held.release()
+        assert running.result().status_code == 200
+        assert waiting.result().json()["choices"][0] == alone["b"]
+
+
+def test_a_wait_for_room_has_an_end_that_says_why(first, second):
+    budget = int(1.5 * max(first.plan(), second.plan()))
+    with both(first, second, budget=budget, request_timeout=1) as server:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            held = HeldForward(server.engine)
+            running = pool.submit(ask, server, "a")
+            wait_until(lambda: held.steps, "the request to run")
+            served = server.kv.models.first
+            served.in_use += 1  # as if a request stayed longer than this one may
+            held.release()
+            assert running.result().status_code == 200
+            refused = ask(server, "b")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+            assert "MB for all models (--max-model-bytes)" in refused.json()["error"]["message"]
+            assert int(refused.headers["retry-after"]) > 0
+            assert second.loads == 0
+        wait_until(lambda: states(server)["b"] == "not_loaded", "the loading to be given up")
+        served.in_use -= 1
+        assert ask(server, "b").status_code == 200
+
+
+def test_what_never_fits_is_refused_with_the_arithmetic(first, second):
+    with first.open() as probe:
+        budget = loader.reserved_bytes(probe) + 1
+    second.options["num_blocks"] = 1000
+    with both(first, second, budget=budget) as server:
+        for _ in range(2):
+            refused = ask(server, "b")
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "model_does_not_fit")
+            assert f"{second.plan() / 1e6:.2f} MB" in error["message"]
+            assert f"{budget / 1e6:.2f} MB" in error["message"]
+            assert int(refused.headers["retry-after"]) > 0
+        assert (second.loads, ask(server, "a").status_code) == (0, 200)
+
+
+def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(first, second, tmp_path, monkeypatch):
+    broken = CountedSource(shutil.copytree(second.path, tmp_path / "broken"))
+    weights = broken.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with both(first, broken) as server:
+        refused = ask(server, "b")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (503, "model_failed")
+        assert "model.safetensors" in error["message"]
+        assert str(tmp_path) not in refused.text
+        assert int(refused.headers["retry-after"]) > 0
+        shutil.copy(second.path / "model.safetensors", weights)
+        assert ask(server, "b").json()["error"]["message"] == error["message"], "it was tried again at once"
+        with server.client() as client:
+            listed = client.get("/v1/models/b").json()
+        assert (listed["state"], listed["failure"]) == ("not_loaded", error["message"])
+        assert ask(server, "a").status_code == 200
+        monkeypatch.setattr(loader, "_FAILED_SECONDS", 0.0)
+        server.kv.models.find("b").refusal = None
+        assert ask(server, "b").status_code == 200
+
+
+def test_no_more_requests_wait_for_a_model_than_may(first, second):
+    second.hold()
+    with both(first, second, max_queue_size=2) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, server, "b") for _ in range(2)]
+        wait_until(lambda: server.kv.models.num_waiting == 2, "both to wait")
+        refused = ask(server, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert ask(server, "a").status_code == 200, "the other model goes on"
+        second.release()
+        assert [one.result().status_code for one in waiting] == [200, 200]
+        assert second.loads == 1
+
+
+def test_a_client_that_goes_waits_no_longer(first, second):
+    second.hold()
+    with both(first, second) as server:
+        sock = server.connect()
+        sock.sendall(server.request_bytes("/v1/completions", {"model": "b", **ASKED}))
+        wait_until(lambda: server.kv.models.num_waiting == 1, "the request to wait")
+        sock.close()
+        wait_until(lambda: server.kv.models.num_waiting == 0, "the end of the wait")
+        assert server.kv.models.find("b").in_use == 0
+        second.release()
+        assert ask(server, "b").status_code == 200
+        assert second.loads == 1
+
+
+def test_a_server_that_ends_lets_nobody_wait_and_leaves_nothing(first, second):
+    second.hold()
+    with (
+        serving_threads() as started,
+        both(first, second, drain_seconds=20) as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(ask, server, "b")
+        wait_until(lambda: second.loads == 1, "the loading to begin")
+        server.server.drain()
+        refused = waiting.result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        second.release()
+    wait_until(lambda: not started(), "the threads to end")
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_fully_loaded_server_lists_one_memory(first, second, name):
+    with both(first, second) as server:
+        assert ask(server, "b").status_code == 200
+        with server.client() as client:
+            stats = client.get("/v1/stats", params={"model": name}).json()
+            assert stats["model"] == name
+            assert stats["pool"]["num_blocks"] == 64
+            told = stats["models"]
+            assert [one["id"] for one in told["data"]] == ["a", "b"]
+            assert told["taken_bytes"] == sum(one["bytes"] for one in told["data"]) <= told["max_bytes"]
+            assert client.get("/v1/blocks", params={"model": name}).status_code == 200
+            assert client.get("/props", params={"model": name}).json()["model_alias"] == name
+            assert client.get("/slots", params={"model": name}).status_code == 200
+            metrics = client.get("/metrics").text
+        assert f'kvboost:model_loaded{{model_name="{name}"}} 1.0' in metrics
+        assert f'vllm:prompt_tokens_total{{model_name="{name}"}}' in metrics
+        assert metrics.count("# TYPE vllm:prompt_tokens_total ") == 1
