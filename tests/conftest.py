@@ -32,6 +32,7 @@ settings.load_profile("suite")
 
 # Threads of libraries that live as long as the process.
 LIBRARY_THREADS = ("asyncio_", "tqdm", "ThreadPoolExecutor", "pydevd", "pytest")
+RAY_SERVE_THREAD = "_run_router_event_loop"  # one for the process, with a number before it
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -140,6 +141,7 @@ def nothing_left_running(isolated_cache: Path) -> Iterator[None]:
     yield
     gc.collect()
     left = [t for t in threading.enumerate() if t not in before and not t.name.startswith(LIBRARY_THREADS)]
+    left = [thread for thread in left if RAY_SERVE_THREAD not in thread.name]
     for thread in left:
         thread.join(timeout=5)  # an engine that was just collected may be on its way out
     alive = [thread.name for thread in left if thread.is_alive()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.host.memory import Region, process_peak, process_rss, resident_bytes
+from kvboost_edge.host.memory import Region, process_peak, process_rss, resident_bytes, shared_out
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
@@ -139,7 +139,7 @@ def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, availab
     whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
     if not spec.bytes_per_block:  # blocks are bookkeeping alone
         return whole
-    budget = available // _POOL_SHARE if config.max_cache_bytes is None else config.max_cache_bytes
+    budget = shared_out(available) // _POOL_SHARE if config.max_cache_bytes is None else config.max_cache_bytes
     # Of a budget all of which were blocks: at least as many sequences as will run beside the buffers of open ones.
     gross = budget // spec.bytes_per_block
     num_open = num_open_blocks(config, gross if config.max_cache_bytes else min(gross, whole), spec.block_size)

@@ -25,6 +25,8 @@ __all__ = [
     "process_peak",
     "process_rss",
     "resident_bytes",
+    "set_own_share",
+    "shared_out",
     "total_bytes",
     "uncollected",
 ]
@@ -55,6 +57,22 @@ def total_bytes() -> int:
     total = int(psutil.virtual_memory().total)
     group = memory_limit()
     return total if group is None else min(total, group.limit)
+
+
+_own_share = 1.0
+
+
+def set_own_share(share: float) -> None:
+    """Of memory that several processes like this one take at the same time, this one's part, above 0 and at most 1."""
+    global _own_share
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share!r} must be above 0 and at most 1")
+    _own_share = share
+
+
+def shared_out(num_bytes: int) -> int:
+    """This process's part of so much memory."""
+    return int(num_bytes * _own_share)
 
 
 def process_rss() -> int:

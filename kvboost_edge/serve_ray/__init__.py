@@ -1,1 +1,18 @@
 """Replicas of one engine on several machines, and which of them a request goes to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray import serve
+
+__all__ = ["app"]
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """The application for `serve run kvboost_edge.serve_ray:app` and for the `import_path` of a serve.yaml; `args` are
+    the flags of `kvboost-edge serve` by name, see `start.flags_of`."""
+    from kvboost_edge.serve_ray.ingress import application
+
+    return application(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from kvboost_edge.errors import BackendUnavailable, KVBoostError
 from kvboost_edge.server.flags import ServeOptions, parse_flags
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.settings import tenant_of_key
+from kvboost_edge.server.work.prepare import prepare
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -53,6 +55,9 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         raise BackendUnavailable(
             f"the server needs the package {error.name!r}; install the extra: pip install 'kvboost-edge[server]'"
         ) from error
+    if options.is_replicated:
+        _serve_replicas(options, ended)
+        return
     from kvboost_edge.kernels.ahead import on_compiling
     from kvboost_edge.kernels.jit import on_first_compilation
 
@@ -85,6 +90,29 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             run_server(app, options.settings, listener)
 
 
+def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
+    """The same server over engines in processes of their own."""
+    from kvboost_edge.server.app import create_app
+    from kvboost_edge.server.serve import bind, run_server
+
+    if importlib.util.find_spec("ray") is None:
+        flag = f"--workers {options.workers}" if options.ray_address is None else "--ray-address"
+        raise BackendUnavailable(
+            f"{flag} needs Ray, and the package 'ray' is missing; install the extra: pip install 'kvboost-edge[ray]'"
+        )
+    from kvboost_edge.serve_ray.start import log_replicas, replicated
+
+    configure_logging(options.settings)
+    with contextlib.closing(bind(options.settings)) as listener:
+        started = time.perf_counter()
+        log_facts(logging.INFO, "loading", model=options.model, workers=options.workers)
+        with replicated(options) as pool:
+            log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1))
+            log_replicas(pool)
+            if not ended.is_set():
+                run_server(create_app(pool, options.settings), options.settings, listener)
+
+
 def _budget(options: ServeOptions) -> int | None:
     """Bytes for all models together; None where there is one, which was asked for whatever it takes."""
     if options.settings.max_model_bytes is not None or not options.others:
@@ -110,7 +138,8 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     log_facts(logging.INFO, "loading", model=model)
     engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **options.engine)
     try:
-        _prepare(engine, options)
+        tenants = [tenant_of_key(key) for key in options.settings.all_keys]
+        prepare(engine, options.warm, options.warm_documents, tenants)
         stats = engine.paged_stats()
         shown = {name: stats[name] for name in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
         log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1), **shown)
@@ -161,22 +190,6 @@ def _ended_by_signal() -> Iterator[threading.Event]:
         yield ended
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _prepare(engine: CPUPagedEngine, options: ServeOptions) -> None:
-    """Run the model once, so that the first client does not wait for kernels to load, and cache the warm texts, for
-    each key its own copy: no tenant shares with another."""
-    if engine.pooling.source:
-        engine.embed([[0, 0]])
-    else:
-        engine.generate([0, 0], max_new_tokens=2, mode="baseline")
-    tenants: list[str | None] = [tenant_of_key(key) for key in options.settings.all_keys] or [None]
-    for tenant in tenants:
-        warmed = [engine.warm(text, tenant=tenant) for text in options.warm]
-        if options.warm_documents:
-            warmed.append(engine.warm(documents=options.warm_documents, tenant=tenant))
-        for stored in warmed:
-            log_facts(logging.INFO, "warmed", tokens=stored.token_count, chunks=stored.chunks_stored)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

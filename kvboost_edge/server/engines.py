@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvboost_edge.config import GenerationMode
 
@@ -21,10 +21,28 @@ if TYPE_CHECKING:
     from kvboost_edge.runners.base import RunnerInfo
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Figures", "Replicated", "replicas_of"]
 
 
-class Engine(Protocol):
+class Figures(Protocol):
+    """What there is to know of an engine, as of now."""
+
+    def cache_stats(self) -> dict[str, float]: ...
+
+    def paged_stats(self) -> dict[str, Any]: ...
+
+    def block_map(self) -> list[int]: ...
+
+    def block_details(self, limit: int = 4096) -> list[BlockDetail]: ...
+
+    def num_running(self) -> int: ...
+
+    def num_waiting(self) -> int: ...
+
+    def waiting_tokens(self) -> int: ...
+
+
+class Engine(Figures, Protocol):
     """Each member means what it means of `CPUPagedEngine`, and raises the same errors. Safe to use from any thread.
 
     `submit`, `kept_answers`, `is_alive` and the properties are used on the event loop, so they never wait; all others
@@ -86,24 +104,22 @@ class Engine(Protocol):
 
     def reset_cache(self) -> int: ...
 
-    # What there is to know.
-
-    def cache_stats(self) -> dict[str, float]: ...
-
-    def paged_stats(self) -> dict[str, Any]: ...
-
-    def block_map(self) -> list[int]: ...
-
-    def block_details(self, limit: int = 4096) -> list[BlockDetail]: ...
-
-    def num_running(self) -> int: ...
-
-    def num_waiting(self) -> int: ...
-
-    def waiting_tokens(self) -> int: ...
-
     def is_alive(self) -> bool: ...
 
     def read_ahead(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """What stands for several engines can tell of each."""
+
+    def replicas(self) -> Mapping[str, Figures]:
+        """The figures of each by its name. Waits for them: not for the event loop."""
+        ...
+
+
+def replicas_of(engine: Engine) -> Mapping[str, Figures]:
+    """The figures of each of the engines that this one stands for, by name; of a single one under ""."""
+    return engine.replicas() if isinstance(engine, Replicated) else {"": engine}

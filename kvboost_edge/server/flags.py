@@ -57,7 +57,8 @@ class NamedModel(NamedTuple):
 class ServeOptions:
     """What a command line asks for. `model` is the first one, whose names are in the settings; `others` are loaded when
     they are asked for. The first computes `warm` texts, and each of `warm_documents` alone, before the first request is
-    taken."""
+    taken. `workers` engines of it, each in a process of its own, of the Ray cluster at an address where one is given;
+    one engine without that needs no Ray."""
 
     model: str
     engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
@@ -65,6 +66,13 @@ class ServeOptions:
     warm: tuple[str, ...]
     warm_documents: tuple[str, ...] = ()
     others: tuple[NamedModel, ...] = ()
+    workers: int = 1
+    ray_address: str | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether engines run in processes of their own."""
+        return self.workers > 1 or self.ray_address is not None
 
 
 def _number(text: str) -> float:
@@ -149,6 +157,7 @@ _ENGINE_FLAGS = (
     _Flag("redis_url", str, "shares them through a Redis server; with a password better in KVBOOST_EDGE_REDIS_URL"),
     _Flag("max_disk_bytes", _bytes, "most it may take, such as 8e9; default: 16 GiB, or a fifth of what is free"),
 )
+_MOST_WORKERS = 1000
 _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 
 
@@ -156,10 +165,12 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     """Read a command line. Wrong usage and `--help` end the process as argparse does (SystemExit 2 and 0); values out
     of range raise ConfigError."""
     given = vars(_parser(prog).parse_args(argv))
-    workers = given.pop("workers")
-    if workers != 1:
-        raise ConfigError(f"workers={workers} is refused: the engine batches all requests in one process; use 1")
+    workers = given["workers"]
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise ConfigError(f"workers={workers} must be in 1..{_MOST_WORKERS}")
     first, *others = _models(given["model"] or [DEMO_MODEL], given["model_name"])
+    if others and (workers > 1 or given["ray_address"]):
+        raise ConfigError(f"workers={workers}: replicas serve one model; give --model once, or start a server for each")
     settings = {flag.name: given[flag.name] for flag in _SERVER_FLAGS if given[flag.name] is not None}
     settings |= {"model_name": first.names[0], "model_aliases": first.names[1:]}
     engine = {
@@ -186,7 +197,9 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     if chosen.max_batch_size is not None:
         engine["max_num_seqs"] = chosen.max_batch_size
     warm, documents = (tuple(_warm_text(text) for text in given[name]) for name in ("warm", "warm_document"))
-    return ServeOptions(first.model, engine, chosen, warm, documents, tuple(others))
+    return ServeOptions(
+        first.model, engine, chosen, warm, documents, tuple(others), workers=workers, ray_address=given["ray_address"]
+    )
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -215,7 +228,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="cached at start for mode chunk_kv_reuse, which finds it wherever it stands in a prompt; @FILE reads it",
     )
-    parser.add_argument("--workers", type=int, default=1, help="only 1: one process batches all requests")
+    parser.add_argument("--workers", type=int, default=1, help="engines, each in a process of its own; extra [ray]")
+    parser.add_argument("--ray-address", metavar="TEXT", help="of a running Ray cluster for them, or 'auto'")
     safety = parser.add_argument_group("who may come in")
     safety.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable; shows in `ps`")
     safety.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line, or KEY weight=4")

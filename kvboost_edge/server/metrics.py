@@ -7,7 +7,7 @@ asks. Every model has a registry of its own; models/exposition.py makes one text
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.engines import replicas_of
+from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
@@ -204,11 +206,16 @@ class _EngineCollector(Collector):
             return
         engine, admission = read
         yield from self._of_server(engine, admission)
+        yield from self._by_llamacpp_of_server()
         try:
-            stats = engine.paged_stats()
-        except KVBoostError:
+            read_each = [(name, figures.paged_stats()) for name, figures in replicas_of(engine).items()]
+        except (KVBoostError, ApiError):
             return
-        yield from self._by_vllm(stats, f"kv_bits_{engine.config.kv_cache_bits}")
+        cache_dtype = f"kv_bits_{engine.config.kv_cache_bits}"
+        yield from _by_replica((name, self._of_engine(stats, cache_dtype)) for name, stats in read_each)
+
+    def _of_engine(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
+        yield from self._by_vllm(stats, cache_dtype)
         yield from self._by_llamacpp(stats)
         yield from self._of_pool(stats)
         yield from self._of_tiers(stats)
@@ -251,7 +258,7 @@ class _EngineCollector(Collector):
             enable_prefix_caching="True",
         )
 
-    def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
+    def _by_llamacpp_of_server(self) -> Iterator[Metric]:
         speeds = self._speeds
         prompt_speed, output_speed = speeds.recent()
         counters = {
@@ -263,13 +270,19 @@ class _EngineCollector(Collector):
         gauges = {
             "prompt_tokens_seconds": ("Prompt tokens a second, last minute.", prompt_speed),
             "predicted_tokens_seconds": ("Generated tokens a second and request, last minute.", output_speed),
+        }
+        for name, (text, value) in counters.items():
+            yield self._counter(f"llamacpp:{name}", text, value)
+        for name, (text, value) in gauges.items():
+            yield self._gauge(f"llamacpp:{name}", text, value)
+
+    def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        gauges = {
             "requests_processing": ("Requests that are computed.", stats["num_running"]),
             "requests_deferred": ("Requests that wait.", stats["num_waiting"]),
             "kv_cache_usage_ratio": ("Share of the blocks in use.", stats["block_utilization"]),
             "kv_cache_tokens": ("Tokens whose KV is in the pool.", stats["tokens_held"]),
         }
-        for name, (text, value) in counters.items():
-            yield self._counter(f"llamacpp:{name}", text, value)
         for name, (text, value) in gauges.items():
             yield self._gauge(f"llamacpp:{name}", text, value)
 
@@ -315,6 +328,20 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
+
+
+def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
+    """The same metrics of several engines as one, each value with the name of its replica; of one without a name as
+    they are."""
+    merged: dict[str, Metric] = {}
+    for replica, metrics in engines:
+        for metric in metrics:
+            if replica:
+                metric.samples = [one._replace(labels={**one.labels, "replica": replica}) for one in metric.samples]
+            known = merged.setdefault(metric.name, metric)
+            if known is not metric:
+                known.samples += metric.samples
+    yield from merged.values()
 
 
 def _one_two_five(highest: int) -> Iterator[float]:

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from gguf_models import write_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.errors import KVBoostError, RequestError
-from kvboost_edge.server.__main__ import _prepare
+from kvboost_edge.server.work.prepare import prepare
 from tiny_checkpoints import EOS_ID, VOCAB_SIZE, save_tiny_checkpoint
 from tiny_models import build_tiny_model, save_tiny_model
 
@@ -301,5 +300,4 @@ def test_a_gguf_file_of_an_embedding_model_pools_as_its_key_says(plain: Path, tm
 
 
 def test_a_server_can_be_prepared_for_an_embedding_model(engine: CPUPagedEngine) -> None:
-    options = SimpleNamespace(settings=SimpleNamespace(all_keys=()), warm=["hello"], warm_documents=[])
-    _prepare(engine, options)  # type: ignore[arg-type]
+    prepare(engine, ["hello"], [], [])

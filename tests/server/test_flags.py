@@ -15,9 +15,10 @@ from kvboost_edge.cli.app import run
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import cache_directory
-from kvboost_edge.server.__main__ import _prepare, main
+from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import DEMO_MODEL, NamedModel, parse_flags
 from kvboost_edge.server.settings import ServerSettings, tenant_of_key
+from kvboost_edge.server.work.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("kept_logging")
@@ -191,7 +192,8 @@ def test_documents_are_warmed_for_each_key_as_the_flags_cut_them():
     options = parse(*argv, "--warm-document", text, "--api-key", "a" * 20, "--api-key", "b" * 20)
     wanted = {name: options.engine[name] for name in ("chunk_size", "overlap_k", "primer_tokens", "reuse_gate")}
     with fake_engine(128, **wanted) as engine:
-        _prepare(engine, options)
+        tenants = [tenant_of_key(key) for key in options.settings.all_keys]
+        prepare(engine, options.warm, options.warm_documents, tenants)
         prompt = [*range(20), *engine.tokenizer.encode(text, False), 7]
         for key in ("a" * 20, "b" * 20, "c" * 20):
             result = engine.generate(
@@ -204,7 +206,7 @@ def test_documents_are_warmed_for_each_key_as_the_flags_cut_them():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--workers", "2"], "workers=2"),
+        (["--workers", "0"], "workers=0"),
         (["--host", "0.0.0.0"], "--insecure"),
         (["--port", "70000"], "port=70000"),
         (["--max-batch-size", "0"], "max_batch_size=0"),
@@ -248,8 +250,8 @@ def test_serve_is_a_command_of_the_package(capsys):
     shown = capsys.readouterr().out
     assert "kvboost-edge serve" in shown
     assert "Examples" in shown
-    assert run(["serve", "--workers", "2"]) == 1
-    assert "kvboost-edge: error: workers=2" in capsys.readouterr().err
+    assert run(["serve", "--workers", "0"]) == 1
+    assert "kvboost-edge: error: workers=0" in capsys.readouterr().err
 
 
 def run_code(code):

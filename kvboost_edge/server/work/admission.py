@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from starlette.requests import Request
 
+from kvboost_edge.server.engines import replicas_of
 from kvboost_edge.server.errors import ApiError, ClientGone, DeadlineExceeded, QueueFull, ShuttingDown
 from kvboost_edge.server.work.grouping import PrefixGroups
 from kvboost_edge.server.work.shares import Shares
@@ -44,17 +45,18 @@ class Admission:
     """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread touches it."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        stats = engine.paged_stats()
+        pools = [figures.paged_stats() for figures in replicas_of(engine).values()]
         self.weights = settings.tenant_weights
-        self.batch = settings.max_batch_size or int(stats["max_num_seqs"])
-        self.pool_tokens = int(stats["num_blocks"]) * int(stats["block_size"])
+        self.batch = settings.max_batch_size or sum(int(pool["max_num_seqs"]) for pool in pools)
+        sizes = [int(pool["num_blocks"]) * int(pool["block_size"]) for pool in pools]
+        self.pool_tokens = min(sizes)  # a request runs in one of them, whichever that is
         self.request_timeout = settings.request_timeout
         self._places = Shares(self.batch + settings.max_queue_size, self.weights, least=1)
-        most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * self.pool_tokens
+        most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * sum(sizes)
         self._tokens = Shares(most_tokens, self.weights)
         self.refused = 0
         self.tickets: set[Ticket] = set()
-        self.groups = PrefixGroups(settings.batch_window_ms / 1e3, int(stats["block_size"]))
+        self.groups = PrefixGroups(settings.batch_window_ms / 1e3, engine.config.block_size)
         self._mean_seconds = 1.0
 
     @property

@@ -1,0 +1,78 @@
+"""The replicas as Ray Serve knows them. Loads Ray."""
+
+from __future__ import annotations
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.host.memory import available_bytes, set_own_share
+from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions, own_options
+from kvboost_edge.serve_ray.targets import TargetRouter
+from kvboost_edge.server.logs import configure_logging
+from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.server.work.prepare import prepare
+
+__all__ = ["NAME", "RayReplica", "replica_deployment"]
+
+NAME = "engine"
+_HEALTH_SECONDS = 2.0  # so soon a replica whose engine died is replaced
+_LAST_SECONDS = 5.0  # for what is cancelled at the end of the grace, and for the tiers to store what they still hold
+_MOST_AT_ONCE = 1_000_000  # the ingress bounds what is in flight; the engine queues it
+
+
+class RayReplica(EngineReplica):
+    """A replica in a process that Ray has made for it."""
+
+    def __init__(self, options: ReplicaOptions) -> None:
+        configure_logging(ServerSettings())
+        assigned = ray.get_runtime_context().get_assigned_resources()
+        cpus, memory = assigned.get("CPU", 0.0), int(assigned.get("memory", 0))
+        set_own_share(_share(cpus, memory))
+        engine = own_options(options.engine, cpus, memory)
+
+        def ready(engine: CPUPagedEngine) -> None:
+            prepare(engine, options.warm, options.warm_documents, options.tenants)
+            engine.read_ahead()
+
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(options._replace(engine=engine), name, ready)
+
+    def __del__(self) -> None:
+        """Ray calls it when the replica's requests are done, or had their time."""
+        if hasattr(self, "_engine"):
+            self.close()
+
+
+def _share(cpus: float, memory: int) -> float:
+    """The part of this machine's memory that a replica may count on: what was reserved for it, else as much as of the
+    machine's CPUs."""
+    if memory:
+        return min(1.0, memory / available_bytes())
+    here = ray.get_runtime_context().get_node_id()
+    most = next((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == here), 0.0)
+    return min(1.0, cpus / most) if cpus and most else 1.0
+
+
+def replica_deployment(
+    options: ReplicaOptions, *, workers: int, cpus: int, ingress: str, drain_seconds: float
+) -> serve.Application:
+    """The deployment of `workers` replicas with `cpus` each. ingress: see `TargetRouter`."""
+    made = serve.deployment(
+        RayReplica,
+        name=NAME,
+        num_replicas=workers,
+        ray_actor_options={"num_cpus": cpus},
+        max_ongoing_requests=_MOST_AT_ONCE,
+        max_constructor_retry_count=1,
+        health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=drain_seconds + _LAST_SECONDS,
+        request_router_config=RequestRouterConfig(
+            request_router_class=TargetRouter, request_router_kwargs={"ingress": ingress}
+        ),
+        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+    )
+    return made.bind(options)

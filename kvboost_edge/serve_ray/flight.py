@@ -1,0 +1,196 @@
+"""One request on its way to a replica and back; everything here runs on the pool's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.progress import Progress
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.serve_ray.messages import Came, Sent
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.router import PrefixRouter
+from kvboost_edge.server.errors import ApiError
+
+__all__ = ["Cancelled", "Flight", "NoReplica", "ReplicaLost", "Stream", "is_loss"]
+
+_TRIES = 4
+_TARGETS = 3  # replicas that are tried in order, before any
+_ENDING_SECONDS = 5.0  # a cancelled request that has not ended by then is given up
+
+
+class ReplicaLost(ApiError):
+    """503: the replica that computed an answer ended in the middle of it. Asked again, another one computes it."""
+
+    def __init__(self) -> None:
+        message = "the replica that computed this answer ended; send the request again"
+        super().__init__(503, message, code="replica_lost", headers={"Retry-After": "1"})
+
+
+class NoReplica(ApiError):
+    """503: no replica takes requests."""
+
+    def __init__(self) -> None:
+        message = "no replica takes requests at the moment; Ray starts those that ended again"
+        super().__init__(503, message, code="no_replica", headers={"Retry-After": "5"})
+
+
+class Cancelled(KVBoostError):
+    """The request was cancelled before a replica began it, or its replica did not say what became of it."""
+
+
+class Stream(Protocol):
+    """What Ray gives for a call that answers in pieces."""
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+    def cancel(self) -> None: ...
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of a call means that its replica, or the way to it, is gone."""
+    from ray import exceptions
+
+    kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RpcError, exceptions.RaySystemError)
+    return isinstance(error, kinds)
+
+
+class Flight:
+    """Brings the answer of one request into its handle.
+
+    choices  at most so many replicas for a prompt, the best first
+    call     sends it and gives the stream of what comes
+    end      asks the replicas to cancel it
+    keep     is told the token ids of the answer's text
+
+    `progress`: how far the prompt is, as far as its replica has told.
+    """
+
+    def __init__(
+        self,
+        sent: Sent,
+        chain: PromptChain,
+        handle: RequestHandle,
+        router: PrefixRouter,
+        *,
+        choices: Callable[[PromptChain, int], list[Choice]],
+        call: Callable[[Sent], Stream],
+        end: Callable[[Sent], Awaitable[None]],
+        keep: Callable[[Sent, str, list[int]], None],
+    ) -> None:
+        self._sent, self._chain, self._handle, self._router = sent, chain, handle, router
+        self._choices, self._call, self._end, self._keep = choices, call, end, keep
+        self._queued: Choice | None = None  # where its tokens count as waiting
+        self.progress: Progress | None = None
+        self._begun = time.monotonic()
+        self._has_begun = self._has_events = False
+        self._stream: Stream | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Until the handle has its result or its error."""
+        self._task = asyncio.current_task()
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            self._handle._finish(None, Cancelled(f"request {self._sent.request} was cancelled"))
+        except Exception as error:
+            self._handle._finish(None, error)
+        finally:
+            self._settle()
+            if self._stream is not None:
+                self._stream.cancel()  # harmless once it has ended
+            if self._ending is not None:
+                self._ending.cancel()
+
+    def cancel(self) -> None:
+        """Have it end: by the replica if it has begun there, else here."""
+        if self._ending is None and self._task is not None and not self._task.done():
+            if self._has_begun:
+                self._ending = asyncio.ensure_future(self._end_there())
+            else:
+                self._task.cancel()
+
+    async def _end_there(self) -> None:
+        with suppress(Exception):
+            await asyncio.wait_for(self._end(self._sent), _ENDING_SECONDS)
+        await asyncio.sleep(_ENDING_SECONDS)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        lost: set[str] = set()
+        for _ in range(_TRIES):
+            choice, sent = self._placed(lost)
+            try:
+                if await self._follow(sent):
+                    return
+            except Exception as error:
+                if not is_loss(error):
+                    raise
+            if self._has_events or self._ending is not None:
+                raise ReplicaLost
+            # Nobody has seen anything of it, so another replica may compute it.
+            self._settle()
+            if choice is not None:
+                lost.add(choice.replica_id)
+            self._has_begun = False
+        raise NoReplica
+
+    def _settle(self) -> None:
+        """Its tokens wait nowhere any more: the router need not learn that from the next report."""
+        if self._queued is not None:
+            self._router.note_not_started(self._queued)
+            self._queued = None
+
+    def _placed(self, lost: set[str]) -> tuple[Choice | None, Sent]:
+        """The request with the replicas it shall go to. Those that were lost are tried last, by Ray alone."""
+        now = time.monotonic()
+        choices = [
+            choice for choice in self._choices(self._chain, _TARGETS + len(lost)) if choice.replica_id not in lost
+        ][:_TARGETS]
+        passed = now - self._begun
+        sent = self._sent._replace(
+            targets=tuple(choice.replica_id for choice in choices),
+            since=self._sent.since + passed,
+            left=None if self._sent.left is None else max(0.0, self._sent.left - passed),
+            missing_tokens=choices[0].missing_tokens if choices else self._chain.num_tokens,
+        )
+        if not choices:
+            return None, sent
+        self._router.note_routed(choices[0], self._chain, now)
+        self._queued = choices[0]
+        return choices[0], sent
+
+    async def _follow(self, sent: Sent) -> bool:
+        """Pass on what comes; False if the replica ended before the answer did."""
+        handle = self._handle
+        self._stream = self._call(sent)
+        async for came in self._stream:
+            assert isinstance(came, Came)
+            self._has_begun = True
+            handle.cached_tokens, handle.prompt_logprobs = came.cached_tokens, came.prompt_logprobs
+            self.progress = came.progress
+            if came.events or came.result is not None:
+                self._settle()
+            for event in came.events:
+                self._has_events = True
+                handle._push(event)
+            if came.failure is not None:
+                if came.failure.has_died:
+                    return False
+                raise came.failure.as_error()
+            if came.result is not None:
+                handle.pinned_tokens = came.pinned_tokens
+                if came.kept is not None:
+                    self._keep(sent, came.result.output_text, came.kept)
+                self._stream = None
+                handle._finish(came.result, None)
+                return True
+        return False

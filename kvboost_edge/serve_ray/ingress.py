@@ -1,0 +1,79 @@
+"""The server as a Ray Serve deployment, for `serve run` and clusters: one application over the replicas. Loads Ray."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray import serve
+from starlette.types import ASGIApp
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.serve_ray.deployment import NAME, replica_deployment
+from kvboost_edge.serve_ray.model import open_tokenizer
+from kvboost_edge.serve_ray.start import flags_of, pooled, replica_options
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.flags import ServeOptions, parse_flags
+from kvboost_edge.server.logs import configure_logging
+
+__all__ = ["application"]
+
+_PROG = "kvboost_edge.serve_ray:app"
+_OPENING_SECONDS = 3600.0  # a large model is packed once; Ray's own limits end it before
+
+
+def application(arguments: Mapping[str, Any]) -> serve.Application:
+    """The whole application: replicas, and the server before them."""
+    flags = flags_of(arguments)
+    options = _parsed(flags)
+    cpus = options.engine.get("num_threads") or 1
+    engines = replica_deployment(
+        replica_options(options),
+        workers=options.workers,
+        cpus=cpus,
+        ingress=NAME,
+        drain_seconds=options.settings.drain_seconds,
+    )
+    bound: serve.Application = Server.bind(flags, engines)  # type: ignore[attr-defined] # made by the decorator
+    return bound
+
+
+def _parsed(flags: Sequence[str]) -> ServeOptions:
+    """ConfigError for flags that there are not, in place of the end of a process that Ray has made."""
+    try:
+        return parse_flags(flags, _PROG)
+    except SystemExit as error:
+        raise ConfigError(f"wrong flags: {shlex.join(flags)}; those of `kvboost-edge serve` are known") from error
+
+
+@serve.deployment(
+    name="server",
+    num_replicas=1,  # it counts what is in flight and remembers what was asked
+    ray_actor_options={"num_cpus": 1},
+    max_ongoing_requests=100_000,
+    graceful_shutdown_wait_loop_s=0.1,
+)
+@serve.ingress()
+class Server:
+    """One process with the application; keys are read from its own environment or files."""
+
+    def __init__(self, flags: Sequence[str], engines: Any) -> None:
+        options = _parsed(flags)
+        configure_logging(options.settings)
+        config = EngineConfig.from_options(**options.engine)
+        tokenizer, digest = open_tokenizer(options.model, config)
+        self._settings = options.settings
+        self._opened = pooled(engines, NAME, tokenizer, digest, config, _OPENING_SECONDS)
+        self._pool = self._opened.__enter__()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_app(self._pool, self._settings)
+
+    def check_health(self) -> None:
+        """Without replicas the server still answers: that there are none."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):
+            self._opened.__exit__(None, None, None)

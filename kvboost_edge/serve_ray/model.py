@@ -1,0 +1,32 @@
+"""The model's files as ingress and replicas both open them: the ingress needs the tokenizer, and no weights."""
+
+from __future__ import annotations
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.build import load_tokenizer
+from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.locate import locate_model
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["model_digest", "open_tokenizer"]
+
+
+def open_tokenizer(path_or_id: str, config: EngineConfig) -> tuple[Tokenizer, str]:
+    """Tokenizer and chat template of a model, and the digest of all its files. Raises what loading the model does for
+    files that are missing or wrong."""
+    checkpoint = _open(path_or_id, config)
+    return load_tokenizer(checkpoint), checkpoint.fingerprint()
+
+
+def model_digest(path_or_id: str, config: EngineConfig) -> str:
+    """The digest of all files of a model; each is read once, and again when it has changed."""
+    return _open(path_or_id, config).fingerprint()
+
+
+def _open(path_or_id: str, config: EngineConfig) -> Checkpoint:
+    path = locate_model(
+        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+    )
+    cache_dir = None if config.pack_cache else NO_CACHE
+    return Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)

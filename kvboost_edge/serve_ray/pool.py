@@ -1,0 +1,337 @@
+"""Replicas as one engine: what the server asks of an engine, asked of those that Ray runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.answers import AnswerStore, KeptAnswers
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
+from kvboost_edge.engine.request import Entry, SamplingParams, resolve_sampling
+from kvboost_edge.engine.results import WarmResult
+from kvboost_edge.engine.stats import BlockDetail
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.kvcache.hashing import encode_tokens, shared_root
+from kvboost_edge.runners.base import RunnerInfo
+from kvboost_edge.serve_ray.flight import Cancelled, Flight, NoReplica
+from kvboost_edge.serve_ray.messages import Figures, Sent
+from kvboost_edge.serve_ray.replicas import Replicas
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.sums import summed_cache, summed_paged
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["ReplicaPool", "ReplicaView"]
+
+_ASKING_SECONDS = 10.0  # a replica that does not say how it is by then is left out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica's figures, as they were when they were asked for; its blocks as they are."""
+
+    pool: ReplicaPool = dataclasses.field(repr=False)
+    figures: Figures
+
+    def paged_stats(self) -> dict[str, Any]:
+        return self.figures.paged
+
+    def cache_stats(self) -> dict[str, float]:
+        return self.figures.cache
+
+    def num_running(self) -> int:
+        return self.figures.num_running
+
+    def num_waiting(self) -> int:
+        return self.figures.num_waiting
+
+    def waiting_tokens(self) -> int:
+        return self.figures.waiting_tokens
+
+    def block_map(self) -> list[int]:
+        return self.pool.blocks_of(self.figures.replica, 0)[0]
+
+    def block_details(self, limit: int = 4096) -> list[BlockDetail]:
+        return self.pool.blocks_of(self.figures.replica, limit)[1]
+
+
+class ReplicaPool:
+    """Several engines as one, for `server.app.create_app`. Prompts are tokenized here and computed there; a request
+    goes to the replica that is expected to give its first token first.
+
+    Its members mean what they mean of `CPUPagedEngine`. What has no single place goes to all replicas: a reset, an
+    unpin and documents for reuse at other positions; figures are sums, `replicas` has them one by one. Close it to end
+    its thread; replicas are Ray's to end.
+    """
+
+    def __init__(self, replicas: Replicas, tokenizer: Tokenizer, config: EngineConfig) -> None:
+        self._replicas, self._tokenizer, self._config = replicas, tokenizer, config
+        self._about = replicas.about
+        self._answers = AnswerStore()
+        self._numbers = itertools.count()
+        self._name = secrets.token_hex(4)
+        self._flights: dict[int, Flight] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def runner_info(self) -> RunnerInfo:
+        return self._about.info
+
+    @property
+    def reuse_refusal(self) -> str | None:
+        return self._about.reuse_refusal
+
+    @property
+    def embedding_size(self) -> int:
+        return self._about.embedding_size
+
+    # Requests.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        sampling: SamplingParams | None = None,
+        entry: Entry | None = None,
+        **options: Any,
+    ) -> RequestHandle:
+        """Send a request to a replica and return at once. RequestError for what is wrong with it here; what only a
+        replica can tell, such as a request that its pool cannot hold, the handle raises."""
+        entry = Entry(time.perf_counter()) if entry is None else entry
+        self._check_open()
+        terms = Terms.taken_from(options | {"mode": mode})
+        options.pop("mode", None)
+        own = {name: value for name, value in options.items() if name not in _TERMS}
+        params = resolve_sampling(sampling, own)
+        info = self._about.info
+        params.check_vocabulary(info.vocab_size)
+        root = shared_root(self._about.root, terms.tenant, terms.cache_salt)
+        text, ids = encode_prompt(prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root))
+        if params.max_new_tokens != 0:
+            resolve_max_tokens(len(ids), params, info.max_context)
+        sent = self._sent(ids, terms, params, entry, text or None)
+        chain = PromptChain.of(ids, root, self._config.block_size, terms.cache_key)
+        number = next(self._numbers)
+        handle = RequestHandle(number, self._cancel, self._look, len(ids))
+        flight = Flight(
+            sent,
+            chain,
+            handle,
+            self._replicas.router,
+            choices=self._replicas.choices,
+            call=self._replicas.generate,
+            end=self._replicas.cancel,
+            keep=self._keep,
+        )
+        self._flights[number] = flight
+        try:
+            self._replicas.start(self._fly(number, flight))
+        except BaseException:
+            del self._flights[number]
+            raise
+        return handle
+
+    def embed(
+        self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
+    ) -> npt.NDArray[np.float32]:
+        found: npt.NDArray[np.float32] = self._compute("embed", (list(texts), dimensions), options)
+        return found
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
+        found: list[float] = self._compute("rerank", (query, list(documents)), options)
+        return found
+
+    # The cache.
+
+    def warm(
+        self,
+        text: Prompt | None = None,
+        position_offset: int = 0,
+        *,
+        documents: Sequence[Document] | None = None,
+        handles: list[RequestHandle] | None = None,
+        **options: Any,
+    ) -> WarmResult:
+        """A text that prompts begin with is computed by its home replica alone; documents, and a text that stands
+        behind others, by every replica, as nothing tells where a prompt with them goes."""
+        if documents is None and not position_offset:
+            terms = {name: options[name] for name in ("tenant", "cache_salt") if name in options}
+            handle = self.submit(text or "", sampling=SamplingParams(max_new_tokens=0), **options)
+            if handles is not None:
+                handles.append(handle)
+            handle.result()
+            _, ids = encode_prompt(text or "", self._tokenizer, self._about.info.vocab_size)
+            return self.warm_result(ids, **terms)
+        held: dict[str, Any] = {**options, "handles": handles, "documents": documents}
+        found: WarmResult = self._compute("warm", (text, position_offset), held, everywhere=True)
+        return found
+
+    def warm_result(
+        self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> WarmResult:
+        """Of the replica that holds the most."""
+        found: list[WarmResult] = self._ask("warm_result", encode_tokens(token_ids), tenant, cache_salt)
+        return max(found, key=int)
+
+    def unpin(self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None) -> int:
+        find = functools.partial(self._answers.find, shared_root(self._about.root, tenant, cache_salt))
+        _, ids = encode_prompt(prompt, self._tokenizer, self._about.info.vocab_size, find)
+        return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt))
+
+    def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
+        return KeptAnswers(self._answers, shared_root(self._about.root, tenant, cache_salt))
+
+    def reset_cache(self) -> int:
+        return sum(self._ask("reset_cache"))
+
+    # What there is to know.
+
+    def replicas(self) -> dict[str, ReplicaView]:
+        """Each replica by its name, in the order of these; those that do not answer are left out."""
+        found: list[Figures] = self._ask("figures")
+        return {one.replica: ReplicaView(self, one) for one in sorted(found, key=lambda one: one.replica)}
+
+    def cache_stats(self) -> dict[str, float]:
+        return summed_cache([view.cache_stats() for view in self.replicas().values()])
+
+    def paged_stats(self) -> dict[str, Any]:
+        return summed_paged([view.paged_stats() for view in self.replicas().values()])
+
+    def block_map(self) -> list[int]:
+        """Of all replicas in a row, in the order of `replicas`."""
+        return [state for name in sorted(self._replicas.usable) for state in self.blocks_of(name, 0)[0]]
+
+    def block_details(self, limit: int = 4096) -> list[BlockDetail]:
+        details = [one for name in sorted(self._replicas.usable) for one in self.blocks_of(name, limit)[1]]
+        return details[: max(0, limit)]
+
+    def blocks_of(self, replica: str, limit: int) -> tuple[list[int], list[BlockDetail]]:
+        """`block_map` and `block_details` of one replica; empty where it is gone."""
+        found = self._replicas.ask("block_states", limit, seconds=_ASKING_SECONDS, among=(replica,))
+        states, details = found[0] if found else ([], [])
+        return states, [BlockDetail(*one) for one in details]
+
+    def num_running(self) -> int:
+        return sum(view.num_running() for view in self.replicas().values())
+
+    def num_waiting(self) -> int:
+        return sum(view.num_waiting() for view in self.replicas().values())
+
+    def waiting_tokens(self) -> int:
+        return sum(view.waiting_tokens() for view in self.replicas().values())
+
+    def is_alive(self) -> bool:
+        """Whether at least one replica takes requests, as far as it is known here."""
+        return self._replicas.is_open and bool(self._replicas.usable)
+
+    def read_ahead(self) -> None:
+        """Every replica does it when it starts."""
+
+    def close(self) -> None:
+        """End what is in flight and the pool's thread. May be called again."""
+        self._replicas.close()
+
+    def __enter__(self) -> ReplicaPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._replicas.is_open:
+            raise KVBoostError("the pool of replicas is closed")
+
+    def _sent(self, ids: Sequence[int], terms: Terms, params: SamplingParams, entry: Entry, text: str | None) -> Sent:
+        left = None if terms.deadline is None else terms.deadline - time.monotonic()
+        return Sent(
+            request=f"{self._name}-{secrets.token_hex(8)}",
+            targets=(),
+            tokens=encode_tokens(ids),
+            sampling=params,
+            terms=dataclasses.replace(terms, deadline=None),
+            prompt_text=text if entry.prompt_text is None else entry.prompt_text,
+            since=time.perf_counter() - entry.at,
+            left=left,
+            missing_tokens=len(ids),
+        )
+
+    async def _fly(self, number: int, flight: Flight) -> None:
+        try:
+            await flight.run()
+        finally:
+            self._flights.pop(number, None)
+
+    def _cancel(self, number: int) -> None:
+        flight = self._flights.get(number)
+        if flight is not None:
+            self._replicas.call_soon(flight.cancel)
+
+    def _look(self, number: int) -> Progress | None:
+        flight = self._flights.get(number)
+        return None if flight is None else flight.progress
+
+    def _keep(self, sent: Sent, text: str, ids: list[int]) -> None:
+        self._answers.keep(shared_root(self._about.root, sent.terms.tenant, sent.terms.cache_salt), text, ids)
+
+    def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """What each replica answers; NoReplica if none does."""
+        found = self._replicas.ask(method, *arguments, seconds=_ASKING_SECONDS)
+        if not found:
+            raise NoReplica
+        return found
+
+    def _compute(
+        self, call: str, arguments: tuple[Any, ...], options: dict[str, Any], *, everywhere: bool = False
+    ) -> Any:
+        """The engine's call of this name in one replica or in all; `handles` gets one that cancels it, and in the end
+        those of its requests."""
+        self._check_open()
+        given = options.pop("handles", None)
+        handles: list[RequestHandle] = [] if given is None else given
+        deadline = options.pop("deadline", None)
+        terms = Terms(deadline=deadline)
+        size = sum(map(len, arguments[0] or ())) if call == "embed" else 1
+        sent = self._sent((), terms, SamplingParams(), Entry(time.perf_counter(), ""), "")._replace(missing_tokens=size)
+        future = self._replicas.start(self._replicas.compute(sent, call, arguments, options, everywhere))
+
+        def stop() -> None:
+            future.cancel()
+
+        whole = RequestHandle(next(self._numbers), lambda _: stop())
+        handles.append(whole)
+        try:
+            computed = future.result()
+        except CancelledError as error:
+            raise Cancelled(f"{call} was cancelled") from error
+        finally:
+            handles.remove(whole)
+        for result in computed.results:
+            handle = RequestHandle(next(self._numbers), lambda _: None)
+            handle._finish(result, None)
+            handles.append(handle)
+        if computed.failure is not None:
+            raise computed.failure.as_error()
+        return computed.value
+
+
+_TERMS = frozenset(field.name for field in dataclasses.fields(Terms))

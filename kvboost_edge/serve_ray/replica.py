@@ -1,0 +1,267 @@
+"""One engine as a Ray Serve deployment: a replica. Ray makes it, asks for its health and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.request import Entry
+from kvboost_edge.engine.results import GenerationResult, WarmResult
+from kvboost_edge.errors import CapacityError, KVBoostError
+from kvboost_edge.host.memory import Region, available_bytes
+from kvboost_edge.kvcache.hashing import decode_tokens
+from kvboost_edge.serve_ray.messages import Asked, Came, Computed, Description, Failure, Figures, Sent, Told, failure_of
+from kvboost_edge.serve_ray.model import model_digest
+from kvboost_edge.serve_ray.routing.journal import Journal
+from kvboost_edge.serve_ray.routing.meter import Meter
+from kvboost_edge.serve_ray.routing.records import Cursor
+
+__all__ = ["EngineReplica", "ReplicaOptions", "own_options"]
+
+_STOPPING_SECONDS = 0.05
+_PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
+_GUESSED_SECONDS = 1e-3  # a prompt token, before one was measured
+
+
+class ReplicaOptions(NamedTuple):
+    """What every replica is made of: the model, the engine's options, and what it computes before it takes requests,
+    for each tenant its own copy."""
+
+    model: str
+    engine: dict[str, Any]
+    warm: tuple[str, ...] = ()
+    warm_documents: tuple[str, ...] = ()
+    tenants: tuple[str | None, ...] = (None,)
+
+
+def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
+    """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of memory for: threads
+    are the CPUs, unless something else is given. CapacityError where more memory is reserved than there is."""
+    options = dict(engine)
+    if cpus >= 1:
+        options.setdefault("num_threads", int(cpus))
+    if memory > available_bytes():
+        raise CapacityError(
+            f"memory={memory} bytes are reserved for the replica and {available_bytes()} are available; reserve less"
+        )
+    return options
+
+
+class EngineReplica:
+    """Holds one engine. Its methods run on one event loop; what waits for the engine does so in threads.
+
+    name   how the router knows it; "" outside of Ray
+    """
+
+    def __init__(
+        self, options: ReplicaOptions, name: str = "", prepare: Callable[[CPUPagedEngine], None] | None = None
+    ) -> None:
+        config = EngineConfig.from_options(**options.engine)
+        self.name = name
+        self._model = model_digest(options.model, config)
+        self._engine = CPUPagedEngine.from_pretrained(options.model, **options.engine)
+        self._handles: dict[str, RequestHandle] = {}
+        try:
+            if prepare is not None:
+                prepare(self._engine)
+            most = int(self._engine.paged_stats()["max_num_seqs"])
+            self._journal = Journal()
+            self._meter = Meter(
+                seconds_per_token=_GUESSED_SECONDS, step_tokens=config.max_batch_tokens, max_running=most
+            )
+        except BaseException:
+            self._engine.close()
+            raise
+
+    # What Ray asks.
+
+    def check_health(self) -> None:
+        """KVBoostError once the engine's thread has died: Ray then ends this process and starts another replica."""
+        if not self._engine.is_alive():
+            raise KVBoostError(f"the engine of replica {self.name!r} stopped after an error")
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Told to every ingress as soon as this replica is there."""
+        return {"model": self._model, "root": self._engine.cache_root.hex()}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """How busy it is, for other routers than ours and for Ray's own pages."""
+        return dataclasses.asdict(self._meter.report(time.monotonic(), free_blocks=await self._free_blocks()))
+
+    def close(self) -> None:
+        """End the engine; what its tiers are still to store is stored."""
+        self._engine.close()
+
+    # Requests.
+
+    async def generate(self, sent: Sent) -> AsyncIterator[Came]:
+        """The answer to a request, in pieces; see `Came`. Leaving it, as Ray does when it is cancelled, cancels the
+        request."""
+        now = time.monotonic()
+        terms = {field.name: getattr(sent.terms, field.name) for field in dataclasses.fields(sent.terms)}
+        terms["deadline"] = None if sent.left is None else now + sent.left
+        entry = Entry(time.perf_counter() - sent.since, prompt_text=sent.prompt_text)
+        try:
+            ids = decode_tokens(sent.tokens)
+            handle = await asyncio.to_thread(
+                lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms)
+            )
+        except Exception as error:
+            yield Came(self.name, failure=self._failure(error))
+            return
+        self._handles[sent.request] = handle
+        self._meter.begin(sent.request, sent.missing_tokens, now)
+        num_tokens = 0
+        try:
+            yield Came(self.name)
+            while not await handle.astarted(_PROGRESS_SECONDS):
+                yield Came(self.name, cached_tokens=handle.cached_tokens, progress=handle.progress())
+            async for batch in handle.abatches():
+                result = batch.pop() if isinstance(batch[-1], GenerationResult) else None
+                if batch:
+                    num_tokens += len(batch)
+                    self._meter.first_token(sent.request, time.monotonic())
+                yield self._came(sent, handle, tuple(batch), result)
+        except Exception as error:
+            yield Came(self.name, failure=self._failure(error))
+        finally:
+            handle.cancel()
+            del self._handles[sent.request]
+            self._meter.end(sent.request, time.monotonic(), num_tokens)
+
+    def _came(self, sent: Sent, handle: RequestHandle, events: Any, result: Any) -> Came:
+        kept = None
+        if result is not None and result.finish_reason in ("stop", "length"):
+            whose = {"tenant": sent.terms.tenant, "cache_salt": sent.terms.cache_salt}
+            kept = self._engine.kept_answers(**whose).find(result.output_text)
+        return Came(self.name, events, handle.cached_tokens, handle.prompt_logprobs, result, handle.pinned_tokens, kept)
+
+    def _failure(self, error: Exception) -> Failure:
+        return failure_of(error, self._engine.is_alive())
+
+    async def compute(
+        self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> AsyncIterator[Computed | None]:
+        """The engine's `embed`, `rerank` or `warm`: None at once, then what became of it. Leaving it ends the work."""
+        handles: list[RequestHandle] = []
+        deadline = None if sent.left is None else time.monotonic() + sent.left
+        calls: dict[str, Callable[..., Any]]
+        calls = {"embed": self._engine.embed, "rerank": self._engine.rerank, "warm": self._engine.warm}
+        work = calls[call]
+        self._meter.begin(sent.request, sent.missing_tokens, time.monotonic())
+
+        def run() -> Any:
+            return work(*arguments, handles=handles, deadline=deadline, **options)
+
+        task = asyncio.ensure_future(asyncio.to_thread(run))
+        try:
+            yield None
+            try:
+                value, failure = await asyncio.shield(task), None
+            except Exception as error:
+                value, failure = None, self._failure(error)
+            yield Computed(value, _results_of(handles), failure)
+        finally:
+            while not task.done():
+                for handle in list(handles):
+                    handle.cancel()
+                await asyncio.wait([task], timeout=_STOPPING_SECONDS)
+            task.exception()
+            self._meter.end(sent.request, time.monotonic())
+
+    # What an ingress asks of this replica alone.
+
+    async def ask(self, asked: Asked) -> Any:
+        """The answer of one of the methods below; an error of ours as a `Failure`; None where another one is meant."""
+        if self.name not in asked.targets:
+            return None
+        try:
+            return await _QUESTIONS[asked.method](self, *asked.arguments)
+        except KVBoostError as error:
+            return self._failure(error)
+
+    async def _cancel(self, request: str) -> bool:
+        """End a request; False if it is not here, or is done."""
+        handle = self._handles.get(request)
+        if handle is not None:
+            handle.cancel()
+        return handle is not None
+
+    async def _describe(self) -> Description:
+        engine = self._engine
+        return Description(
+            replica=self.name,
+            pid=os.getpid(),
+            model=self._model,
+            root=engine.cache_root,
+            # Where the weights lie in this process is of no use in another one.
+            info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
+            reuse_refusal=engine.reuse_refusal,
+            embedding_size=engine.embedding_size,
+        )
+
+    async def _tell(self, cursor: Cursor) -> Told:
+        """How busy this replica is, and what of its cache an ingress does not know yet."""
+        alive = self._engine.is_alive()
+        if alive:
+            with contextlib.suppress(KVBoostError):  # it may stop meanwhile
+                self._journal.add(await asyncio.to_thread(self._engine.take_cache_events))
+        free = await self._free_blocks()
+        report = self._meter.report(time.monotonic(), free_blocks=free, is_draining=not alive)
+        return Told(self.name, alive, report, self._journal.since(cursor))
+
+    async def _figures(self) -> Figures:
+        engine = self._engine
+        paged, cache = await asyncio.to_thread(lambda: (engine.paged_stats(), engine.cache_stats()))
+        return Figures(self.name, paged, cache, engine.num_running(), engine.num_waiting(), engine.waiting_tokens())
+
+    async def _block_states(self, limit: int) -> tuple[list[int], list[tuple[int, ...]]]:
+        engine = self._engine
+        states, details = await asyncio.to_thread(lambda: (engine.block_map(), engine.block_details(limit)))
+        return states, [tuple(detail) for detail in details]
+
+    async def _reset_cache(self) -> int:
+        return await asyncio.to_thread(self._engine.reset_cache)
+
+    async def _unpin(self, tokens: bytes, tenant: str | None, cache_salt: str | None) -> int:
+        ids = decode_tokens(tokens)
+        return await asyncio.to_thread(lambda: self._engine.unpin(ids, tenant=tenant, cache_salt=cache_salt))
+
+    async def _warm_result(self, tokens: bytes, tenant: str | None, cache_salt: str | None) -> WarmResult:
+        ids = decode_tokens(tokens)
+        return await asyncio.to_thread(lambda: self._engine.warm_result(ids, tenant=tenant, cache_salt=cache_salt))
+
+    async def _free_blocks(self) -> int:
+        try:
+            return int((await asyncio.to_thread(self._engine.paged_stats))["free_blocks"])
+        except KVBoostError:
+            return 0
+
+
+_QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "block_states": EngineReplica._block_states,
+    "cancel": EngineReplica._cancel,
+    "describe": EngineReplica._describe,
+    "figures": EngineReplica._figures,
+    "reset_cache": EngineReplica._reset_cache,
+    "tell": EngineReplica._tell,
+    "unpin": EngineReplica._unpin,
+    "warm_result": EngineReplica._warm_result,
+}
+
+
+def _results_of(handles: Sequence[RequestHandle]) -> tuple[GenerationResult, ...]:
+    """Those that there are; an error of one is the call's."""
+    found = []
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            found.append(handle.result(timeout=0))
+    return tuple(found)

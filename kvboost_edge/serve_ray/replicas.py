@@ -1,0 +1,284 @@
+"""The replicas of a deployment as an ingress reaches them: who is there, how busy they are, and calls to them.
+
+One thread with an event loop does all of it, so the router needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
+from kvboost_edge.serve_ray.flight import NoReplica, Stream, is_loss
+from kvboost_edge.serve_ray.messages import Asked, Computed, Description, Failure, Sent, Told
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.router import PrefixRouter
+from kvboost_edge.server.logs import log_facts
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+__all__ = ["Replicas"]
+
+T = TypeVar("T")
+
+_BUSY_SECONDS, _IDLE_SECONDS = 0.1, 1.0  # between two looks at the replicas
+_TELLING_SECONDS = 2.0  # who says nothing for so long is not chosen until he does
+_WATCHED_SECONDS = 1.0  # after a request the looks go on as with one
+_TRIES = 3
+
+
+class Replicas:
+    """handle: Ray's, of the deployment; model: the digest of the files that the ingress reads the tokenizer from;
+    about: what the replicas are, once `open` has returned; router: which of them a request goes to."""
+
+    about: Description
+
+    def __init__(self, handle: DeploymentHandle[Any], model: str, block_size: int) -> None:
+        self.router = PrefixRouter()
+        self.usable: frozenset[str] = frozenset()
+        self.is_open = True
+        self._handle, self._model, self._block_size = handle, model, block_size
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._computing = handle.options(method_name="compute", stream=True)
+        self._asking = handle.options(method_name="ask")
+        self._lock = threading.Lock()
+        self._root: str | None = None
+        self._refused: dict[str, str] = {}
+        self._silent: set[str] = set()
+        self._busy_until = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="kvboost-replicas", daemon=True)
+        self._thread.start()
+
+    def open(self, seconds: float) -> None:
+        """Wait for the first replica, and begin to look after all of them.
+
+        ConfigError where those there are have another model or other settings, BackendUnavailable after `seconds`.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            found = [one for one in self.ask("describe", seconds=_TELLING_SECONDS) if isinstance(one, Description)]
+            if found:
+                self.about = found[0]
+                self.start(self._look_after())
+                return
+            if self._refused and not self.usable:
+                raise ConfigError(next(iter(self._refused.values())))
+            if time.monotonic() > end:
+                raise BackendUnavailable(f"no replica was ready within {seconds:g} seconds; see Ray's log of it")
+            time.sleep(0.05)
+
+    def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+        """Ray's replicas as of now, with what each says of its model; those that may be used. From any thread."""
+        with self._lock:
+            accepted = set()
+            for name in sorted(members):
+                refusal = self._refusal(name, members[name])
+                if refusal is None:
+                    accepted.add(name)
+                elif name not in self._refused:
+                    self._refused[name] = refusal
+                    log_facts(logging.ERROR, "replica refused", replica=name, reason=refusal)
+            if not accepted and not self._refused:
+                self._root = None  # all are gone: the next ones may be of a newer kind
+            self._refused = {name: why for name, why in self._refused.items() if name in members}
+            self.usable = frozenset(accepted)
+        self.call_soon(self._set_members)
+        return self.usable
+
+    def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
+        """Why a replica cannot stand beside the others, or None. The first one that can says what is right."""
+        model, root = str(about.get("model")), str(about.get("root"))
+        if model != self._model:
+            return (
+                f"replica {name} serves another model: its files have the digest {model[:12]}, those that the ingress "
+                f"reads have {self._model[:12]}; give both the same files"
+            )
+        if self._root is None:
+            self._root = root
+        if root != self._root:
+            return (
+                f"replica {name} has other settings or another processor: its keys and values are of the kind "
+                f"{root[:12]}, those of the other replicas of {self._root[:12]}; start all with the same options, on "
+                "machines with the same instruction set"
+            )
+        return None
+
+    def _set_members(self) -> None:
+        self._silent &= self.usable
+        self.router.set_members(self.usable)
+
+    def choices(self, chain: PromptChain, count: int) -> list[Choice]:
+        """Where a request may go, the best first; not to who is silent, unless all are. What is known of those is kept:
+        they may be busy and nothing more."""
+        talking = self.usable - self._silent
+        return self.router.choose(chain, time.monotonic(), among=talking or None, count=count)
+
+    # Calls.
+
+    def generate(self, sent: Sent) -> Stream:
+        """Send a request; what comes of it."""
+        self._busy_until = time.monotonic() + _WATCHED_SECONDS
+        stream: Stream = self._generate.remote(sent)
+        return stream
+
+    async def cancel(self, sent: Sent) -> None:
+        """Have whichever replica computes it end it."""
+        await self._gather("cancel", (sent.request,), self.usable, _TELLING_SECONDS)
+
+    async def compute(
+        self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any], everywhere: bool
+    ) -> Computed:
+        """A call of the engine in one replica, or in all: then what the one that found the most says."""
+        if everywhere:
+            names = sorted(self.usable)
+            each = [self._compute_at(sent, (name,), call, arguments, options) for name in names]
+            found = [one for one in await asyncio.gather(*each) if one is not None]
+            if not found:
+                raise NoReplica
+            return max(found, key=lambda one: (one.failure is None, int(one.value or 0)))
+        for _ in range(_TRIES):
+            chain = PromptChain((), max(1, sent.missing_tokens), self._block_size)
+            targets = tuple(choice.replica_id for choice in self.choices(chain, _TRIES))
+            done = await self._compute_at(sent, targets, call, arguments, options)
+            if done is not None:
+                return done
+        raise NoReplica
+
+    async def _compute_at(
+        self,
+        sent: Sent,
+        targets: tuple[str, ...],
+        call: str,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> Computed | None:
+        """None where the replica ended meanwhile."""
+        self._busy_until = time.monotonic() + _WATCHED_SECONDS
+        stream = self._computing.remote(sent._replace(targets=targets), call, arguments, dict(options))
+        try:
+            async for computed in stream:
+                if computed is not None:
+                    stream = None
+                    lost = computed.failure is not None and computed.failure.has_died
+                    return None if lost else computed
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        finally:
+            if stream is not None:
+                stream.cancel()
+        return None
+
+    def ask(self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None) -> list[Any]:
+        """What each usable replica answers, those left out that do not within `seconds`. Waits: not for the event
+        loop. KVBoostError and its kinds are raised as a replica raised them."""
+        if not self.is_open:
+            raise KVBoostError("the pool of replicas is closed")
+        names = self.usable if among is None else self.usable & frozenset(among)
+        found = self.start(self._gather(method, arguments, names, seconds)).result()
+        for one in found:
+            if isinstance(one, Failure) and not one.has_died:
+                raise one.as_error()
+        return [one for one in found if not isinstance(one, Failure)]
+
+    async def _gather(self, method: str, arguments: tuple[Any, ...], names: Iterable[str], seconds: float) -> list[Any]:
+        answers = await asyncio.gather(*(self._ask_one(Asked((name,), method, arguments), seconds) for name in names))
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask_one(self, asked: Asked, seconds: float) -> Any:
+        """None where nothing came in time."""
+        response = self._asking.remote(asked)
+        try:
+            return await asyncio.wait_for(_answer(response), seconds)
+        except TimeoutError:
+            response.cancel()
+            return None
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            return None
+
+    # Looking after them.
+
+    async def _look_after(self) -> None:
+        """Learn again and again how busy each replica is and what it holds."""
+        while True:
+            names = self.usable
+            await asyncio.gather(*(self._look_at(name) for name in names))
+            busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
+            await asyncio.sleep(_BUSY_SECONDS if busy else _IDLE_SECONDS)
+
+    async def _look_at(self, name: str) -> None:
+        try:
+            told = await self._ask_one(Asked((name,), "tell", (self.router.cursor(name),)), _TELLING_SECONDS)
+        except Exception as error:  # one replica's trouble is no reason to look at none
+            log_facts(logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__)
+            told = None
+        if not isinstance(told, Told):
+            self._silent |= {name} & self.usable
+            return
+        self._silent.discard(name)
+        now = time.monotonic()
+        self.router.take_events(name, told.batches, now)
+        self.router.take_report(name, told.report, now)
+
+    # The loop.
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it on the loop, outside of any request of Ray's: in one all calls would have the same id, by which Ray's
+        router knows them apart."""
+        if not self.is_open:
+            work.close()
+            raise KVBoostError("the pool of replicas is closed")
+        return contextvars.Context().run(asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop)
+
+    def call_soon(self, work: Callable[[], object]) -> None:
+        """Call it on the loop; nothing happens once that is closed."""
+        try:
+            self._loop.call_soon_threadsafe(work, context=contextvars.Context())
+        except RuntimeError:
+            if self.is_open:
+                raise
+
+    def close(self) -> None:
+        """End everything that runs here, and the thread."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
+
+    async def _end_all(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+async def _answer(response: Any) -> Any:
+    return await response

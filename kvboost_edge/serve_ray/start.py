@@ -1,0 +1,329 @@
+"""`kvboost-edge serve --workers N`: replicas on a Ray of this machine's own, or on a cluster, behind one server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvboost_edge import errors
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.serve_ray.members import watch_members
+from kvboost_edge.serve_ray.model import open_tokenizer
+from kvboost_edge.serve_ray.replica import ReplicaOptions
+from kvboost_edge.server.logs import log_facts
+from kvboost_edge.server.settings import tenant_of_key
+
+if TYPE_CHECKING:
+    from kvboost_edge.serve_ray.pool import ReplicaPool
+    from kvboost_edge.server.flags import ServeOptions
+    from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = [
+    "FLAGS_VARIABLE", "cluster", "cpus_of_each", "deployed", "flags_of", "loading_error", "log_replicas", "own_cluster",
+    "pooled", "replica_options", "replicated",
+]  # fmt: skip
+
+FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
+_REFUSED = ("ray_address", "port")  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
+
+_STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
+_CONNECTING_SECONDS = 10.0
+_OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
+_MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
+_SESSION_PATH = 70  # what Ray puts behind it
+# Of this process: Ray remembers the first it sees.
+_TOKEN = secrets.token_hex(32)
+_LOOPBACK = "127.0.0.1"
+# Variables of a Ray of this process's own; None: not set.
+_OWN: dict[str, str | None] = {
+    "RAY_ADDRESS": None,
+    "RAY_AUTH_MODE": None,  # by default tokens are asked for
+    "RAY_AUTH_TOKEN": _TOKEN,
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: loopback alone
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_ERRORS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
+_LINE = re.compile(r"(?:[\w.]+\.)?(?P<kind>[A-Z]\w+): (?P<text>.*)")
+
+
+def replica_options(options: ServeOptions) -> ReplicaOptions:
+    """What every replica is made of."""
+    tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
+    return ReplicaOptions(options.model, options.engine, options.warm, options.warm_documents, tenants or (None,))
+
+
+def flags_of(arguments: Mapping[str, Any]) -> list[str]:
+    """The flags of `kvboost-edge serve` that arguments by name stand for, as `serve.yaml` and `serve run` give them:
+    `num_threads: 4`, a list for what may be given again, true for what has no value. Without any, those of the
+    environment variable KVBOOST_EDGE_SERVE_FLAGS. ConfigError for what has no place here."""
+    if not arguments:
+        return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if name.replace("-", "_") in _REFUSED:
+            raise ConfigError(f"{name}={value!r} has no place here: Ray's own configuration says it")
+        flag = f"--{name.replace('_', '-')}"
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            if one is True:
+                flags.append(flag)
+            elif one is not False and one is not None:
+                flags += [flag, str(one)]
+    return flags
+
+
+def cpus_of_each(workers: int, num_threads: int | None, there: int) -> int:
+    """CPUs that each replica reserves: its threads, or an even part of those `there`. ConfigError for too few."""
+    each = num_threads or there // workers
+    if each < 1 or workers * each > there:
+        raise ConfigError(
+            f"workers={workers} with {each or 1} threads each need {workers * (each or 1)} CPUs, {there} may be used "
+            "here; lower --workers or --num-threads"
+        )
+    return each
+
+
+@contextlib.contextmanager
+def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
+    """Replicas as the options want them, as one engine; all of it is ended when the block is left."""
+    config = EngineConfig.from_options(**options.engine)
+    # Before Ray is started: wrong options and files are told at once.
+    tokenizer, digest = open_tokenizer(options.model, config)
+    threads = options.engine.get("num_threads")
+    with cluster(options.ray_address, options.workers, threads) as each:
+        name = f"kvboost-edge-{secrets.token_hex(4)}"
+        with deployed(options, name, each) as handle, pooled(handle, name, tokenizer, digest, config) as pool:
+            yield pool
+
+
+@contextlib.contextmanager
+def pooled(
+    handle: Any, name: str, tokenizer: Tokenizer, digest: str, config: EngineConfig, seconds: float = _OPENING_SECONDS
+) -> Iterator[ReplicaPool]:
+    """The replicas of a handle as one engine, once the first of them is there. name: see `TargetRouter`; digest: of the
+    model's files, see `open_tokenizer`. Raises as `Replicas.open` does."""
+    from kvboost_edge.serve_ray.pool import ReplicaPool
+    from kvboost_edge.serve_ray.replicas import Replicas
+
+    replicas = Replicas(handle, digest, config.block_size)
+    try:
+        watch_members(name, replicas.members_changed)
+        replicas.open(seconds)
+        yield ReplicaPool(replicas, tokenizer, config)
+    finally:
+        watch_members(name, None)
+        replicas.close()
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, workers: int, num_threads: int | None) -> Iterator[int]:
+    """Ray for so many replicas: the cluster at the address, or one of this process; gives the CPUs of each replica."""
+    if address is None:
+        each = cpus_of_each(workers, num_threads, default_num_threads())
+        with own_cluster(workers * each):
+            yield each
+        return
+    _check_address(address)
+    import ray
+
+    try:
+        with _kept_signals():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BackendUnavailable(
+            f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start one with "
+            "`ray start --head`, or leave --ray-address out for one of its own"
+        ) from error
+    try:
+        yield cpus_of_each(workers, num_threads, int(ray.available_resources().get("CPU", 0)))
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """ConfigError for what is no address of a cluster, BackendUnavailable where nobody listens: Ray would wait for
+    minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"ray_address={address!r} must be HOST:PORT of a cluster's head, or 'auto'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise BackendUnavailable(
+            f"ray_address={address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`, or "
+            "leave --ray-address out for one of this server's own"
+        ) from error
+
+
+@contextlib.contextmanager
+def own_cluster(num_cpus: int) -> Iterator[None]:
+    """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and usage reports, its files
+    in a directory that is removed in the end. BackendUnavailable where it does not start."""
+    directory = tempfile.mkdtemp(prefix="kvboost-ray-")
+    try:
+        if len(directory) + _SESSION_PATH > _MOST_SOCKET_PATH:
+            raise ConfigError(
+                f"the directory for temporary files, {tempfile.gettempdir()!r}, has too long a path for Ray's sockets: "
+                f"at most {_MOST_SOCKET_PATH - _SESSION_PATH - 22} characters; set TMPDIR"
+            )
+        with _environment(_OWN):
+            import ray
+
+            try:
+                # Quiet: what it would say is that tokens are asked for.
+                with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        num_gpus=0,
+                        include_dashboard=False,
+                        object_store_memory=_STORE_BYTES,
+                        log_to_driver=False,
+                        logging_level=logging.WARNING,
+                        _temp_dir=directory,
+                        _node_ip_address=_LOOPBACK,
+                    )
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                raise BackendUnavailable(f"Ray does not start on this machine: {_first_line(error)}") from error
+            try:
+                if ray.util.get_node_ip_address() != _LOOPBACK:
+                    raise BackendUnavailable("Ray started on another address than loopback, which was not asked for")
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
+    """The replicas, all loaded; gives Ray's handle of them. Raises what a replica raised that could not load."""
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    from kvboost_edge.serve_ray.deployment import replica_deployment
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    serve.start(proxy_location="Disabled", logging_config=logging_config)
+    try:
+        application = replica_deployment(
+            replica_options(options),
+            workers=options.workers,
+            cpus=cpus,
+            ingress=name,
+            drain_seconds=options.settings.drain_seconds,
+        )
+        try:
+            handle = serve.run(application, name=name, route_prefix=None)
+        except RuntimeError as error:
+            raise loading_error(_messages(name) or str(error)) from error
+        yield handle
+    finally:
+        serve.delete(name)  # waits until the replicas have closed their engines
+
+
+def _messages(name: str) -> str:
+    """What Ray Serve says of the application's deployments."""
+    from ray import serve
+
+    status = serve.status().applications.get(name)
+    return "" if status is None else "\n".join(one.message for one in status.deployments.values())
+
+
+def loading_error(text: str) -> KVBoostError:
+    """What a replica raised, found in what Ray says of it: that is a traceback as text."""
+    found = [match for line in text.splitlines() if (match := _LINE.search(line)) and match["kind"] in _ERRORS]
+    if found:
+        kind: type[KVBoostError] = getattr(errors, found[-1]["kind"])
+        return kind(f"a replica could not load: {found[-1]['text']}")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return BackendUnavailable(f"a replica ended while it loaded: {lines[-1] if lines else 'Ray gives no reason'}")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """These variables for this process and those it starts, while the block runs; None: not set."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """While the block runs, Ray takes loopback for the address of this machine, and any free port for its node's agent:
+    by default that is the same for every Ray, and a second one would not start. `ray.init` has no arguments for it.
+    """
+    from ray._private import parameter, ray_constants
+
+    made, clusters = parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER
+    parameter.RayParams = functools.partial(made, dashboard_agent_listen_port=0)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER = made, clusters
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """No message below an error of this logger, while the block runs."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _kept_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself: it is given back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def log_replicas(pool: ReplicaPool) -> None:
+    """Say which replicas there are."""
+    for name, view in pool.replicas().items():
+        stats = view.paged_stats()
+        shown = {field: stats[field] for field in ("runner", "backend", "num_threads", "num_blocks", "pool_bytes")}
+        log_facts(logging.INFO, "replica", replica=name, **shown)

@@ -1,0 +1,53 @@
+"""The figures of several replicas as those of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["summed_cache", "summed_paged"]
+
+_SAME = ("block_size", "bytes_per_block")  # of every replica the same, so the first one's
+_SHARED_TIERS = ("redis",)  # one server for all: its sizes are counted once
+_SIZES = ("blocks", "bytes", "max_bytes")
+
+
+def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several `paged_stats`: numbers added up, names of one replica, shares computed anew."""
+    summed: dict[str, Any] = dict(stats[0])
+    for name, value in summed.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
+            summed[name] = sum(one[name] for one in stats)
+    summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
+    summed["tiers"] = {
+        name: _summed_tier(name, [one["tiers"][name] for one in stats if name in one["tiers"]])
+        for name in summed["tiers"]
+    }
+    return summed
+
+
+def summed_cache(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several `cache_stats`."""
+    summed = {name: sum(one.get(name, 0) for one in stats) for name in stats[0]}
+    summed["budget_utilization"] = summed["hot_memory_mb"] / summed["budget_mb"] if summed["budget_mb"] else 0.0
+    for name, kinds in (("hit_rate", ("cache_hits", "approximate_hits")), ("exact_hit_rate", ("cache_hits",))):
+        looked_up = summed["cache_hits"] + summed["approximate_hits"] + summed["cache_misses"]
+        summed[name] = sum(summed[kind] for kind in kinds) / looked_up if looked_up else 0.0
+    return summed
+
+
+def _summed_tier(name: str, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    summed = dict(stats[0])
+    for field in summed:
+        values = [one[field] for one in stats if one[field] is not None]
+        if not values:
+            continue
+        if isinstance(values[0], str):  # what is wrong with one of them
+            summed[field] = next(filter(None, values), "")
+        elif isinstance(values[0], bool):  # of a directory that several use one alone is the owner
+            summed[field] = any(values)
+        elif name in _SHARED_TIERS and field in _SIZES:
+            summed[field] = max(values)
+        else:
+            summed[field] = sum(values)
+    return summed

@@ -1,0 +1,138 @@
+"""What is told before and while replicas start, without Ray where it can be; and the command as people run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.serve_ray.replica import own_options
+from kvboost_edge.serve_ray.start import cpus_of_each, flags_of, loading_error
+from kvboost_edge.server.__main__ import main
+from kvboost_edge.server.flags import parse_flags
+from live_servers import wait_until
+
+
+def test_each_replica_gets_its_threads_or_an_even_part() -> None:
+    assert cpus_of_each(2, None, 8) == 4
+    assert cpus_of_each(3, None, 8) == 2
+    assert cpus_of_each(2, 3, 8) == 3
+    for workers, threads in ((3, None), (2, 2)):
+        with pytest.raises(ConfigError, match=rf"workers={workers} .* 2 may be used here"):
+            cpus_of_each(workers, threads, 2)
+
+
+def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there() -> None:
+    assert own_options({}, 3.0, 0) == {"num_threads": 3}
+    assert own_options({"num_threads": 1}, 3.0, 1 << 20)["num_threads"] == 1
+    assert own_options({}, 0.5, 0) == {}
+    with pytest.raises(CapacityError, match=f"memory={1 << 60} bytes"):
+        own_options({}, 1.0, 1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("Traceback\n  x\nkvboost_edge.errors.ModelFormatError: /m has no config.json", ModelFormatError, "no config"),
+        ("ray.x: ConfigError: a\nray::R() CapacityError: weights 9 GB exceed memory", CapacityError, "weights 9 GB"),
+        ("The replica died.\nThe actor is dead because it was killed", BackendUnavailable, "it was killed"),
+        ("", BackendUnavailable, "Ray gives no reason"),
+    ],
+)
+def test_what_a_replica_raised_while_it_loaded_is_told(text: str, kind: type[Exception], words: str) -> None:
+    error = loading_error(text)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_EDGE_SERVE_FLAGS", "--workers 3 --model-name 'a b'")
+    assert flags_of({}) == ["--workers", "3", "--model-name", "a b"]
+    found = flags_of({"num_threads": 2, "insecure": True, "redis_trust": False, "warm": ["x", "y"], "api-key": "k"})
+    assert found == ["--num-threads", "2", "--insecure", "--warm", "x", "--warm", "y", "--api-key", "k"]
+    assert parse_flags(found, "test").warm == ("x", "y")
+    for name in ("port", "ray_address", "ray-address"):
+        with pytest.raises(ConfigError, match=f"{name}=1 has no place"):
+            flags_of({name: 1})
+
+
+def test_without_ray_the_flag_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else real(name, *rest))
+    assert main(["--workers", "2"]) == 1
+    assert "--workers 2 needs Ray" in (told := capsys.readouterr().err)
+    assert "pip install 'kvboost-edge[ray]'" in told
+
+
+def _command(*flags: str) -> list[str]:
+    own = ["--port", "0", "--disk-cache-dir", "off", "--num-blocks", "256"]
+    return [sys.executable, "-m", "kvboost_edge", "serve", *own, *flags]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workers", "1000"], "workers=1000 with 1 threads each need 1000 CPUs"),
+        (["--workers", "2", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--ray-address", "127.0.0.1:1"], "ray_address='127.0.0.1:1': no Ray cluster answers there"),
+        (["--ray-address", "ray://127.0.0.1:1"], "must be HOST:PORT of a cluster's head, or 'auto'"),
+    ],
+)
+@pytest.mark.alone
+@pytest.mark.slow
+def test_what_is_wrong_is_told_before_anything_runs(flags: list[str], words: str) -> None:
+    done = subprocess.run(_command(*flags), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert words in done.stderr
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.skipif(default_num_threads() < 2, reason="two replicas need two CPUs")
+def test_the_command_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """On SIGTERM a stream in progress goes on to its end, and then no process, no file and no variable is left."""
+    log = (tmp_path / "log").open("w+")
+    environment = {**os.environ, "TMPDIR": "/tmp", "HOME": str(tmp_path)}
+    flags = ["--workers", "2", "--num-threads", "1"]
+    with subprocess.Popen(_command(*flags), stdout=log, stderr=log, env=environment) as process:
+        try:
+
+            def address() -> str | None:
+                assert process.poll() is None, Path(log.name).read_text()
+                found = re.search(r'"url": "(http://[^"]+)"', Path(log.name).read_text())
+                return found[1] if found else None
+
+            wait_until(address, "the server to listen", 180)
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert any("raylet" in child.name() for child in children)
+            body = {"prompt": "Count", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
+            with (
+                httpx.Client(base_url=str(address()), timeout=60) as client,
+                client.stream("POST", "/v1/completions", json=body) as answer,
+            ):
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                events = [line[6:] for line in lines if line.startswith("data: ")]
+            assert events[-1] == "[DONE]"
+            assert any(json.loads(event).get("choices", [{}])[0].get("finish_reason") for event in events[:-1])
+            assert process.wait(timeout=60) == 0, Path(log.name).read_text()
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert not (tmp_path / ".ray").exists()
+    log.close()
