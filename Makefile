@@ -114,7 +114,7 @@ bench-eviction: setup  ## eviction orders on traces of requests; the same figure
 
 bench-router: setup  ## ways to route requests to replicas, on a virtual clock: 4 and 32 of them, then 1,000; minutes
 	$(BIN)/python benchmarks/sim_router.py --replicas 4 32
-	$(BIN)/python benchmarks/sim_router.py --replicas 1000 --requests 24 --traces chats unique --policies "round robin" "least loaded" ours
+	$(BIN)/python benchmarks/sim_router.py --replicas 1000 --traces chats unique --policies "round robin" "least loaded" ours
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
 	$(BIN)/python benchmarks/bench_prefix_reuse.py

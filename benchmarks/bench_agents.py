@@ -47,6 +47,7 @@ _REQUEST_S = 900.0
 _CONTEXT = 16384  # tokens of a prompt and its answer
 _BARS = {"computed": 0.10, "turn": 0.15, "restart": 0.20}
 _MODELS = {"0.5b": SHAPES["0.5b"], "tiny": Shape(256, 4, 4, 2, 512, vocab=8192, context=32768)}
+_TOLD = ("hit_tokens", "tokenize_ms", "queue_ms", "lookup_ms", "load_ms", "prefill_ms")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _CALLED = re.compile(r'<tool_call>\{"name": "(\w+)", "arguments": (.*)\}</tool_call>')
 _COUNTED = re.compile(rb"prompt eval time = +[\d.]+ ms / +(\d+) tokens")
@@ -54,7 +55,8 @@ _COUNTED = re.compile(rb"prompt eval time = +[\d.]+ ms / +(\d+) tokens")
 
 @dataclasses.dataclass
 class Seen:
-    """What the client saw of one answer; seconds from sending. prompt_tokens: 0 where the server does not tell."""
+    """What the client saw of one answer; seconds from sending. prompt_tokens: 0 where the server does not tell; own:
+    what else our server says, tokens found by tier and milliseconds by kind of work."""
 
     first: float
     total: float
@@ -64,6 +66,7 @@ class Seen:
     computed: int = 0
     normalised: tuple[str, ...] = ()
     cause: str = ""
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Ours:
@@ -85,10 +88,11 @@ class Ours:
 
     def counted(self, seen: Seen, last: dict[str, Any], log: bytes) -> None:
         """Take from the last event of the stream what was computed and why."""
-        usage, cache = last["usage"], last.get("kvboost", {}).get("cache", {})
+        usage, told = last["usage"], last["kvboost"]
         seen.prompt_tokens = usage["prompt_tokens"]
         seen.computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-        seen.normalised, seen.cause = tuple(cache.get("normalised", ())), cache.get("cause", "")
+        seen.normalised, seen.cause = tuple(told["cache"]["normalised"]), told["cache"]["cause"]
+        seen.own = {name: told[name] for name in _TOLD}
 
 
 class LlamaCpp:
@@ -231,7 +235,7 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
             if request.kind == "turn" and all(run["colds"] for run in ours):
                 row["cold_s"] = statistics.median(_cold(run)[request.number] for run in ours)
                 row["x_cold"] = row["ttft_s"] / row["cold_s"]
-            row |= {"normalised": ", ".join(seen[0].normalised) or "-", "cause": seen[0].cause}
+            row |= {"normalised": ", ".join(seen[0].normalised) or "-", "cause": seen[0].cause, "own": seen[0].own}
         if peer:
             seen = [run["done"][index][1] for run in peer]
             row["peer_computed"] = seen[0].computed
@@ -341,7 +345,8 @@ def main() -> None:
             runs.setdefault(kind.label, []).append(run)
     rows = rows_of(runs)
     found = summary(runs, rows)
-    harness.report("bench_agents", rows, options=options, **found)
+    shown = [{name: value for name, value in row.items() if name != "own"} for row in rows]
+    harness.report("bench_agents", rows, options=options, shown=shown, **found)
     for label, totals in found["servers"].items():
         print(f"{label}: {totals}", file=sys.stderr)
     for name, bar in found["bars"].items():

@@ -3,8 +3,8 @@
     python benchmarks/sim_router.py [--quick] [--replicas 4 ...] [--traces chats ...] [--policies ours ...] [--out FILE]
 
 Traces are those of `bench_eviction.py`: as many copies with seeds of their own as give the replicas so much work that
-they were busy for `--load` of the time if nothing was ever found in a cache, from the middle of the trace on. A block
-of a trace is 64 tokens here. "unique" are the chats' prompts without anything in common. What arrives in the first
+they were busy for `--load` of the time if nothing was ever found in a cache, from their beginning on. A block of a
+trace is 64 tokens here. "unique" are the chats' prompts without anything in common. What arrives in the first
 half of the time warms the caches and is not counted, whatever the way. See `sim_replicas.py` for a replica's costs.
 
 hit rate     of the prompt tokens, found by the replica itself
@@ -75,22 +75,18 @@ class Outcome:
     busy: list[float] = dataclasses.field(default_factory=list)
 
 
-def workload(name: str, num_replicas: int, load: float, num_requests: int) -> list[Access]:
-    """About so many requests, in order, at the rate that gives the load."""
+def workload(name: str, num_replicas: int, load: float, seconds: float, most: int | None = None) -> list[Access]:
+    """The requests of so many seconds, in order, of as many copies as give the load in the second half of them: by then
+    conversations have begun as often as they end. At most `most` of them, the first ones."""
     make = TRACES["chats" if name == "unique" else name]
-    first = make()
-    # Many copies are of shorter traces: nothing is read beyond their middle.
-    until = first[-1].at if load * num_replicas * 0.5 < 8 else 1200.0
     copies: list[list[Access]] = []
     work = 0.0
     while load * num_replicas > work:
-        trace = make(1 + 7 * len(copies), until)
-        begin = until / 2
-        copies.append([one._replace(at=one.at - begin) for one in trace if begin <= one.at])
-        work += sum(map(_work, copies[-1])) / (until - begin)
+        copies.append(make(1 + 7 * len(copies), seconds))
+        work += sum(_work(one) for one in copies[-1] if one.at >= seconds / 2) / (seconds / 2)
     faster = load * num_replicas / work  # the last copy is a part too much: all are slowed down
     tagged = ((one.at / faster, number, one) for number, copy in enumerate(copies) for one in copy)
-    chosen = sorted(tagged, key=lambda one: one[:2])[:num_requests]
+    chosen = sorted(tagged, key=lambda one: one[:2])[:most]
     fresh = itertools.count()
 
     def ids(given: Sequence[int]) -> tuple[int, ...]:
@@ -322,15 +318,15 @@ def main() -> None:
     options.add_argument("--traces", nargs="+", default=[*TRACES, "unique"], choices=[*TRACES, "unique"])
     options.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     options.add_argument("--load", type=float, default=0.7, help="share of time replicas work if nothing is found")
-    options.add_argument("--requests", type=int, default=40, help="for each replica; at least 4,000 in all")
+    options.add_argument("--seconds", type=float, help="of the trace; default: 9,600 over the replicas, at least 150")
     options.add_argument("--lost", type=float, default=0.0)
     options.add_argument("--late", type=float, default=0.0)
     given: argparse.Namespace = options.parse_args()
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:
         for name in given.traces:
-            most = 300 if given.quick else max(4000, given.requests * num_replicas)
-            trace = workload(name, num_replicas, given.load, most)
+            seconds = given.seconds or max(150.0, 9600 / num_replicas)
+            trace = workload(name, num_replicas, given.load, seconds, 300 if given.quick else None)
             rows.append(row_of(name, num_replicas, "floor", floor(trace), None))
             for policy in given.policies:
                 outcome, made = simulate(trace, num_replicas, policy, Faults(given.lost, given.late))

@@ -16,6 +16,7 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
+from gguf_experts import merged_experts, write_expert_sizes
 from gguf_gemma4 import rope_freqs, write_gemma4_sizes
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
@@ -30,6 +31,8 @@ ARCHS = {
     "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
     "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE, "qwen3_moe": MODEL_ARCH.QWEN3MOE, "olmoe": MODEL_ARCH.OLMOE,
+    "mixtral": MODEL_ARCH.LLAMA, "granitemoe": MODEL_ARCH.GRANITE_MOE, "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
 }  # fmt: skip
 # What GGUF cannot say has to have the value that llama.cpp knows.
@@ -43,6 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_vl": {},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen2_moe": {"decoder_sparse_step": 1},
+    "olmoe": {"num_key_value_heads": 4},
+    "mixtral": {},
+    "granitemoe": {},
+    "ernie4_5_moe": {"intermediate_size": 256},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
     "mistral3-ministral3": {},
@@ -68,7 +77,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
-PERMUTED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mistral3", "granitemoehybrid", "minicpm")
+PERMUTED = (
+    "llama",
+    "mistral",
+    "granite",
+    "smollm3",
+    "ministral3",
+    "mistral3",
+    "granitemoehybrid",
+    "minicpm",
+    "mixtral",
+    "granitemoe",
+)
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weight
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
@@ -106,7 +126,7 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(ARCHS[model_type], config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     found = {}
-    for name, tensor in sorted(load_file(model_dir / "model.safetensors").items()):
+    for name, tensor in sorted(merged_experts(load_file(model_dir / "model.safetensors")).items()):
         values = tensor.astype(np.float32)
         name = name.replace("language_model.", "")
         if name.startswith(OTHER_PARTS):
@@ -158,7 +178,7 @@ def _random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray
     halves, largest = K_SCALES[kind.name]
     for at in halves:
         blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def q4_k_m(name: str) -> str:
@@ -218,10 +238,10 @@ def write_gguf(
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
         chosen = "F32" if values.ndim == 1 else chosen
-        number = GGMLQuantizationType[chosen]
-        if values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
+        number = GGMLQuantizationType[chosen if "ffn_gate_inp" not in name else "F32"]
+        if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32
-        data = _random_blocks(values, number) if chosen in K_SCALES else quants.quantize(values, number)
+        data = _random_blocks(values, number) if number.name in K_SCALES else quants.quantize(values, number)
         writer.add_tensor(name, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -301,6 +321,7 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if model_type == "gemma4_text":
         write_gemma4_sizes(writer, config)
+    write_expert_sizes(writer, config)
     if model_type == "minicpm":
         writer.add_embedding_scale(config["scale_emb"])
         writer.add_residual_scale(config["scale_depth"] / config["num_hidden_layers"] ** 0.5)
@@ -314,7 +335,7 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
-    if model_type in ("granite", "granitemoehybrid"):
+    if model_type in ("granite", "granitemoe", "granitemoehybrid"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

@@ -1,4 +1,4 @@
-"""Faults of `make mutants` in layers that differ, as Gemma 4's do: (name, file, old, new, tests)."""
+"""Faults of `make mutants` in layers that differ, as Gemma 4's do, or have experts: (name, file, old, new, tests)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ _PROGRAM, _CPU = "runners/native/program.py", "backends/cpu.py"
 _FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformers"
 _EQUAL = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
 _BITS = ("tests/runners/native/test_gemma4.py",)
+_ROUTE, _EXPERTS, _OF_CONFIG = "kernels/program/route.py", "kernels/program/experts.py", "models/config/experts.py"
+_ROUTED, _MIXED = ("tests/kernels/program/test_experts.py",), ("tests/runners/native/test_mixtures.py",)
+_SPARSE = tuple(f"{_FAMILY}[{name}]" for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe"))
 
 LAYER_FAULTS = (
     (
@@ -49,5 +52,86 @@ LAYER_FAULTS = (
         "per_layer(num_tokens)[rows]",
         "per_layer(num_tokens)[: len(rows)]",
         *_BITS,
+    ),
+    ("of equal scores the higher number is chosen", _ROUTE, "number > best)", "number >= best)", *_ROUTED),
+    (
+        "one expert too few is chosen",
+        _ROUTE,
+        "for rank in range(used):\n        # The",
+        "for rank in range(used - 1):\n        # The",
+        *_ROUTED,
+    ),
+    ("shares are not divided by their sum", _OF_CONFIG, 'return "add" if', 'return "" if', *_SPARSE),
+    (
+        "shares are divided by their sum unasked",
+        _OF_CONFIG,
+        '"norm_topk_prob", False) else ""',
+        '"norm_topk_prob", False) else "add"',
+        *_SPARSE,
+    ),
+    (
+        "the bias of the choice becomes a part of the share",
+        _ROUTE,
+        "        store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))",
+        "        store_f32(shares + 4 * rank, _wanted(row, op[lt.F_BIAS], load_i64(chosen + 8 * rank)))",
+        *_ROUTED,
+    ),
+    ("softmax stands before the choice of the shares", _OF_CONFIG, 'score="chosen", ', "", *_SPARSE),
+    (
+        "the shared expert's gate is forgotten",
+        _TOKENS,
+        "share = sigmoid_f32(gate) * factor",
+        "share = factor",
+        *_SPARSE,
+    ),
+    (
+        "gate and up are exchanged",
+        "models/weights/experts.py",
+        '_GATE_UP = ("gate_proj", "up_proj")',
+        '_GATE_UP = ("up_proj", "gate_proj")',
+        *_SPARSE,
+        "tests/models/weights/test_experts.py",
+    ),
+    (
+        "experts come in falling order",
+        _EXPERTS,
+        "    for index in range(count_active(job)):\n",
+        "    for index in range(count_active(job) - 1, -1, -1):\n",
+        *_ROUTED,
+    ),
+    (
+        "a token's experts keep the order of their ranks",
+        _ROUTE,
+        "while at > 0 and load_i64(chosen + 8 * (at - 1)) > found:",
+        "while at < 0:",
+        *_ROUTED,
+    ),
+    (
+        "experts add their rows and not their shares",
+        _EXPERTS,
+        "share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * factor",
+        "share = np.float32(factor)",
+        *_ROUTED,
+    ),
+    (
+        "an expert's panel is that of the pass",
+        _EXPERTS,
+        "token_place(slot - first, tokens, 0, job.matrix)",
+        "token_place(slot - first, job.tokens, 0, job.matrix)",
+        *_ROUTED,
+    ),
+    (
+        "an expert has the scales of the first",
+        _EXPERTS,
+        "op[lt.F_SCALE] + tile * groups * SCALE_BYTES",
+        "op[lt.F_SCALE]",
+        *_ROUTED,
+    ),
+    (
+        "one expert too few is computed",
+        _ROUTE,
+        "return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])",
+        "return count_active(job) - 1",
+        *_ROUTED,
     ),
 )

@@ -47,7 +47,7 @@ class Program:
 
     def kernels(self) -> npt.NDArray[np.int64]:
         """Of the kinds that the operations read."""
-        of = (lt.OP_LINEAR, lt.OP_GATED)
+        of = (lt.OP_LINEAR, lt.OP_GATED, lt.OP_EXPERTS_GATED, lt.OP_EXPERTS_DOWN)
         return kernel_table(int(op[lt.F_KIND]) for op in self.ops if op[lt.F_OP] in of)
 
     def run(self, threads: int = 1) -> None:

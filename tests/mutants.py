@@ -161,13 +161,7 @@ FAULTS = (
         "once.first < again.first",
         *KVCACHE,
     ),
-    fault(
-        "what is retained is never too much",
-        "kvcache/eviction/order.py",
-        "len(queue) > self._floor:",
-        "False:",
-        *KVCACHE,
-    ),
+    fault("retained is never too much", "kvcache/eviction/order.py", "len(queue) > self._floor:", "False:", *KVCACHE),
     fault(
         "a second choice counts as a second call",
         "engine/retention.py",

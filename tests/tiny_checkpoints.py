@@ -55,6 +55,18 @@ _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", True, False, {}),
     "minicpm": ("MiniCPMForCausalLM", False, False, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
     "qwen3": ("Qwen3ForCausalLM", False, True, {"head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        False,
+        True,
+        {
+            "head_dim": 32,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
 }
 
 
@@ -92,8 +104,13 @@ def _shapes(config: dict[str, Any], has_bias: bool, has_head_norm: bool) -> dict
             if has_bias:
                 shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
         shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, queries)
-        shapes |= {f"{layer}mlp.{name}_proj.weight": (wide, hidden) for name in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, wide)
+        experts, mlps = config.get("num_experts", 0), [f"{layer}mlp."]
+        if experts:
+            wide, mlps = config["moe_intermediate_size"], [f"{layer}mlp.experts.{index}." for index in range(experts)]
+            shapes[f"{layer}mlp.gate.weight"] = (experts, hidden)
+        for mlp in mlps:
+            shapes |= {f"{mlp}{name}_proj.weight": (wide, hidden) for name in ("gate", "up")}
+            shapes[f"{mlp}down_proj.weight"] = (hidden, wide)
         shapes |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         if has_head_norm:
             shapes |= {f"{layer}self_attn.{name}_norm.weight": (dim,) for name in ("q", "k")}

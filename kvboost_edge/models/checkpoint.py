@@ -20,8 +20,8 @@ from kvboost_edge.models.config.file import (
     stored_dtype,
     text_config,
 )
+from kvboost_edge.models.config.layer_ropes import with_long_rope
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
-from kvboost_edge.models.config.rope_range import with_long_rope
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
     fingerprint_of_files,

@@ -72,7 +72,7 @@ def create_app(
 ) -> FastAPI:
     """The application. `engine` is the first model, which is loaded; `app.state.kv` is the `ServerState`.
 
-    source   loads the first model again after it was unloaded; None: it stays, and is not closed
+    source   loads the first model again after it was unloaded, and `engine` is closed; None: it stays
     others   names and sources of further models, loaded when somebody asks for them
     budget   bytes that weights and pools of all loaded models may take; None: all that is available now
     """
@@ -84,7 +84,7 @@ def create_app(
     ]
     models = Models(served, shared, reserved_bytes(engine) + available_bytes() if budget is None else budget)
     loader = models.loader
-    loader.adopt(models.first, engine)
+    loader.adopt(models.first, loader.prepared(models.first, engine))
     if loader.taken > loader.budget:
         raise ConfigError(
             f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights and pool of the first "

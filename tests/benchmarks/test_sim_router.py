@@ -12,14 +12,15 @@ REPLICAS = 4
 
 @pytest.fixture(scope="module")
 def trace():
-    return workload("chats", REPLICAS, 0.7, 250)
+    return workload("chats", REPLICAS, 0.7, 240.0, 250)
 
 
 def test_a_workload_is_what_it_was_and_has_the_load_that_was_asked_for(trace):
-    assert trace == workload("chats", REPLICAS, 0.7, 250)
+    assert trace == workload("chats", REPLICAS, 0.7, 240.0, 250)
     assert [one.at for one in trace] == sorted(one.at for one in trace)
-    assert len(workload("chats", 64, 0.7, 2000)) == 2000
-    unique = workload("unique", REPLICAS, 0.7, 250)
+    more = workload("chats", 3 * REPLICAS, 0.7, 240.0)
+    assert len({one.tenant for one in more}) > len({one.tenant for one in trace})
+    unique = workload("unique", REPLICAS, 0.7, 240.0, 250)
     ids = [i for one in unique for i in (*one.prompt_ids, *one.output_ids)]
     assert len(set(ids)) == len(ids)
 

@@ -31,7 +31,7 @@ def test_weights_are_weighed_as_they_are_packed(weights: str, tmp_path: Path, mo
     needed = checkpoint.packed_bytes(weights)
     assert 0 <= packed.nbytes - needed < 0.01 * needed + 10_000  # the header, and sections at multiples of 64
     packed.close()
-    monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(build, "available_on", lambda device: needed - 1)
     with pytest.raises(CapacityError, match="the weights take"):
         CPUPagedEngine.from_pretrained(directory, weights=weights, num_blocks=8)
 

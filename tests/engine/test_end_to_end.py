@@ -190,10 +190,10 @@ def test_weights_are_weighed_in_the_dtype_they_are_loaded_in(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, stored))
     model.save_pretrained(directory)
     needed = per_param * sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(build, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(build, "available_on", lambda device: needed - 1)
     with pytest.raises(CapacityError, match="the weights take"):
         CPUPagedEngine.from_pretrained(directory, **{**OPTIONS, "dtype": asked})
-    monkeypatch.setattr(build, "available_bytes", lambda: needed)
+    monkeypatch.setattr(build, "available_on", lambda device: needed)
     with pytest.raises(CapacityError, match="pool"):
         CPUPagedEngine.from_pretrained(directory, num_blocks=10**6, **{**OPTIONS, "dtype": asked})
 

@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,18 @@ def test_random_schedules_equal_uncached_single_runs(
     assert hits["shelf"] > 60
     assert hits["moved"] > 30
     assert hits["drafted"] > hits["accepted"] > 50
+
+
+def test_random_schedules_of_a_mixture_of_experts(tmp_path: Path, scale: Callable[[int, int], int]) -> None:
+    save_tiny_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=2, hidden_size=48)
+    machine = Machine(tmp_path)
+    truth, tiers = Truth(machine), {bits: DictTier(losses=0.1, seed=0) for bits in ALL_BITS}
+    outcomes = [run_schedule(machine, truth, seed, tiers) for seed in range(scale(20, 200))]
+    machine.close()
+    hits = sum((cached for _, cached in outcomes), Counter())
+    assert sum(preemptions for preemptions, _ in outcomes) >= 1
+    assert hits["pool"] > 300
+    assert hits["drafted"] > hits["accepted"] > 20
 
 
 LONG = np.random.default_rng(11).integers(0, 256, 90).tolist()

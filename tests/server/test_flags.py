@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import main
-from kvboost_edge.server.flags import DEMO_MODEL, parse_flags
+from kvboost_edge.server.flags import DEMO_MODEL, NamedModel, parse_flags
 from kvboost_edge.server.settings import ServerSettings, tenant_of_key
 from kvboost_edge.server.work.prepare import prepare
 
@@ -286,3 +287,41 @@ def test_a_model_may_have_several_names() -> None:
     assert parse_flags([], "x").settings.model_names == ("kvboost-edge/demo",)
     with pytest.raises(ConfigError, match="model_name"):
         parse_flags(["--model-name", "one,,two"], "x")
+
+
+def test_several_models_each_with_its_names(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    options = parse_flags(["--model", str(odd), "-m", "coder, gpt-4o=owner/hub-model", "--model", "owner/another"], "x")
+    assert (options.model, options.settings.model_names) == (str(odd), ("a=b",))
+    assert options.others == (
+        NamedModel(("coder", "gpt-4o"), "owner/hub-model"),
+        NamedModel(("owner/another",), "owner/another"),
+    )
+    alone = parse_flags(["--model", "mine=owner/hub-model", "--model-name", "yours"], "x")
+    assert (alone.model, alone.settings.model_names, alone.others) == ("owner/hub-model", ("mine", "yours"), ())
+    assert parse_flags(["--model", f"mine={DEMO_MODEL}"], "x").settings.model_names == ("mine",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "a", "--model", "b", "--model-name", "c"], "--model NAME=MODEL"),
+        (["--model", "a=x", "--model", "b,a=y"], "the name 'a'"),
+        (["--model", "x", "--model", "x"], "the name 'x'"),
+        (["--model", "=x", "--model", "y"], "model_name"),
+        (["--model", "a=x", "--model", "b=./no-such-folder"], "'./no-such-folder' does not exist"),
+        (["--keep-alive", "-1"], "keep_alive"),
+        (["--max-model-bytes", "0"], "max_model_bytes=0"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_flags(argv, "x")
+
+
+def test_the_first_model_stays_and_others_leave_unless_it_is_said() -> None:
+    default, said = parse_flags([], "x").settings, parse_flags(["--keep-alive", "60", "--max-model-bytes", "8e9"], "x")
+    assert [default.keep_alive_of(number) for number in (0, 1, 2)] == [math.inf, 300, 300]
+    assert [said.settings.keep_alive_of(number) for number in (0, 1)] == [60, 60]
+    assert said.settings.max_model_bytes == 8_000_000_000

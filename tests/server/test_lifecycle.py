@@ -153,6 +153,39 @@ def test_warm_texts_are_cached_for_every_key(tmp_path):
         assert server.end() == 0
 
 
+def test_two_models_in_one_process(tiny_model_dir, tmp_path):
+    """The second is loaded by the first request for it, unloaded when it is idle, and finds its prompts on disk."""
+    flags = ("--model", "first=kvboost-edge/demo", "--model", f"second,other={tiny_model_dir}", "--keep-alive", "0.5")
+    body = {"model": "other", "prompt": "Once there was a word. " * 8, "max_tokens": 2, "temperature": 0}
+    with (
+        running(*flags, "--disk-cache-dir", str(tmp_path)) as server,
+        httpx.Client(base_url=server.url(), timeout=60) as client,
+    ):
+
+        def state() -> str:
+            return next(one["state"] for one in client.get("/v1/models").json()["data"] if one["id"] == "second")
+
+        def ask() -> dict:
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        assert state() == "not_loaded"
+        first = ask()
+        assert first["model"] == "second"
+        wait_until(lambda: state() == "not_loaded", "the idle model to be unloaded", 60)
+        again = ask()
+        assert again["choices"] == first["choices"]
+        assert again["kvboost"]["hit_tokens"]["disk"] > 64
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    told = [json.loads(line) for line in server.lines]
+    assert [one["model"] for one in told if one["event"] == "model loaded"] == ["second", "second"]
+    unloaded = [one for one in told if one["event"] == "model unloaded" and one["model"] == "second"]
+    assert (unloaded[0]["why"], unloaded[0]["cache"]) == ("idle", "kept in its tiers")
+    assert "Traceback" not in "".join(server.lines)
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_a_live_server_is_healthy_and_ready(live_server, path):
     with live_server.client() as client:

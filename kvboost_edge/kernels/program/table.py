@@ -13,15 +13,16 @@ import numpy.typing as npt
 from numba.core import types
 from numba.core.types.containers import BaseTuple
 
-__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "ProgramJob"]
+__all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS", "SCORES", "ProgramJob"]
 
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
-# normed, and another row added.
+# normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
+# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
-    OP_ATTEND, OP_PER_LAYER,
-) = range(13)  # fmt: skip
+    OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
+) = range(19)  # fmt: skip
 # Fields of every operation: what it is, buffers read and written and their float32 a row (0: the operation's own).
 F_OP, F_SRC, F_DST, F_SRC_STEP, F_DST_STEP = range(5)
 # Sizes: outputs (or elements of a row) and inputs; kind of the weights; the activation.
@@ -43,18 +44,27 @@ F_V_NORM, F_KEYS_TWICE = 30, 31
 F_BY, F_BY_STEP, F_BY_FIRST = 32, 33, 34
 # OP_ROPE: the buffer with a factor for the queries of each position, or 0; whether norms stand behind rope.
 F_QUERY_SCALE, F_LATE_NORM = 35, 36
-NUM_FIELDS = 40  # five cache lines
-# Float parameters: factor of the result, eps of a norm, the cap; OP_ADD_NORM: factor of the sum.
+# Experts: how many there are, and of each token; OP_ROUTE: their scores, and what shares are divided by.
+F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
+NUM_FIELDS = 48  # six cache lines
+SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
+"""Scores of a router -> F_SCORE; see `reference.experts.Routing`."""
+RENORMS = {"": 0, "add": 1, "least": 2}
+"""What shares are divided by -> F_RENORM."""
+# Float parameters: factor of the result, eps of a norm (OP_ROUTE: of the sum of shares), the cap; OP_ADD_NORM: factor
+# of the sum.
 P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 
 # Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
 # queries. B_PANEL and B_INNER hold quantized rows.
 # B_ROWS: attention rows of all layers, see attend.py; without them rope leaves keys and values in their buffers.
 # B_PER_LAYER: each token's input of every layer; B_TABLE_ROWS: what a table of tokens gives to it.
+# Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
+# tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
-    B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_TABLES,
-) = range(16)  # fmt: skip
+    B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_TABLES,
+) = range(22)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
 K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18

@@ -33,6 +33,7 @@ from kvboost_edge.kernels.linear.tiles import (
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
 from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
+from kvboost_edge.kernels.program.route import route, sigmoid_f32
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (
     KIND_F16,
@@ -204,6 +205,17 @@ def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 
 
 @kernel
+def _add_shared(job: ProgramJob, op: Any, factor: float, token: int) -> None:
+    """destination += factor * sigmoid of another row's number * source: the expert that all tokens share."""
+    gate = load_f32(job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST]))
+    share = sigmoid_f32(gate) * factor
+    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+    for index in range(op[lt.F_COUNT]):
+        store_f32(out + 4 * index, fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index)))
+
+
+@kernel
 def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
     """One piece of 1024 elements of one token: the activation if the operation has one, then quantization."""
     count = op[lt.F_COUNT]
@@ -302,6 +314,10 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
         _add_norm(job, op, params, token)
     elif code == lt.OP_PER_LAYER:
         _per_layer(job, op, params, token)
+    elif code == lt.OP_ROUTE:
+        route(job, op, params, token)
+    elif code == lt.OP_ADD_SHARED:
+        _add_shared(job, op, params[lt.P_FACTOR], token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])

@@ -95,8 +95,12 @@ _TESTED = {
     "qwen3_vl_text": "the same without its vision part",
     "mistral3": "the language part of a vision model; text only",
     "granite_swa": "Granite, local and global layers, attention sinks",
-    "olmoe": "mixture of experts",
-    "ernie4_5_moe": "mixture of experts",
+    "qwen3_moe": "Qwen3, mixture of experts",
+    "olmoe": "OLMoE, mixture of experts",
+    "ernie4_5_moe": "ERNIE 4.5, mixture of experts with a bias of the choice and shared experts",
+    "granitemoe": "Granite 3, mixture of experts",
+    "mixtral": "Mixtral, mixture of experts",
+    "qwen2_moe": "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
     "stablelm": "partial rotary",
     "starcoder2": "sliding window, biases",
     "gpt_neox": "parallel residual, partial rotary",
@@ -110,24 +114,21 @@ _UNTESTED = {
     "gpt2": "learned positions",
     "gpt_bigcode": "learned positions, one key-value head",
     "gpt_oss": "mixture of experts, attention sinks",
-    "granitemoe": "mixture of experts",
     "helium": "Llama's attention",
     "ministral": "local and global layers",
-    "mixtral": "mixture of experts",
     "nemotron": "partial rotary",
     "olmo": "Llama's attention",
     "phi": "parallel residual, partial rotary",
-    "qwen2_moe": "mixture of experts",
-    "qwen3_moe": "mixture of experts",
     "seed_oss": "Llama's attention",
     "vaultgemma": "local and global layers",
 }
-_TORCH_ALONE = frozenset("olmoe ernie4_5_moe stablelm starcoder2 gpt_neox".split())
+_TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm".split()
 )
 _GGUF = frozenset(
-    "llama mistral qwen2 qwen3 qwen3_vl qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
+    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe qwen3_vl qwen3_vl_text gemma "
+    "gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm".split()
 )
 _OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class

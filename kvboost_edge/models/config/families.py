@@ -15,6 +15,15 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
 from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.experts import (
+    Experts,
+    ernie_experts,
+    granite_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen2_experts,
+    qwen3_experts,
+)
 from kvboost_edge.models.config.file import context_length, number_of, size_of
 from kvboost_edge.models.config.gemma4 import PerLayerInput, gemma4_shapes, per_layer_input, with_gemma4_defaults
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
@@ -68,6 +77,7 @@ class Family:
     query_scaled queries are multiplied with a factor of their position
     sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
     layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
+    experts      the mixture of experts, from the config and the number of layers; None: MLPs alone
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -107,6 +117,7 @@ class Family:
     query_scaled: bool = False
     sinks: bool = False
     layer_thetas: bool = False
+    experts: Callable[[Config, int], Experts] | None = None
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -143,6 +154,7 @@ class ModelSpec:
     ropes: tuple[RopeKind, ...]
     per_layer: PerLayerInput | None
     query_scale: QueryScale | None
+    experts: Experts | None
     both_ways: bool
 
     @property
@@ -171,6 +183,8 @@ _EITHER_WAY = ("use_bidirectional_attention", (None, False, True))
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 _LLAMA = Family()
 _QWEN2 = Family(qkv_bias=True, windows=qwen_windows)
+_ERNIE = Family(qkv_bias=False, tied=True, head_dim=128, eps=1e-5, theta=5e5, paired_rope=True,
+                unless=(("use_bias", (None, False)),))  # fmt: skip
 _GEMMA = Family(
     norm_offset=1.0, tied=True, head_dim=256, scaled_embedding=True, activation="gelu_pytorch_tanh", unless=(_ONE_WAY,)
 )
@@ -185,6 +199,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": Family(qkv_bias=False, windows=same_window(4096)),
         "qwen2": _QWEN2,
         "qwen3": Family(head_norm="head", head_dim=128, windows=qwen_windows),
+        "qwen2_moe": dataclasses.replace(_QWEN2, experts=qwen2_experts, unless=(("qkv_bias", (None, True)),)),
+        "mixtral": Family(qkv_bias=False, eps=1e-5, theta=1e6, windows=same_window(0), experts=mixtral_experts),
+        "qwen3_moe": Family(head_norm="head", windows=qwen_windows, experts=qwen3_experts),
+        "olmoe": Family(head_norm="all", eps=1e-5, experts=olmoe_experts, unless=(("clip_qkv", (None,)),)),
         "qwen3_vl_text": Family(head_norm="head", head_dim=128, theta=5e5),
         "gemma": _GEMMA,
         "gemma2": dataclasses.replace(
@@ -203,8 +221,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                         windows=all_but_every(4)),
         "exaone4": Family(norms="post", head_norm="head", qkv_bias=False, eps=1e-5, no_rope="full",
                           windows=all_but_every(4, "sliding_window_pattern")),
-        "ernie4_5": Family(qkv_bias=False, tied=True, head_dim=128, eps=1e-5, theta=5e5, paired_rope=True,
-                           unless=(("use_bias", (None, False)),)),
+        "ernie4_5": _ERNIE,
+        "ernie4_5_moe": dataclasses.replace(_ERNIE, head_dim=None, experts=ernie_experts),
         "glm4": Family(
             norms="both", biased=True, output_bias=False, mlp=_FUSED_MLP, head_dim=128, eps=1.5625e-7,
             paired_rope=True, partial=0.5,
@@ -212,6 +230,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                         "post_mlp_layernorm"),
         ),
         "granite": Family(multipliers=True, no_rope="typed"),
+        "granitemoe": Family(multipliers=True, no_rope="typed", experts=granite_experts),
         "granite_swa": Family(multipliers=True, tied=True, eps=1e-5, sinks=True, layer_thetas=True,
                               windows=all_but_first_of(4, 128)),
         "granitemoehybrid": Family(
@@ -257,6 +276,11 @@ def describe_model(config: Config) -> ModelSpec:
     kv_heads, inner = size_of(config, "num_key_value_heads") or heads, _size(config, family.inner)
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
+    experts = family.experts(config, layers) if family.experts else None
+    if experts is not None:
+        # What stands beside experts is an MLP of the width of the shared one.
+        beside = zip(shapes, experts.sparse, strict=True)
+        shapes = [one._replace(intermediate_size=experts.shared) if sparse else one for one, sparse in beside]
     ropes, rope_of = layer_ropes(config, family, [_head_dim(shapes, windows, is_full) for is_full in (True, False)])
     attention_bias = bool(config.get("attention_bias", family.biased))
     factor = _multipliers(config, family)
@@ -299,6 +323,7 @@ def describe_model(config: Config) -> ModelSpec:
         both_ways=both_ways,
         per_layer=per_layer_input(config, vocab) if family.shapes is gemma4_shapes else None,
         query_scale=query_scale(rope_settings(config, family)) if family.query_scaled else None,
+        experts=experts,
     )
 
 

@@ -1,18 +1,24 @@
-"""The ropes of a model's layers: one for all, one for each kind of layer, by a list of bases, or none in some."""
+"""The ropes of a model's layers: one for all, one for each kind of layer, by a list of bases, or none in some; and
+which of longrope's two ranges a model is loaded for: up to its original length, or beyond it as well.
+
+transformers takes other factors once a sequence is longer than the original length, which would change keys that are
+cached. Here an engine has one range for all its sequences, so results stay exact whatever their lengths.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH
+from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, has_two_ranges
 from kvboost_edge.models.config.completed import has_rope
 from kvboost_edge.models.config.file import context_length, number_of, size_of
+from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
 from kvboost_edge.models.config.windows import given_step, given_window
 
-__all__ = ["RopeTraits", "layer_ropes", "rope_settings"]
+__all__ = ["RopeTraits", "layer_ropes", "rope_settings", "with_long_rope"]
 
 Config = Mapping[str, Any]
 
@@ -130,3 +136,15 @@ def _num_layers(config: Config) -> int:
     if layers is None:
         raise ModelFormatError("the config lacks the key 'num_hidden_layers'")
     return layers
+
+
+def with_long_rope(config: Config) -> Config:
+    """The config of the same model for rope_range="long". ConfigError where rope has one range only."""
+    if not has_two_ranges(config):
+        raise ConfigError(
+            f"rope_range='long' takes the long factors of rope of type longrope, and model_type="
+            f"{text_config(config).get('model_type')!r} has none in its config; leave it out"
+        )
+    inner = config.get("text_config")
+    nested = {"text_config": {**inner, LONG_RANGE: True}} if isinstance(inner, Mapping) else {}
+    return {**config, **nested, LONG_RANGE: True}

@@ -37,6 +37,7 @@ _OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0,
+    "expert_gating_func": 1,  # softmax, which is what families that are read have
 }  # fmt: skip
 # Models whose layers have sizes of their own.
 _BY_LAYER = ("gemma4_text",)
@@ -134,7 +135,7 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
                 f"{keys.header.path}: key {key!r} is not understood for this architecture; without it the model "
                 "would compute something else"
             )
-    if keys.header.values.get(keys.name("expert_count")) not in (None, 0):
+    if not architecture.experts and keys.header.values.get(keys.name("expert_count")) not in (None, 0):
         raise keys.error("expert_count", keys.header.values[keys.name("expert_count")], "is a mixture of experts")
     causal = keys.header.value(keys.name("attention.causal"), bool)
     if causal is architecture.both_ways:

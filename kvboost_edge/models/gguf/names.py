@@ -44,7 +44,30 @@ _GEMMA4 = {
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
 }
-_BARE = ("layer_scalar",)  # without ".weight" in transformers
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_IN_BLOCK = {  # of Granite's; Mixtral's have the names of its first code
+    **{name: to.replace("mlp.", "block_sparse_moe.") for name, to in _EXPERTS.items()},
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED["ffn_gate_inp_shexp"] = "mlp.shared_expert_gate"
+_ERNIE_MOE = {
+    **_EXPERTS,
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    "exp_probs_b": "mlp.moe_statics.e_score_correction_bias",
+}
+_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias")  # without ".weight" in transformers
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GEMMA4_OUTER = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -65,6 +88,7 @@ class GgufArchitecture:
     keys         metadata keys "architecture.KEY" that only some architectures have
     dense        tensors behind the pooling, which are no part of the decoder
     both_ways    its attention is bidirectional
+    experts      it is a mixture of experts
     """
 
     model_type: str
@@ -75,17 +99,27 @@ class GgufArchitecture:
     keys: frozenset[str] = frozenset()
     dense: tuple[str, ...] = ()
     both_ways: bool = False
+    experts: bool = False
 
 
 _SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 _DENSE_KEYS = {f"dense_{number}_feat_{side}" for number in (2, 3) for side in ("in", "out")}
 _SSM_SIZES = {"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size", "ssm.time_step_rank"}
+_EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 _WINDOW = {"attention.sliding_window", "attention.sliding_window_pattern"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
-        "llama": GgufArchitecture("llama", {**_MATRICES, **_PRE_NORMS}, permuted=True),
+        "llama": GgufArchitecture("llama", {**_MATRICES, **_PRE_NORMS, **_MIXTRAL}, permuted=True, experts=True),
         "qwen2": GgufArchitecture("qwen2", {**_MATRICES, **_PRE_NORMS}),
         "qwen3": GgufArchitecture("qwen3", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS}),
+        "qwen2moe": GgufArchitecture(
+            "qwen2_moe", {**_MATRICES, **_PRE_NORMS, **_EXPERTS, **_SHARED},
+            keys=_EXPERT_KEYS | {"expert_shared_feed_forward_length"}, experts=True,
+        ),
+        "qwen3moe": GgufArchitecture(
+            "qwen3_moe", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS, **_EXPERTS}, keys=_EXPERT_KEYS, experts=True
+        ),
+        "olmoe": GgufArchitecture("olmoe", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS, **_EXPERTS}, experts=True),
         "qwen3vl": GgufArchitecture(
             "qwen3_vl_text", {**_MATRICES, **_PRE_NORMS, **_HEAD_NORMS},
             keys=frozenset({"rope.dimension_sections", "n_deepstack_layers"}),
@@ -134,6 +168,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         ),
         "exaone4": GgufArchitecture("exaone4", {**_MATRICES, **_POST_NORMS, **_HEAD_NORMS}, keys=frozenset(_WINDOW)),
         "ernie4_5": GgufArchitecture("ernie4_5", {**_MATRICES, **_PRE_NORMS}),
+        "ernie4_5-moe": GgufArchitecture(
+            "ernie4_5_moe", {**_MATRICES, **_PRE_NORMS, **_ERNIE_MOE}, experts=True,
+            keys=_EXPERT_KEYS | {"expert_shared_count", "expert_shared_feed_forward_length",
+                                 "leading_dense_block_count", "interleave_moe_layer_step"},
+        ),
         "glm4": GgufArchitecture(
             "glm4",
             {**{name: to for name, to in _MATRICES.items() if not name.startswith("ffn")}, **_GLM4_MLP, **_GLM4_NORMS},
@@ -142,6 +181,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             "granite", {**_MATRICES, **_PRE_NORMS}, permuted=True,
             # Granite 4 without mamba layers has their sizes all the same, and no tensor of theirs.
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale", *_SSM_SIZES}),
+        ),
+        "granitemoe": GgufArchitecture(
+            "granitemoe", {**_MATRICES, **_PRE_NORMS, **_IN_BLOCK}, permuted=True, experts=True,
+            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
         ),
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }

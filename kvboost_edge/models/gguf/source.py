@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_other_part
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
+from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
@@ -63,7 +65,9 @@ class GgufSource:
                     f"{self._path}: tensor {name!r} is not known for the architecture "
                     f"{header.value('general.architecture', str)}"
                 )
-            self._tensors[found] = tensor
+            for piece in expert_rows(found, tensor.shape) or [ExpertRows(found, 0, tensor.shape)]:
+                start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
+                self._tensors[piece.name] = dataclasses.replace(tensor, shape=piece.shape, start=start, stop=stop)
         self._lock, self._lost = threading.Lock(), set[str]()
         self._files: list[FileBytes] = []
         for path, stamp in header.parts:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, NUMBERS, QUANTIZED, TABLE_FORMATS, packed_sizes
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.weights.experts import expert_number
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = [
@@ -39,6 +41,8 @@ WEIGHT_FORMATS = tuple(_KINDS_OF)
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already."""
 VECTOR = "vector"
+ROUTER_KIND = "f32"
+"""Of a router's matrix, whatever the others are: a wrong choice costs more than its bytes."""
 # From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized checkpoint do, too.
 _WIDENING = ("int4", "int4t", "int4-asym", "q4k", "q5k", "q6k", "int8")
 # (format of the tensor, format of the entry) where every stored weight keeps its value.
@@ -137,7 +141,7 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
     """What to call the weights of a plan: the format asked for, or the formats that STORED came to ("int4+int8")."""
     if weights != STORED:
         return weights
-    return "+".join(sorted({entry.kind for entry in plan if entry.kind != VECTOR}))
+    return "+".join(sorted({entry.kind for entry in plan if entry.kind not in (VECTOR, ROUTER_KIND)}))
 
 
 def run_name(name: str, index: int) -> str:
@@ -146,7 +150,7 @@ def run_name(name: str, index: int) -> str:
 
 
 def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
-    if entry.kind == VECTOR:
+    if entry.kind in (VECTOR, ROUTER_KIND):
         return [entry]
     kinds = [source.kind(tensor) or "int8" for tensor, _ in entry.parts]
     unknown = set(kinds) - set(_WIDENING)
@@ -202,12 +206,17 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         gate_up, down = ((spec.family.mlp[0], 2 * wide),), spec.family.mlp[1]
     else:
         gate_up, down = (("mlp.gate_proj", wide), ("mlp.up_proj", wide)), "mlp.down_proj"
+    experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
+    if experts is not None and experts.shared:
+        gate, up, down = experts.names.shared
+        gate_up = ((gate, wide), (up, wide))
     matrices = [
         ("qkv", _qkv(spec, index), hidden, spec.qkv_bias),
         ("out", (("self_attn.o_proj", hidden),), q_rows, spec.output_bias),
-        ("gate_up", gate_up, hidden, spec.mlp_bias),
-        ("down", ((down, hidden),), wide, spec.mlp_bias),
     ]
+    if wide:  # of layers with experts that of the shared one, where there is one
+        matrices.append(("gate_up", gate_up, hidden, spec.mlp_bias))
+        matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
     norms = _norm_names(spec)
     if spec.per_layer is not None:
         width = spec.per_layer.width
@@ -219,6 +228,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         plan.append(PackEntry(to + name, kind, _named(source, parts, "weight"), inputs))
         if has_bias:
             plan.append(PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")))
+    if experts is not None:
+        plan += _experts_plan(experts, kind, source, to, hidden)
     for name, tensor in norms.items():
         plan.append(_vector(spec, to + name, f"{source}{tensor}.weight", hidden))
     if spec.family.sinks:
@@ -231,6 +242,24 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
             plan.append(_vector(spec, to + name, norm, rows if every else layer.head_dim))
     if spec.family.layer_scalar:
         plan.append(PackEntry(f"{to}scalar", VECTOR, ((f"{source}layer_scalar", 1),)))
+    return plan
+
+
+def _experts_plan(experts: Experts, kind: str, source: str, to: str, hidden: int) -> list[PackEntry]:
+    """The router, and the matrices of all experts as one each: an expert's rows behind those of the one before."""
+    names = experts.names
+    rows: tuple[tuple[str, int], ...] = ((names.router, experts.count),)
+    if names.shared_gate:
+        rows = (*rows, (names.shared_gate, 1))
+    plan = [PackEntry(f"{to}router", ROUTER_KIND, _named(source, rows, "weight"), hidden)]
+    if names.bias:
+        plan.append(PackEntry(f"{to}choice", VECTOR, ((f"{source}{names.bias}", experts.count),)))
+    gate, up, down = names.parts
+    every = [f"{names.experts}{expert}." for expert in range(experts.count)]
+    both = tuple((f"{one}{part}", experts.width) for one in every for part in (gate, up))
+    plan.append(PackEntry(f"{to}experts_gate_up", kind, _named(source, both, "weight"), hidden))
+    last = tuple((f"{one}{down}", hidden) for one in every)
+    plan.append(PackEntry(f"{to}experts_down", kind, _named(source, last, "weight"), experts.width))
     return plan
 
 
@@ -273,6 +302,10 @@ def check_tensors(plan: Sequence[PackEntry], source: WeightSource, tables: Seque
     ignored = {"lm_head.weight"}  # a tied head that was saved all the same
     left = {name for name in source.names() - used - ignored if not name.endswith(".rotary_emb.inv_freq")}
     left -= {name for name in left if _is_of_sharing_layer(name, used)}
+    surplus = min(left, default="")
+    number = expert_number(surplus)
+    if number is not None and f".experts.{number - 1}.".join(surplus.split(f".experts.{number}.")) in used:
+        raise ModelFormatError(f"tensor {surplus!r} is of expert {number}, and layers have {number}: 0 to {number - 1}")
     if left:
         raise ModelFormatError(f"tensor {min(left)!r} is not known to the native runner ({len(left)} such)")
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.parts import counted_parts, text_names
 from kvboost_edge.models.weights.safetensors_check import TensorEntry, read_header, weight_files
@@ -40,7 +41,7 @@ class SafetensorsSource:
                 self._stack.callback(file.close)
                 self._entries.update((entry.name, (entry, file)) for entry in read_header(path))
             self.parts = counted_parts(self._entries)
-            self._entries = self._language_part(self._entries)
+            self._entries = _with_experts(self._language_part(self._entries))
             if "embed_tokens.weight" in self._entries:  # of the model without its head, as embedding models are saved
                 self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
@@ -133,6 +134,19 @@ class SafetensorsSource:
         if found is None:
             raise ModelFormatError(f"the weight files lack tensor {name!r}")
         return found
+
+
+def _with_experts(entries: _Entries) -> _Entries:
+    """Each expert's matrices as tensors of their own, where the files have them in one."""
+    found: _Entries = {}
+    for name, (entry, file) in entries.items():
+        pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]
+        for piece in pieces:
+            if piece.name in found or (piece.name != name and piece.name in entries):
+                raise ModelFormatError(f"{file.path}: tensor {name!r} has {piece.name!r}, which is there a second time")
+            start, stop = piece.bytes_in(entry.start, entry.stop, entry.shape)
+            found[piece.name] = TensorEntry(piece.name, entry.dtype, piece.shape, start, stop), file
+    return found
 
 
 def _with_prefix(name: str) -> str:

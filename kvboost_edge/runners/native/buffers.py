@@ -15,6 +15,7 @@ from kvboost_edge.kernels.program import attend as la
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.runners.native.mixture import MixtureSizes
 from kvboost_edge.runners.native.program import Sizes
 
 __all__ = ["Buffers"]
@@ -27,8 +28,9 @@ _SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the las
 class Buffers:
     """The buffers of a model by their numbers in the program, and the rope tables."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.sizes = Sizes.of(spec)
+    def __init__(self, spec: ModelSpec, *, float_experts: bool = False) -> None:
+        """float_experts: whether the weights of experts are floats."""
+        self.sizes = Sizes.of(spec, floats=float_experts)
         self._spec = spec
         self._capacity = 0
         self._arrays: dict[int, npt.NDArray[Any]] = {}
@@ -128,4 +130,17 @@ class Buffers:
         }
         for number in (lt.B_PANEL, lt.B_INNER):
             self._arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
+        if sizes.mixture is not None:
+            self._grow_mixture(sizes.mixture, num_tokens)
         self._capacity = num_tokens
+
+    def _grow_mixture(self, sizes: MixtureSizes, num_tokens: int) -> None:
+        places = num_tokens * sizes.used
+        self._arrays |= {
+            lt.B_ROUTED: aligned_empty((num_tokens * sizes.routed,), np.float32),
+            lt.B_CHOSEN: aligned_empty((places,), np.int64),
+            lt.B_SHARES: aligned_empty((places,), np.float32),
+            lt.B_DISPATCH: aligned_empty((sizes.numbers + places,), np.int64),
+            lt.B_SPREAD: aligned_empty((places * sizes.spread + 4 * _SLACK,), np.int8),
+            lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner + 4 * _SLACK,), np.int8),
+        }

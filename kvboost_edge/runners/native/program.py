@@ -13,9 +13,11 @@ from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.norms import ACT_GELU_TANH, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry, run_name
+from kvboost_edge.runners.native.mixture import MixtureSizes, expert_fields, route_fields
 
 __all__ = ["LayerProgram", "Sizes", "attention_params", "build_program"]
 
@@ -43,9 +45,11 @@ class Sizes:
     per_layer: int
     logits: int
     groups: int
+    mixture: MixtureSizes | None
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> Sizes:
+    def of(cls, spec: ModelSpec, *, floats: bool = False) -> Sizes:
+        """floats: whether the weights of experts are."""
         query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
         key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
         qkv = max((spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
@@ -56,7 +60,9 @@ class Sizes:
         attended = tuple(_up(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
         groups = max(normed, *attended) // GROUP
         per_layer = _up(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
-        return cls(hidden, normed, wide, query, key, attended, per_layer, _up(spec.vocab_size, LANES), groups)
+        mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
+        logits = _up(spec.vocab_size, LANES)
+        return cls(hidden, normed, wide, query, key, attended, per_layer, logits, groups, mixture)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,6 +226,9 @@ class _Builder:
         attended = (lt.B_ATTENDED, sizes.attended[index])
         self.quantize(*attended, spec.num_heads * spec.layers[index].head_dim, f"{layer}out")
         self.into_hidden(f"{layer}out", attended, f"{layer}attn_out")
+        if spec.experts is not None and spec.experts.sparse[index]:
+            self.mixture(layer, spec.experts)
+            return
         source = (lt.B_NORMED, sizes.hidden)
         if spec.family.norms == "post":
             source = (lt.B_HIDDEN, sizes.hidden)
@@ -230,6 +239,49 @@ class _Builder:
         self.gated(layer, source, spec.layers[index].intermediate_size, 1.0 if spec.per_layer else scalar)
         if spec.per_layer is not None:
             self.per_layer(layer, index, spec.per_layer.width, scalar)
+
+    def mixture(self, layer: str, experts: Experts) -> None:
+        """Experts in the place of the MLP. Their norm stands before them alone."""
+        spec, sizes, mixture = self.spec, self.sizes, self.sizes.mixture
+        assert mixture is not None
+        normed, hidden = (lt.B_NORMED, sizes.hidden), (lt.B_HIDDEN, sizes.hidden)
+        router, gate_up, down = (f"{layer}{name}" for name in ("router", "experts_gate_up", "experts_down"))
+        # Floats for the router, and codes for the expert that all share, where there is one.
+        self.norm(f"{layer}mlp_in", f"{layer}gate_up" if experts.shared else router)
+        self.linear(router, normed, (lt.B_ROUTED, mixture.routed))
+        fields = route_fields(experts, mixture.routed, self.packed.address(f"{layer}choice"))
+        self.add(lt.OP_ROUTE, fields, factor=experts.scale, eps=experts.eps)
+        each, step = expert_fields(experts), {lt.F_SRC_STEP: sizes.hidden, lt.F_DST_STEP: experts.width}
+        self.add(lt.OP_DISPATCH, each)
+        quant = {lt.F_QUANT: self.kind(gate_up) if self.is_quantized(gate_up) else 0}
+        spread = {lt.F_SRC: normed[0], lt.F_SRC_STEP: normed[1], lt.F_DST_STEP: sizes.hidden, **quant}
+        self.add(lt.OP_SPREAD, {**each, **spread, lt.F_COUNT: spec.hidden_size})
+        runs = experts.width // GROUP
+        weights = self.weights(gate_up, runs, runs * experts.used, lt.B_SPREAD)
+        act = {lt.F_COUNT: experts.width, lt.F_ACT: _ACTIVATIONS[spec.activation]}
+        quant = {lt.F_QUANT: self.kind(down) if self.is_quantized(down) else 0}
+        self.add(lt.OP_EXPERTS_GATED, {**each, **weights, **act, **step, **quant})
+        weights = self.weights(down, _MAX_TILES, spec.hidden_size // LANES, lt.B_EXPERTS_INNER)
+        out = {lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1], lt.F_SRC_STEP: experts.width}
+        self.add(
+            lt.OP_EXPERTS_DOWN,
+            {**each, **weights, **out, lt.F_COUNT: spec.hidden_size},
+            factor=spec.residual_factor,
+        )
+        if experts.shared and not experts.names.shared_gate:
+            self.gated(layer, normed, experts.shared, 1.0)
+        elif experts.shared:
+            self.shared_by_gate(layer, experts, mixture.routed)
+
+    def shared_by_gate(self, layer: str, experts: Experts, routed: int) -> None:
+        """The shared expert times the sigmoid of the router's last number."""
+        hidden, wide = (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
+        rows = self.inner(layer, (lt.B_NORMED, self.sizes.hidden), experts.shared)
+        self.linear(f"{layer}down", rows, wide, panel=lt.B_INNER)
+        steps = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1]}
+        by = {lt.F_BY: lt.B_ROUTED, lt.F_BY_STEP: routed, lt.F_BY_FIRST: experts.count}
+        count = {lt.F_COUNT: self.spec.hidden_size}
+        self.add(lt.OP_ADD_SHARED, {**steps, **by, **count}, factor=self.spec.residual_factor)
 
     def scalar(self, layer: str) -> float:
         """What the layer's result is multiplied with."""
@@ -251,6 +303,11 @@ class _Builder:
 
     def gated(self, layer: str, source: Rows, inner: int, scalar: float) -> None:
         """Gate and up, the activation, and down; the hidden state is then multiplied with `scalar`."""
+        rows = self.inner(layer, source, inner)
+        self.into_hidden(f"{layer}down", rows, f"{layer}mlp_out", panel=lt.B_INNER, sum_factor=scalar)
+
+    def inner(self, layer: str, source: Rows, inner: int) -> Rows:
+        """Gate and up and the activation: where they leave what the way down reads, beside B_INNER."""
         sizes, spec = self.sizes, self.spec
         names = (f"{layer}gate_up", f"{layer}down")
         rows = (lt.B_NORMED, _up(inner, GROUP))
@@ -262,7 +319,7 @@ class _Builder:
             self.linear(names[0], source, (lt.B_WIDE, sizes.wide))
             steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: sizes.wide, lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
             self.add(lt.OP_ACT, {**steps, **fields})
-        self.into_hidden(names[1], rows, f"{layer}mlp_out", panel=lt.B_INNER, sum_factor=scalar)
+        return rows
 
     def into_hidden(
         self, name: str, source: Rows, norm: str, *, panel: int = lt.B_PANEL, sum_factor: float = 1.0

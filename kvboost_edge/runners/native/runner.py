@@ -78,7 +78,8 @@ class NativeRunner:
     ) -> None:
         self._spec, self._packed, self._table = spec, packed, table
         self._program = build_program(spec, plan, packed, num_threads)
-        self._buffers = Buffers(spec)
+        floats = any(e.kind in ("f32", "bf16") and e.name.endswith(".experts_gate_up") for e in plan)
+        self._buffers = Buffers(spec, float_experts=floats)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)

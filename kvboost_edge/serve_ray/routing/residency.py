@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -190,11 +190,12 @@ class Residency:
         return {key: until == _TOLD for key, until in self._known[slot].until.items() if not key & self._coarse}
 
     def num_bytes(self) -> int:
-        """Memory of the map and of what is known of each replica, counted through."""
-        holders, known = self._holders, self._known.values()
-        bits = {id(one): sys.getsizeof(one) for one in holders.values()}
-        tables = sys.getsizeof(holders) + sum(sys.getsizeof(one.until) for one in known)
-        return tables + sum(map(sys.getsizeof, holders)) + sum(bits.values())
+        """Memory of what is believed and of what expires, object by object: walks through all of it."""
+        tables: list[Mapping[int, object]] = [self._holders, *(known.until for known in self._known.values())]
+        parts: list[object] = [*(one for table in tables for one in table), *self._holders.values()]
+        parts += [expiry.keys for expiry in self._expiries if expiry.keys is not None]
+        sizes = {id(one): sys.getsizeof(one) for one in parts}
+        return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
 
     def check(self) -> None:
         """Recompute the map from what is known of each replica; AssertionError on any difference."""

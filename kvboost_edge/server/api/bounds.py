@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from kvboost_edge.config import MOST_DRAFT_TOKENS
+from kvboost_edge.server.settings import MAX_KEEP_ALIVE
 
 __all__ = ["BOUNDS", "COUNTS", "Bound", "bounded", "counted"]
 
@@ -45,6 +46,7 @@ BOUNDS: dict[str, Bound] = {
     "max_completion_tokens": Bound(1, 2**24),
     "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: as far as the context goes
     "num_ctx": Bound(1, 2**24),
+    "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; below 0: for ever
     "call_index": Bound(0, 2**16),  # of a call in a message, as Ollama's clients send it back
     "listed": Bound(1, 100),  # entries of a list that is read page by page
     "logprobs": Bound(0, 20),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ class Doctor:
         self.history = history
         self._engine, self._count = engine, count
         self._left: list[tuple[Watch, RequestHandle]] = []
-        self._sweep: asyncio.TimerHandle | None = None
         self._tiers = tuple(engine.paged_stats()["tiers"])
 
     def watch(
@@ -40,7 +38,7 @@ class Doctor:
     ) -> Watch:
         """A request that begins to run."""
         self.settle()
-        self._sweep_later()
+        self.history.sweep_later()
         record = Record(request_id, asked, np.asarray(token_ids, dtype=np.int32), len(token_ids))
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)
@@ -91,17 +89,6 @@ class Doctor:
                     watch.finish(result)
                     continue
             watch.forget()
-
-    def _sweep_later(self) -> None:
-        """Records end in time where no request comes either."""
-        if self.history.seconds and self._sweep is None:
-            self._sweep = asyncio.get_running_loop().call_later(self.history.seconds, self._swept)
-
-    def _swept(self) -> None:
-        self._sweep = None
-        self.history.forget_old()
-        if self.history.nbytes:
-            self._sweep_later()
 
     def _thinks(self) -> str:
         """How reasoning begins in this model's chats, "" where it has none."""

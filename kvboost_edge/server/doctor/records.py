@@ -6,6 +6,7 @@ another's. `--request-history 0` keeps nothing.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import time
@@ -135,6 +136,7 @@ class History:
         self._max_bytes, self._max_tenant_bytes = max_bytes, max_tenant_bytes
         self._tenants: OrderedDict[str | None, OrderedDict[str, _Kept]] = OrderedDict()
         self._sizes: dict[str | None, int] = {}
+        self._sweep: asyncio.TimerHandle | None = None
 
     def add(self, tenant: str | None, salt: str | None, record: Record) -> None:
         """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that asked longest ago,
@@ -183,6 +185,17 @@ class History:
         for tenant in list(self._tenants):
             for kept in list(itertools.takewhile(lambda kept: kept.record.at < before, self._of(tenant))):
                 self._drop(tenant, kept.record.request_id)
+
+    def sweep_later(self) -> None:
+        """Records end in time where no request comes either, and whether or not their model is still loaded."""
+        if self.seconds and self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(self.seconds, self._swept)
+
+    def _swept(self) -> None:
+        self._sweep = None
+        self.forget_old()
+        if self.nbytes:
+            self.sweep_later()
 
     def find(self, tenant: str | None, request_id: str) -> Record | None:
         """The tenant's record of a request, under any salt."""

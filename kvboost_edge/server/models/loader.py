@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "reserved_bytes"]
 
+_PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
 _FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
@@ -65,17 +66,19 @@ class Loader:
         """Whether nothing is loaded any more."""
         return self._ended.is_set()
 
-    def adopt(self, served: ServedModel, engine: Engine) -> None:
-        """The engine is that model's from now on."""
-        settings = self._shared.settings
-        admission = Admission(engine, settings)
-        if served.metrics is None:
-            served.metrics = Metrics(engine, served.name, admission)
-        else:
-            served.metrics.follow(engine, admission)
-        doctor = Doctor(engine, served.history, served.metrics.observe_cause)
-        served.known, served.num_bytes = Known.of(engine), reserved_bytes(engine)
-        served.state = ModelState(engine, served.name, served.metrics, admission, doctor, self._shared)
+    def prepared(self, served: ServedModel, engine: Engine) -> ModelState:
+        """What requests will work with. May wait for the engine."""
+        admission = Admission(engine, self._shared.settings)
+        metrics = served.metrics or Metrics(engine, served.name, admission)
+        metrics.follow(engine, admission)
+        doctor = Doctor(engine, served.history, metrics.observe_cause)
+        served.known, served.num_bytes, served.metrics = Known.of(engine), reserved_bytes(engine), metrics
+        return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
+
+    @staticmethod
+    def adopt(served: ServedModel, state: ModelState) -> None:
+        """The model is loaded from now on."""
+        served.state = state
         served.phase, served.refusal, served.waits_for = "loaded", None, ""
         served.loaded_at = served.idle_since = time.monotonic()
 
@@ -124,7 +127,7 @@ class Loader:
                     await served.unloading
                 served.phase = "loading"
                 engine = await self._loaded(served)
-            self.adopt(served, engine)
+                self.adopt(served, await in_thread(lambda: self.prepared(served, engine)))
             served.num_loads += 1
             self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
             await self._keep_within(served)
@@ -234,14 +237,27 @@ class Loader:
 
     def _expire(self, served: ServedModel) -> None:
         served.clock = None
-        if served.may_leave and not self._ended.is_set():
-            self._spawn(self._unload(served, "idle"))
+        if not self._ended.is_set():
+            self._spawn(self._leave(served))
+
+    async def _leave(self, served: ServedModel) -> None:
+        if served.state is None or not served.may_leave:
+            return
+        pinned = (await in_thread(served.state.engine.paged_stats))["pinned_blocks"]
+        if not served.may_leave or self._ended.is_set():
+            return
+        if pinned:  # somebody was promised that they stay
+            loop = asyncio.get_running_loop()
+            served.clock = loop.call_later(max(_PINNED_SECONDS, served.keep_alive), self._expire, served)
+        else:
+            await self._unload(served, "idle")
 
     async def _unload(self, served: ServedModel, why: str) -> None:
         """It leaves at once; what it holds is given back when this returns."""
         state = served.state
         assert state is not None
         assert served.metrics is not None
+        state.doctor.settle()
         served.state, served.phase = None, "unloading"
         served.stop_clock()
         served.metrics.follow(None, None)
@@ -282,7 +298,7 @@ def reserved_bytes(engine: Engine) -> int:
 
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
-    """Close it; what it could do, if that was not known."""
+    """Close an engine; what it could do, if that was not known."""
     found = abilities or (abilities_of(engine) if engine.is_alive() else ())
     engine.close()
     give_back()

@@ -65,6 +65,11 @@ class Models:
         """The model of a name; None: there is none."""
         return self.first if name is None else self._by_name.get(name)
 
+    def heeds(self, served: ServedModel) -> bool:
+        """Whether a request may say how long a model stays: not where other API keys use it, too, or where it was given
+        to stay."""
+        return served.source is not None and len(self._shared.settings.all_keys) < 2
+
     @contextlib.asynccontextmanager
     async def lease(
         self, request: Request, served: ServedModel, keep_alive: float | None = None
@@ -73,9 +78,9 @@ class Models:
         must have been read. ApiError 503 with the reason where that is not possible, or takes too long.
 
         keep_alive: seconds that it stays afterwards, unless a later request says otherwise; None: as the server was
-        told. With several API keys it has no effect: the others use the model too."""
+        told. It has no effect where `heeds` says so."""
         served.in_use += 1
-        if keep_alive is None or len(self._shared.settings.all_keys) > 1:
+        if keep_alive is None or not self.heeds(served):
             keep_alive = served.default_keep_alive
         served.keep_alive = keep_alive
         served.stop_clock()

@@ -100,7 +100,7 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields", "message"),
     [
-        ("mixtral", {}, "mixtral"),
+        ("gpt_oss", {}, "gpt_oss"),
         ("llama", {"hidden_act": "relu"}, "relu"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),

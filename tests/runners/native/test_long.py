@@ -49,6 +49,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minicpm": ("minicpm", "int8", {}),
     "granite": ("granite", "int4-asym", {}),
     "smollm3": ("smollm3", "int8", {}),
+    "qwen3_moe": ("qwen3_moe", "int4", {}),
+    "qwen2_moe": ("qwen2_moe", "int8", {}),
+    "olmoe": ("olmoe", "int4-asym", {}),
+    "mixtral": ("mixtral", "bf16", {}),
+    "granitemoe": ("granitemoe", "int4", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", "int8", {}),
 }
 
 

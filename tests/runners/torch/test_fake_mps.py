@@ -54,7 +54,9 @@ def error(logits: np.ndarray, family: str) -> float:
 
 # Sorting tokens by expert and dividing integer positions is outside what the double of the device knows.
 AMPLIFYING = ("gemma4-wide",)
-NOT_ON_THE_DOUBLE = ("olmoe", "ernie4_5_moe", "ministral3")
+NOT_ON_THE_DOUBLE = (
+    "olmoe", "ernie4_5_moe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "ministral3",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_ON_THE_DOUBLE])

@@ -160,6 +160,9 @@ def test_a_gap_is_seen_and_doubted_and_healed():
     assert known.keys_of(0) == {1: False, 3: False}, "2 left for certain, the others are likely"
     assert not known.apply(0, batch_of(1, [7]), 2.0), "late"
     assert known.apply(0, batch_of(2, [1, 3, 4], is_whole=True), 3.0)
+    for late in (batch_of(1, [7]), batch_of(0, [8], is_whole=True), batch_of(2, [9])):
+        assert known.apply(0, late, 4.0), "nothing is missing"
+        assert known.cursor(0) == (1, 2)
     assert known.keys_of(0) == {1: True, 3: True, 4: True}
     known.expire(100.0)
     assert known.keys_of(0) == {1: True, 3: True, 4: True}

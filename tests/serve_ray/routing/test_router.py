@@ -144,6 +144,16 @@ def test_cold_prefixes_have_a_home_that_all_routers_agree_on():
     ]
 
 
+def test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken():
+    """Two blocks of two hundred are 1% of the time: within what counts as equal, where else a home would decide."""
+    router = router_of(20)
+    router.take_events("r7", told([1, 2]), 0.0)
+    tails = [range(1000 * number, 1000 * number + 198) for number in range(1, 11)]
+    assert {first(router, chain([1, 2, *tail])) for tail in tails} == {"r7"}
+    assert len({first(router, chain([3, 4, *tail])) for tail in tails}) == 1  # the home of 3
+    assert len({first(router, chain([*tail])) for tail in tails}) > 3
+
+
 def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
     """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait, is worth a home."""
     router, head = router_of(10), list(range(30))

@@ -30,6 +30,7 @@ _OLLAMA = {**_SAMPLING, **_PENALTIES, "num_predict": "num_predict", "num_ctx": "
     "repeat_penalty": "repetition_penalty"
 }
 _OPTIONS = {f"options.{field}": bound for field, bound in _OLLAMA.items()}
+_OPTIONS |= {"keep_alive": "keep_alive"}
 _THINKING = {"thinking.budget_tokens": "budget_tokens"}
 NUMBERS: dict[str, dict[str, str]] = {
     "/v1/completions": {
@@ -88,6 +89,7 @@ NUMBERS: dict[str, dict[str, str]] = {
 TAKEN = {
     **dict.fromkeys(("prompt.*", "input.*"), ("string", "list")),
     **dict.fromkeys(("chat_template_kwargs.{}",), ("string", "true")),
+    "keep_alive": ("string",),
 }
 _CALL = {"function": {"name": "clock", "arguments": {}}}
 

@@ -60,7 +60,8 @@ async def test_a_key_keeps_what_its_requests_have_in_common(app: Any) -> None:
         await scan(app)
     assert found == [0, 0, 63]
     assert num_retained(app) == 4
-    assert "kvboost:retained_blocks 4.0" in (await app.get("/metrics", headers={"x-api-key": "admin"})).text
+    shown = 'kvboost:retained_blocks{model_name="kvboost-edge"} 4.0'
+    assert shown in (await app.get("/metrics", headers={"x-api-key": "admin"})).text
 
 
 async def test_one_request_is_one_whatever_its_choices(app: Any) -> None:

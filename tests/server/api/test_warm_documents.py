@@ -106,7 +106,7 @@ async def test_who_goes_takes_his_documents_along(app: Any) -> None:
     assert await asyncio.to_thread(begun.wait, 20)
     task.cancel()
     await asyncio.sleep(0.2)
-    admission = app.served.state.kv.admission
+    admission = app.served.state.kv.first.admission
     assert (task.done(), admission.sequences) == (False, 1)
     may_go_on.set()
     with pytest.raises(asyncio.CancelledError):

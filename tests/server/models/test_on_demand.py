@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
+from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.models import loader
 from live_servers import HeldForward, LiveServer, serving, wait_until
 from served_models import ASKED, CountedSource
@@ -246,3 +250,26 @@ def test_a_fully_loaded_server_lists_one_memory(first, second, name):
         assert f'kvboost:model_loaded{{model_name="{name}"}} 1.0' in metrics
         assert f'vllm:prompt_tokens_total{{model_name="{name}"}}' in metrics
         assert metrics.count("# TYPE vllm:prompt_tokens_total ") == 1
+
+
+def test_what_was_unloaded_leaves_no_object_file_or_mapping(first, second, tmp_path):
+    second.options |= {"disk_cache_dir": tmp_path / "blocks", "dtype": "auto", "runner": "native"}
+    process = psutil.Process()
+
+    def held() -> set[str]:
+        paths = {one.path for one in (*process.open_files(), *process.memory_maps())}
+        return {path for path in paths if path.startswith((str(tmp_path), str(cache_directory() / "packed")))}
+
+    with both(first, second, request_history=60) as server:
+        before = held()
+        assert ask(server, "b").status_code == 200
+        served = server.kv.models.find("b")
+        engine = weakref.ref(served.state.engine)
+        assert held() > before
+        with server.client() as client:
+            client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+        wait_until(lambda: served.phase == "not_loaded", "the model to be unloaded")
+        wait_until(lambda: held() == before, "its files to be closed")
+        gc.collect()
+        assert engine() is None
+        assert served.known.architecture == "qwen3"

@@ -58,7 +58,7 @@ async def chat(request: Request, body: OllamaChat) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         check_context(body.chosen, state.engine.runner_info.max_context)
         if not body.messages:
-            await send_json(send, dumps(loaded(body.model, body.keep_alive, chat=True)))
+            await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=True)))
             return
         with renamed(CHAT_FIELDS):
             chat = await off_loop(lambda: chat_of(body))  # of thousands of messages it takes a while
@@ -74,7 +74,7 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         check_context(body.chosen, state.engine.runner_info.max_context)
         if not body.prompt:
-            await send_json(send, dumps(loaded(body.model, body.keep_alive, chat=False)))
+            await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=False)))
             return
         with renamed(GENERATE_FIELDS):
             if not body.raw:
@@ -122,9 +122,15 @@ def _answered(
 ) -> Response:
     """The answer that `work` sends. Who asks nothing and wants the model gone does not load it for that."""
     name = named(server_of(request).models, body.model)
-    if not asks and body.keep_alive == 0 and served_model(request, name).state is None:
-        return json_response(loaded(body.model, 0, chat=isinstance(body, OllamaChat)))
+    if not asks and not _stays(request, body) and served_model(request, name).state is None:
+        return json_response(loaded(body.model, stays=False, chat=isinstance(body, OllamaChat)))
     return answered(request, name, work, body.keep_alive)
+
+
+def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
+    """Whether the model stays loaded behind the answer."""
+    models = server_of(request).models
+    return body.keep_alive != 0 or not models.heeds(served_model(request, named(models, body.model)))
 
 
 async def _chat(request: Request, send: Send, state: ModelState, body: ChatRequest, name: str, *, chat: bool) -> None:

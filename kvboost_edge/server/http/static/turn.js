@@ -59,6 +59,7 @@ class StepView {
   /** The prompt is being read: see ProgressView. */
   read(progress, say) {
     if (this.#progress === null) {
+      if (progress.processed >= progress.total) return; // read at once: a bar would only flash
       this.#progress = new ProgressView(say);
       this.root.prepend(this.#progress.root);
       this.#shown();

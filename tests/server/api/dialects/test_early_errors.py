@@ -72,7 +72,7 @@ async def test_an_error_that_comes_with_the_first_token_is_told(
         assert more["stream"], "a whole answer has a status"
         last = pieces_of(answer.text)[-1]
         assert last.get("error") or last.get("type") in ("error", "response.failed"), last
-    state = app._transport.app.state.kv  # type: ignore[attr-defined]
+    state = app._transport.app.state.kv.first  # type: ignore[attr-defined]
     assert (state.admission.sequences, state.admission.tokens, len(state.admission.tickets)) == (0, 0, 0)
     # The doctor forgets what left nothing in the cache.
     assert (await app.get("/v1/requests")).json()["data"] == []

@@ -50,6 +50,9 @@ def test_a_chat_has_no_findings(page):
     assert findings(page) == []
     page.visit.ask("Weather?")
     page.asked(1)
+    page.reading(total=4000, cache=400, processed=1600, time_ms=3000, estimated_ms=6000)
+    expect(page.visit.page.get_by_role("progressbar")).to_be_visible()
+    assert findings(page) == []
     page.deltas({"reasoning_content": "A tool."})
     assert findings(page) == []
     page.deltas({"content": "Let me see.\n```py\nx = 1\n```\n"})
@@ -68,6 +71,7 @@ def test_a_chat_has_no_findings(page):
 def test_a_choice_of_models_has_no_findings(page):
     models = [{"id": name, "state": state} for name, state in (("small", "loaded"), ("large", "not_loaded"))]
     page.visit.page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    page.visit.page.route("**/v1/blocks?*", lambda route: route.continue_(url=route.request.url.split("?")[0]))
     page.visit.page.reload()
     page.visit.page.evaluate(AXE)
     page.visit.page.get_by_label("Model", exact=True).select_option("large (not loaded)")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
+from live_servers import serving
+from served_models import CountedSource
+
 pytestmark = pytest.mark.slow
 
 SMALL, LARGE = "kvboost-edge/demo", "large <b>model</b>"
@@ -29,7 +32,7 @@ class Several:
 
     def _pool(self, route) -> None:
         self.pools.append(route.request.url.split("/v1/blocks")[1])
-        route.continue_()
+        route.continue_(url=route.request.url.split("?")[0])  # the server itself has one model
 
     def tells(self, *models: dict) -> None:
         """The states are others, and the page reads them."""
@@ -119,3 +122,31 @@ def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     out = "[...document.querySelectorAll('.chat-head *')].filter((e) => e.getBoundingClientRect().right > 320).length"
     assert page.evaluate(out) == 0
+
+
+def test_a_model_is_loaded_by_the_first_message_to_it(visiting, demo_engine, tiny_model_dir):
+    """With the real server; loading waits until the page has said that it does."""
+    other = CountedSource(tiny_model_dir)
+    other.hold()
+    with serving(demo_engine, others=[(("other", "alias"), other.source)]) as server:
+        visit = visiting(server.base_url)
+        visit.expected_failures = ("503",)  # of a look at its pool in the moment before it is there
+        page, choice = visit.page, visit.page.get_by_label("Model", exact=True)
+        expect(choice.locator("option")).to_have_text([f"{SMALL} (loaded)", "other (not loaded)"])
+        choice.select_option(value="other")
+        page.click("nav [data-view=settings]")
+        page.fill("#max_tokens", "2")
+        page.fill("#temperature", "0")
+        page.click("nav [data-view=live]")
+        expect(page.locator("#live-state")).to_have_text("not loaded")
+        try:
+            visit.ask("Hi")
+            expect(page.locator("#model-remark")).to_have_text("This model is being loaded.")
+        finally:
+            other.release()
+        visit.answer()
+        expect(choice.locator("option").last).to_have_text("other (loaded)")
+        expect(page.locator("#pool-size")).to_have_text("64 blocks of 16 tokens")
+        choice.select_option(value=SMALL)
+        expect(page.locator("#pool-size")).to_contain_text(f"{demo_engine.paged_stats()['num_blocks']} blocks")
+        assert other.loads == 1

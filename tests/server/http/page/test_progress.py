@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from playwright.sync_api import expect
 
@@ -22,7 +24,7 @@ HEARD = """
 def asked(stand_in):
     page = stand_in()
     page.visit.page.evaluate(HEARD)
-    page.visit.page.clock.install()
+    page.visit.stop_clock()
     page.visit.ask("A long text.")
     assert page.asked(1)["return_progress"] is True
     return page
@@ -63,6 +65,18 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
     expect(page.locator(".answer-body")).to_have_text("Yes.")
 
 
+def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
+    asked.visit.page.evaluate(
+        "new MutationObserver(() => { window.flashed ||= document.querySelector('.progress') !== null; })"
+        ".observe(document.getElementById('log'), {childList: true, subtree: true})"
+    )
+    asked.reading(**LAST)
+    asked.deltas({"content": "Yes."})
+    asked.end("stop")
+    assert asked.visit.page.evaluate("window.flashed") is False
+    assert [text for text in asked.visit.page.evaluate("window.heard") if "reading" in text] == []
+
+
 def test_it_is_said_at_first_and_then_every_ten_seconds(asked):
     page = asked.visit.page
     for number in range(30):  # one each half second
@@ -91,6 +105,30 @@ def test_no_bar_stays_behind(asked, how):
         expect(page.get_by_role("progressbar")).to_have_count(0)
         asked.end("tool_calls")
     asked.visit.answer("done" if how == "calls" else how)
+    expect(page.get_by_role("progressbar")).to_have_count(0)
+
+
+def test_the_server_s_own_progress(visit, demo_engine):
+    """The model stands still in the middle of the prompt until the bar is there."""
+    runner, may_go = demo_engine._parts.runner, threading.Event()
+    forward = runner.forward
+
+    def held_forward(batch):
+        assert may_go.wait(60)
+        return forward(batch)
+
+    page = visit.page
+    page.click("nav [data-view=settings]")
+    page.fill("#max_tokens", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "forward", held_forward)
+        try:
+            visit.ask("The mine of North Romin is nickel. " * 40)
+            expect(page.get_by_role("progressbar", name="Reading the prompt")).to_be_visible()
+            expect(page.locator(".progress .note")).to_contain_text("reading ")
+        finally:
+            may_go.set()
+        visit.answer()
     expect(page.get_by_role("progressbar")).to_have_count(0)
 
 

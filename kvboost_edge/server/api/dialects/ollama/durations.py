@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.api.schemas.shared import number_schema
 from kvboost_edge.server.api.schemas.strict import field_error
-from kvboost_edge.server.settings import MAX_KEEP_ALIVE
 
 __all__ = ["KeepAlive"]
 
@@ -25,15 +26,14 @@ def _seconds(value: Any) -> float | None:
         return None
     if isinstance(value, str):
         seconds = _of_text(value)
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        seconds = None
     else:
-        seconds = float(value)
+        seconds = value if type(value) in (int, float) and value == value else None  # NaN is not
     if seconds is None:
         raise field_error("keep_alive", _WRONG)
-    if seconds > MAX_KEEP_ALIVE:
-        raise field_error("keep_alive", f"must be at most {MAX_KEEP_ALIVE:g} seconds, or -1 for ever")
-    return math.inf if seconds < 0 else seconds
+    # Compared as it is: an integer of hundreds of digits is no float.
+    if not BOUNDS["keep_alive"].low <= seconds <= BOUNDS["keep_alive"].high:
+        raise field_error("keep_alive", f"must be at most {BOUNDS['keep_alive'].high:g} seconds, or -1 for ever")
+    return math.inf if seconds < 0 else float(seconds)
 
 
 def _of_text(text: str) -> float | None:
@@ -49,8 +49,6 @@ def _of_text(text: str) -> float | None:
 KeepAlive = Annotated[
     float | None,
     PlainValidator(_seconds),
-    WithJsonSchema(
-        {"anyOf": [{"type": "number", "maximum": MAX_KEEP_ALIVE}, {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}
-    ),
+    WithJsonSchema({"anyOf": [number_schema("keep_alive"), {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}),
 ]
 """Seconds that the model stays loaded when nobody uses it any more; infinite: for ever."""

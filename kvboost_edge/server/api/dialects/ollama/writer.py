@@ -29,9 +29,9 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def loaded(name: str, keep_alive: float | None, *, chat: bool) -> Json:
-    """The answer to a request that asks nothing: the model is loaded, or (0 seconds) will not stay."""
-    reason = "unload" if keep_alive == 0 else "load"
+def loaded(name: str, *, stays: bool, chat: bool) -> Json:
+    """The answer to a request that asks nothing."""
+    reason = "load" if stays else "unload"
     return {"model": name, "created_at": now(), **_said("", "", [], chat), "done": True, "done_reason": reason}
 
 

@@ -1,0 +1,208 @@
+"""Matrices of experts. All experts of a layer are one matrix, rows of one behind another's; see route.py for who has
+which tokens.
+
+Threads share out the rows of results, never a sum: one that computes rows of the way down walks the experts by
+ascending number and adds each one's share to its tokens. So no two threads write one number, and a token's sum has one
+order whatever else is in the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba.core import cgutils, types
+
+from kvboost_edge.kernels.attention.rope import copy_floats
+from kvboost_edge.kernels.integers import int_constant
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear.ladders import float_rows
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, minima_bytes_kernel
+from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, cell_bytes, panel_tokens, token_place
+from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import activate_vectors, quantize_groups
+from kvboost_edge.kernels.program.route import active_expert, count_active, first_slot, most_active, place_at
+from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.tiles import (
+    SCRATCH_BYTES,
+    Matrix,
+    few_tiles,
+    float_tile_bytes,
+    gated_groups,
+    int_tiles,
+    panels_at_once,
+    rows_at_once,
+    tile_scratch,
+    tiles_in_unit,
+)
+from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, load_f32
+
+__all__ = ["experts_down", "experts_gated", "experts_units", "spread"]
+
+_LINE = 4 * LANES
+_DOWN_TILES = 16  # of a unit at least, where there are many tokens: each reads the rows of all experts
+
+
+@intrinsic
+def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
+    """out = fma(x, share, out), `vectors` vectors of float32."""
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        x, share, vectors, out = arguments
+        shares = emit_splat(b, share)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, int_constant(_LINE))
+            place = b.add(out, at)
+            emit_store(b, emit_fma(b, emit_load(b, V16, b.add(x, at)), shares, emit_load(b, V16, place)), place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+
+
+@kernel
+def _runs(job: ProgramJob, op: Any) -> Any:
+    """Units of one expert's groups of inner channels."""
+    size = tiles_in_unit(op, job.tokens)
+    return (op[lt.F_COUNT] // GROUP + size - 1) // size
+
+
+@kernel
+def _down_tiles(job: ProgramJob, op: Any) -> Any:
+    """Tiles in a unit of the way down."""
+    size = op[lt.F_UNIT]
+    return size if job.tokens <= SMALL_TOKENS[-1] else min(size, _DOWN_TILES)
+
+
+@kernel
+def experts_units(job: ProgramJob, op: Any) -> Any:
+    """Units of an operation on experts. Those of experts that turn out to have no tokens do nothing: how many there are
+    must not depend on what a pass finds, because threads that come late count them again."""
+    code = op[lt.F_OP]
+    if code == lt.OP_DISPATCH:
+        return 1
+    if code == lt.OP_SPREAD:
+        return most_active(job, op)
+    if code == lt.OP_EXPERTS_GATED:
+        return most_active(job, op) * _runs(job, op)
+    size = LANES * _down_tiles(job, op)
+    return (op[lt.F_COUNT] + size - 1) // size
+
+
+@kernel
+def spread(job: ProgramJob, op: Any, index: int) -> None:
+    """The rows of an active expert's tokens behind each other: as panels, or as floats."""
+    if index >= count_active(job):
+        return
+    experts, count = op[lt.F_EXPERTS], op[lt.F_COUNT]
+    first, end = first_slot(job, experts, index), first_slot(job, experts, index + 1)
+    groups, tokens = (count + GROUP - 1) // GROUP, end - first
+    for slot in range(first, end):
+        token = place_at(job, experts, slot) // op[lt.F_USED]
+        source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+        if op[lt.F_QUANT] > 0:
+            start, size = token_place(slot - first, tokens, 0, job.matrix)
+            cell = job.buffers[lt.B_SPREAD] + (first + start) * groups * cell_bytes(0, op[lt.F_QUANT])
+            quantize_groups(source, groups, cell, size, slot - first - start, op[lt.F_QUANT], 0)
+        else:
+            copy_floats(source, count, job.buffers[lt.B_SPREAD] + 4 * slot * op[lt.F_DST_STEP])
+
+
+@kernel
+def _matrix_of(op: Any, expert: int, rows: int, panels: int, first: int) -> Any:
+    """One expert's matrix of `rows` rows, and its panel among the `panels`."""
+    kind, groups = op[lt.F_KIND], (op[lt.F_INPUTS] + GROUP - 1) // GROUP
+    tile = expert * (rows // LANES)
+    weights = op[lt.F_WEIGHT] + tile * groups * group_bytes_kernel(kind)
+    scales, minima = op[lt.F_SCALE] + tile * groups * SCALE_BYTES, minima_bytes_kernel(kind, groups)
+    panel = panels + first * groups * cell_bytes(0, kind)
+    return Matrix(kind, groups, 0, weights, scales, op[lt.F_MINIMA] + tile * minima, panel)
+
+
+@kernel
+def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
+    """A run of groups of inner channels of one expert: gate, up and activation of its tokens."""
+    runs, size = _runs(job, op), tiles_in_unit(op, job.tokens)
+    index, run = unit // runs, unit % runs
+    if index >= count_active(job):
+        return
+    experts, inner = op[lt.F_EXPERTS], op[lt.F_COUNT]
+    expert, first = active_expert(job, index), first_slot(job, experts, index)
+    tokens = first_slot(job, experts, index + 1) - first
+    group, end = run * size, min(inner // GROUP, run * size + size)
+    scratch, source, out = tile_scratch(), job.buffers[lt.B_SPREAD], job.buffers[lt.B_EXPERTS_INNER]
+    if op[lt.F_KIND] in INT_KINDS:
+        of = _matrix_of(op, expert, 2 * inner, source, first)
+        out += first * (inner // GROUP) * cell_bytes(0, op[lt.F_QUANT])
+        gated_groups(job, op, of, 0, tokens, group, end, out, scratch)
+        return
+    kind, inputs = op[lt.F_KIND], op[lt.F_INPUTS]
+    each, tiles = float_tile_bytes(kind, inputs), inner // LANES
+    weights = op[lt.F_WEIGHT] + 2 * expert * tiles * each
+    slot = first
+    while slot < first + tokens:
+        n = rows_at_once(first + tokens - slot)
+        x = source + 4 * slot * op[lt.F_SRC_STEP]
+        for tile in range(group * (GROUP // LANES), end * (GROUP // LANES)):
+            for part in range(2):
+                target = Target(scratch + part * _LINE, 2 * _LINE, 0, 0, 0, np.float32(1.0))
+                where = Tile(weights + (part * tiles + tile) * each, 0, 0, 0, 0, 0, inputs, 1, 0)
+                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
+            for row in range(n):
+                at = scratch + 2 * _LINE * row
+                to = out + 4 * ((slot + row) * op[lt.F_DST_STEP] + tile * LANES)
+                activate_vectors(at, at + _LINE, op[lt.F_ACT], LANES, 1, to)
+        slot += n
+
+
+@kernel
+def _add_shares(
+    job: ProgramJob, op: Any, factor: float, scratch: int, slot: int, rows: int, tile: int, count: int
+) -> None:
+    """Rows of `count` tiles of results, of the tokens in slots from `slot` on, times their shares to the result."""
+    for row in range(rows):
+        place = place_at(job, op[lt.F_EXPERTS], slot + row)
+        share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * factor
+        token = place // op[lt.F_USED]
+        out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + tile * LANES)
+        _add_scaled(scratch + row * count * _LINE, share, count, out)
+
+
+@kernel
+def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
+    """A run of tiles of the way down: all experts, ascending, each for its tokens."""
+    experts, kind, inputs = op[lt.F_EXPERTS], op[lt.F_KIND], op[lt.F_INPUTS]
+    size, all_tiles, scratch = _down_tiles(job, op), op[lt.F_COUNT] // LANES, tile_scratch()
+    begin, end = unit * size, min(all_tiles, unit * size + size)
+    rows_at = job.buffers[lt.B_EXPERTS_INNER]
+    for index in range(count_active(job)):
+        expert, first = active_expert(job, index), first_slot(job, experts, index)
+        tokens = first_slot(job, experts, index + 1) - first
+        if kind in INT_KINDS:
+            of = _matrix_of(op, expert, op[lt.F_COUNT], rows_at, first)
+            one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
+            most = SCRATCH_BYTES // (tokens * _LINE) if one_panel else TILES_AT_ONCE
+            tile = begin
+            while tile < end:
+                count, token = min(most, end - tile), 0
+                while token < tokens:
+                    n = panel_tokens(tokens - token, tokens, 0, job.matrix)
+                    panels = panels_at_once(tokens, token, n, SCRATCH_BYTES // (n * count * _LINE))
+                    target = Target(scratch, count * _LINE, _LINE, 0, 0, np.float32(1.0))
+                    int_tiles(job, of, tile, count, token, n, panels, target)
+                    _add_shares(job, op, factor, scratch, first + token, n * panels, tile, count)
+                    token += n * panels
+                tile += count
+            continue
+        each = float_tile_bytes(kind, inputs)
+        for tile in range(begin, end):
+            weights, token = op[lt.F_WEIGHT] + (expert * all_tiles + tile) * each, 0
+            while token < tokens:
+                n = rows_at_once(tokens - token)
+                x = rows_at + 4 * (first + token) * op[lt.F_SRC_STEP]
+                where = Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0)
+                target = Target(scratch, _LINE, 0, 0, 0, np.float32(1.0))
+                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
+                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)
+                token += n

@@ -1,0 +1,194 @@
+"""Experts: which ones a token goes to, and which tokens an expert has.
+
+B_CHOSEN is int64 [tokens, used], each token's experts ascending, B_SHARES float32 of the same shape. A place in them,
+token * used + rank, is a slot's content; B_DISPATCH has int64
+
+    1            number of experts that have tokens: the active ones
+    experts      the active experts, ascending
+    experts + 1  the first slot of each active one, and the end of the last
+    experts      for counting
+    tokens*used  the slots: the places of the first active expert ascending, then those of the next
+
+Only integers depend on who shares a pass: a token's experts and shares are functions of its own row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.table import RENORMS, SCORES, ProgramJob
+from kvboost_edge.kernels.vectors import exp_f32, load_f32, load_i64, store_f32, store_i64
+
+__all__ = [
+    "active_expert",
+    "count_active",
+    "dispatch",
+    "dispatch_numbers",
+    "first_slot",
+    "most_active",
+    "place_at",
+    "route",
+    "sigmoid_f32",
+]
+
+_SIGMOID, _CHOSEN = SCORES["sigmoid"], SCORES["chosen"]
+_ADD, _LEAST = RENORMS["add"], RENORMS["least"]
+_MAX_EXPONENT = np.float32(88.0)
+_LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
+
+
+def dispatch_numbers(experts: int) -> int:
+    """Numbers of B_DISPATCH before the slots."""
+    return 2 + 3 * experts
+
+
+@kernel
+def count_active(job: ProgramJob) -> Any:
+    """Experts that have tokens in this pass."""
+    return load_i64(job.buffers[lt.B_DISPATCH])
+
+
+@kernel
+def active_expert(job: ProgramJob, index: int) -> Any:
+    return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (1 + index))
+
+
+@kernel
+def first_slot(job: ProgramJob, experts: int, index: int) -> Any:
+    """Of active expert `index`; of the number of them the end of all slots."""
+    return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (1 + experts + index))
+
+
+@kernel
+def place_at(job: ProgramJob, experts: int, slot: int) -> Any:
+    """token * used + rank of a slot."""
+    return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (2 + 3 * experts + slot))
+
+
+@kernel
+def most_active(job: ProgramJob, op: Any) -> Any:
+    """Experts that can have tokens at most. A number that no pass changes: threads that come late ask for it, too."""
+    return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])
+
+
+@kernel
+def sigmoid_f32(x: Any) -> Any:
+    """1 / (1 + exp(-x)), NaN of NaN."""
+    power = -x
+    if power > _MAX_EXPONENT:  # and not min(), which may lose a NaN
+        power = _MAX_EXPONENT
+    return np.float32(1.0) / (np.float32(1.0) + exp_f32(power))
+
+
+@kernel
+def _softmax(row: int, count: int) -> None:
+    """In place, the sum in ascending order."""
+    largest, total = load_f32(row), np.float32(0.0)
+    for index in range(1, count):
+        largest = max(largest, load_f32(row + 4 * index))
+    for index in range(count):
+        power = exp_f32(load_f32(row + 4 * index) - largest)
+        store_f32(row + 4 * index, power)
+        total += power
+    for index in range(count):
+        store_f32(row + 4 * index, load_f32(row + 4 * index) / total)
+
+
+@kernel
+def _wanted(scores: int, bias: int, index: int) -> Any:
+    """The number that experts are chosen by."""
+    score = load_f32(scores + 4 * index)
+    return score if bias == 0 else score + load_f32(bias + 4 * index)
+
+
+@kernel
+def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> bool:
+    """The `used` experts of the largest numbers, of equal ones those before others, ascending to `chosen`. False: a
+    number is NaN, and they are the first ones."""
+    for index in range(experts):
+        number = _wanted(scores, bias, index)
+        if number != number:
+            for rank in range(used):
+                store_i64(chosen + 8 * rank, rank)
+            return False
+    last, place = _HIGHEST, -1
+    for rank in range(used):
+        # The largest behind the one before, in the order of falling numbers and rising places.
+        best, found = _LOWEST, -1
+        for index in range(experts):
+            number = _wanted(scores, bias, index)
+            if (number < last or (number == last and index > place)) and (found < 0 or number > best):
+                best, found = number, index
+        last, place = best, found
+        at = rank
+        while at > 0 and load_i64(chosen + 8 * (at - 1)) > found:
+            store_i64(chosen + 8 * at, load_i64(chosen + 8 * (at - 1)))
+            at -= 1
+        store_i64(chosen + 8 * at, found)
+    return True
+
+
+@kernel
+def route(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+    """A token's experts and shares from its row of logits, which becomes scores."""
+    experts, used = op[lt.F_EXPERTS], op[lt.F_USED]
+    row = job.buffers[lt.B_ROUTED] + 4 * token * op[lt.F_SRC_STEP]
+    chosen = job.buffers[lt.B_CHOSEN] + 8 * token * used
+    shares = job.buffers[lt.B_SHARES] + 4 * token * used
+    one = np.float32(1.0)
+    if op[lt.F_SCORE] == _SIGMOID:
+        for index in range(experts):
+            store_f32(row + 4 * index, sigmoid_f32(load_f32(row + 4 * index)))
+    elif op[lt.F_SCORE] != _CHOSEN:
+        _softmax(row, experts)
+    is_sound = _choose(row, op[lt.F_BIAS], experts, used, chosen)
+    for rank in range(used):
+        store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))
+    if op[lt.F_SCORE] == _CHOSEN:
+        _softmax(shares, used)
+    total = np.float32(0.0)
+    for rank in range(used):
+        total += load_f32(shares + 4 * rank)
+    if op[lt.F_RENORM] == _ADD:
+        total += params[lt.P_EPS]
+    elif op[lt.F_RENORM] == _LEAST:
+        total = max(total, params[lt.P_EPS])
+    else:
+        total = one
+    for rank in range(used):
+        share = load_f32(shares + 4 * rank) / total * params[lt.P_FACTOR]
+        store_f32(shares + 4 * rank, share if is_sound else np.float32(np.nan))
+
+
+@kernel
+def dispatch(job: ProgramJob, op: Any) -> None:
+    """Each expert's slots, in the order of the tokens."""
+    experts, places = op[lt.F_EXPERTS], job.tokens * op[lt.F_USED]
+    chosen, base = job.buffers[lt.B_CHOSEN], job.buffers[lt.B_DISPATCH]
+    active_at, first_at = base + 8, base + 8 * (1 + experts)
+    next_at, slots = base + 8 * (2 + 2 * experts), base + 8 * (2 + 3 * experts)
+    for expert in range(experts):
+        store_i64(next_at + 8 * expert, 0)
+    for place in range(places):
+        at = next_at + 8 * load_i64(chosen + 8 * place)
+        store_i64(at, load_i64(at) + 1)
+    active, slot = 0, 0
+    for expert in range(experts):
+        count = load_i64(next_at + 8 * expert)
+        if count > 0:
+            store_i64(active_at + 8 * active, expert)
+            store_i64(first_at + 8 * active, slot)
+            active += 1
+        store_i64(next_at + 8 * expert, slot)
+        slot += count
+    store_i64(first_at + 8 * active, slot)
+    store_i64(base, active)
+    for place in range(places):
+        at = next_at + 8 * load_i64(chosen + 8 * place)
+        slot = load_i64(at)
+        store_i64(slots + 8 * slot, place)
+        store_i64(at, slot + 1)

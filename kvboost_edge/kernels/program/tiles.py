@@ -1,0 +1,184 @@
+"""Tiles of integer weights against panels of tokens, and what makes a gated group of them: for the layers' matrices and
+for those of experts alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.core import types
+
+from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.linear.ladders import int_panel
+from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, minima_bytes_kernel
+from kvboost_edge.kernels.linear.panel import (
+    SMALL_TOKENS,
+    TILES_AT_ONCE,
+    UNPACKED,
+    cell_bytes,
+    panel_tokens,
+    takes_pair,
+)
+from kvboost_edge.kernels.linear.tiles import GROUP, Target, Tile
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import activate_group
+from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.vectors import KIND_F32, LANES, emit_scratch
+
+__all__ = [
+    "GATED_GROUP_ROW",
+    "SCRATCH_BYTES",
+    "Matrix",
+    "few_tiles",
+    "float_tile_bytes",
+    "gated_groups",
+    "int_tiles",
+    "panels_at_once",
+    "rows_at_once",
+    "tile_scratch",
+    "tiles_in_unit",
+]
+
+_MANY_UNIT = 4
+_GATED_GROUPS = 4  # groups of 32 channels at once
+GATED_GROUP_ROW = 2 * 4 * GROUP
+"""Bytes of a token in a group: of the gate, then of the way up."""
+_GATED_TOKENS = 64 if UNPACKED else 32  # of one group at once; of several, as many fewer
+# Panels at once, where a group's tiles are one call; what they read and write stays in the first cache. All tokens
+# there may be, where weights are unpacked first.
+_GATED_PANELS = _GATED_TOKENS if UNPACKED else 4 if GROUP // LANES == TILES_AT_ONCE else 1
+_FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
+SCRATCH_BYTES = _GATED_TOKENS * GATED_GROUP_ROW
+"""Bytes of `tile_scratch`."""
+
+
+class Matrix(NamedTuple):
+    """A matrix of integer weights and the panel of quantized tokens that it reads: addresses, and what they hold."""
+
+    kind: int
+    groups: int
+    fine: int
+    weights: int
+    scales: int
+    minima: int
+    panel: int
+
+
+@intrinsic
+def tile_scratch(typing: Any) -> Any:
+    """Address of SCRATCH_BYTES of 64-byte aligned memory on the stack of the calling kernel."""
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return emit_scratch(b, SCRATCH_BYTES)
+
+    return types.int64(), codegen
+
+
+@kernel
+def tiles_in_unit(op: Any, tokens: int) -> Any:
+    """Tiles (of gated operations: groups of 32 channels) in a unit: long runs where weights stream, short ones to share
+    work."""
+    unit = op[lt.F_UNIT]
+    return unit if tokens <= _FEW else min(unit, _MANY_UNIT)
+
+
+@kernel
+def panels_at_once(tokens: int, token: int, n: int, most: int) -> Any:
+    """Panels of n tokens, from `token` on, that one call takes: many where weights stay in the cache."""
+    return min(most, (tokens - token) // n) if tokens > SMALL_TOKENS[-1] else 1
+
+
+@kernel
+def int_tiles(
+    job: ProgramJob, of: Matrix, tile: int, count: int, token: int, n: int, panels: int, target: Target
+) -> None:
+    """Tiles [tile, tile + count) against panels of n quantized tokens, the first of which starts at `token`.
+
+    More than one panel: count is at most TILES_AT_ONCE.
+    """
+    kind, fine, groups = of.kind, of.fine, of.groups
+    microkernel = job.kernels[kind]
+    bytes_each, scales_each = groups * group_bytes_kernel(kind), groups * SCALE_BYTES
+    minima_each = minima_bytes_kernel(kind, groups)
+    weights, scales = of.weights + tile * bytes_each, of.scales + tile * scales_each
+    minima = of.minima + tile * minima_each
+    panel = of.panel + token * groups * cell_bytes(fine, kind)
+    step = n * groups * cell_bytes(fine, kind) if panels > 1 else 0
+    if not takes_pair(n, fine):
+        runs = panels if panels > 1 else count
+        where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
+        int_panel(microkernel, (n, fine, where, panel, target))
+        return
+    pairs = count // 2
+    if pairs > 0:
+        runs = panels if panels > 1 else pairs
+        where = Tile(weights, scales, minima, bytes_each, scales_each, minima_each, groups, runs, step)
+        int_panel(microkernel, (n, fine, where, panel, target))
+    if count % 2 == 1:
+        # The last tile of an odd number, as a pair with itself.
+        weights, scales = weights + 2 * pairs * bytes_each, scales + 2 * pairs * scales_each
+        minima += 2 * pairs * minima_each
+        behind = 2 * pairs * target.tile_step
+        bias = target.bias + behind if target.bias != 0 else 0
+        alone = Target(target.out + behind, target.out_step, 0, bias, target.add, target.factor)
+        where = Tile(weights, scales, minima, 0, 0, 0, groups, panels, step)
+        int_panel(microkernel, (n, fine, where, panel, alone))
+
+
+@kernel
+def rows_at_once(left: int) -> int:
+    """Rows that float weights meet at once, where `left` are left."""
+    if left >= 8:
+        return 8
+    if left >= 4:
+        return 4
+    return 2 if left >= 2 else 1
+
+
+@kernel
+def float_tile_bytes(kind: int, inputs: int) -> int:
+    """Bytes of a tile of float weights."""
+    return inputs * LANES * (4 if kind == KIND_F32 else 2)
+
+
+@kernel
+def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
+    """Whether all tokens are one panel, so that the weights of several tiles stream in one run."""
+    return panel_tokens(tokens, tokens, fine, matrix) == tokens
+
+
+@kernel
+def gated_groups(
+    job: ProgramJob, op: Any, of: Matrix, bias: int, tokens: int, group: int, end: int, out: int, scratch: int
+) -> None:
+    """Groups [group, end) of 32 inner channels: gate and up rows, activation, quantization into the panel at `out`;
+    nothing wide is ever stored. scratch: `tile_scratch`."""
+    groups = op[lt.F_COUNT] // GROUP
+    tiles = GROUP // LANES
+    # Where all tokens are one panel the weights of several groups stream in one run; otherwise several panels use
+    # those of one group.
+    one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
+    most = _GATED_GROUPS if one_panel else 1
+    row = most * GATED_GROUP_ROW
+    while group < end:
+        count = min(most, end - group)
+        token = 0
+        while token < tokens:
+            n = panel_tokens(tokens - token, tokens, 0, job.matrix)
+            panels = panels_at_once(tokens, token, n, min(_GATED_PANELS, _GATED_TOKENS // n))
+            for part in range(2):
+                each = TILES_AT_ONCE if panels > 1 else tiles * count
+                for begin in range(0, tiles * count, each):
+                    tile = tiles * (group + part * groups) + begin
+                    bias_at = bias + 4 * LANES * tile if bias != 0 else 0
+                    to = scratch + part * (row // 2) + 4 * LANES * begin
+                    target = Target(to, row, 4 * LANES, bias_at, 0, np.float32(1.0))
+                    int_tiles(job, of, tile, each, token, n, panels, target)
+            for panel in range(panels):
+                for index in range(count):
+                    rows = scratch + panel * n * row + 4 * GROUP * index
+                    first = (token + panel * n) * groups + (group + index) * n
+                    cell = out + first * cell_bytes(0, op[lt.F_QUANT])
+                    activate_group(rows, row, n, op[lt.F_ACT], cell, op[lt.F_QUANT])
+            token += n * panels
+        group += count

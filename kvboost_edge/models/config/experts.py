@@ -1,0 +1,175 @@
+"""Mixtures of experts as configs of the families say them: how many, how a router chooses, what stands beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import integer_of, number_of
+
+__all__ = [
+    "ExpertNames",
+    "Experts",
+    "ernie_experts",
+    "granite_experts",
+    "mixtral_experts",
+    "olmoe_experts",
+    "qwen2_experts",
+    "qwen3_experts",
+]
+
+Config = Mapping[str, Any]
+
+_GROUP, _TILE = 32, 16  # inputs quantized together, rows of a tile: see kernels/linear/tiles.py
+_ALSO = {"num_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+_MOST = 1 << 12  # experts, beyond any model
+
+
+class ExpertNames(NamedTuple):
+    """What the checkpoint calls them inside a layer, without ".weight".
+
+    experts       the prefix of an expert's number; parts: gate, up and down behind it
+    bias          of the choice, all of the name; "" where there is none
+    shared        gate, up and down of the expert that all tokens share; () where there is none
+    shared_gate   the row whose sigmoid is the shared expert's share; "": its share is 1
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts."
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: str = ""
+    shared: tuple[str, ...] = ()
+    shared_gate: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts of a model.
+
+    count, used   experts of a layer, and those a token goes to;  width: of one
+    score, renorm, eps, scale   as in `kernels.reference.experts.Routing`
+    shared        width of the expert that all tokens share, 0 without one
+    sparse        by layer: whether it has experts, or an MLP as other models
+    """
+
+    count: int
+    used: int
+    width: int
+    sparse: tuple[bool, ...]
+    names: ExpertNames
+    score: str = "softmax"
+    renorm: str = ""
+    eps: float = 0.0
+    scale: float = 1.0
+    shared: int = 0
+
+
+def _experts(
+    config: Config, keys: Sequence[str], usual: Sequence[int | None], sparse: Sequence[bool], **rest: Any
+) -> Experts:
+    """keys: of the number of experts, of those a token goes to, and of the width of one; usual: what they are where the
+    config does not say."""
+    # One name became another in later versions of transformers.
+    keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
+    config = {**dict(zip(keys, usual, strict=True)), **config}
+    of_count, of_used, of_width = keys
+    count, used, width = (integer_of(config, key, 1) for key in keys)
+    if count > _MOST:
+        raise ModelFormatError(f"{of_count}={count} is above {_MOST}, the most that are read")
+    if used > count:
+        raise ModelFormatError(f"{of_used}={used} is above {of_count}={count}: a token cannot go to more experts")
+    if width % _GROUP:
+        raise ModelFormatError(
+            f"{of_width}={width} of the experts is no multiple of {_GROUP}, which their kernels need"
+        )
+    hidden = integer_of(config, "hidden_size", 1)
+    if hidden % _TILE:
+        raise ModelFormatError(
+            f"hidden_size={hidden} beside experts is no multiple of {_TILE}, which their kernels need"
+        )
+    return Experts(count, used, width, tuple(sparse), rest.pop("names", ExpertNames()), **rest)
+
+
+def _flag(config: Config, key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelFormatError(f"config: {key}={value!r} must be true or false")
+    return value
+
+
+def _by_step(config: Config, layers: int) -> list[bool]:
+    """Every decoder_sparse_step-th layer, but those of mlp_only_layers."""
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, (list, tuple)) or any(
+        isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
+    ):
+        raise ModelFormatError(f"mlp_only_layers={dense!r:.200} must be numbers of layers below {layers}")
+    step = integer_of({"decoder_sparse_step": 1, **config}, "decoder_sparse_step", 1)
+    return [(index + 1) % step == 0 and index not in dense for index in range(layers)]
+
+
+_QWEN_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+
+
+def qwen3_experts(config: Config, layers: int) -> Experts:
+    """Shares are the softmax of all logits, divided by their sum where norm_topk_prob says so."""
+    return _qwen(config, layers, (128, 8, 768))
+
+
+def qwen2_experts(config: Config, layers: int) -> Experts:
+    """The same beside an expert that all tokens share, by a gate of its own."""
+    found = _qwen(config, layers, (60, 4, 1408))
+    config = {"shared_expert_intermediate_size": 5632, **config}
+    parts = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
+    names = ExpertNames(shared=parts, shared_gate="mlp.shared_expert_gate")
+    return dataclasses.replace(found, shared=integer_of(config, "shared_expert_intermediate_size", 1), names=names)
+
+
+def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
+    return _experts(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=_renorm(config))
+
+
+def _renorm(config: Config) -> str:
+    return "add" if _flag(config, "norm_topk_prob", False) else ""
+
+
+def olmoe_experts(config: Config, layers: int) -> Experts:
+    """As Qwen3's, in all layers."""
+    keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
+    return _experts(config, keys, (64, 8, None), [True] * layers, renorm=_renorm(config))
+
+
+def mixtral_experts(config: Config, layers: int) -> Experts:
+    """The softmax of all logits, divided by the sum of the chosen."""
+    names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
+    return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
+
+
+def granite_experts(config: Config, layers: int) -> Experts:
+    """The softmax of the chosen logits."""
+    names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
+    return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+
+
+def ernie_experts(config: Config, layers: int) -> Experts:
+    """A bias of the choice; shares are the softmax of all logits, divided by the sum of the chosen; shared experts are
+    one of their widths together."""
+    usual = {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+             "moe_layer_interval": 1, "moe_norm_min": 1e-12}  # fmt: skip
+    full = {**usual, **{key: value for key, value in config.items() if value is not None}}
+    start, step, shared = (
+        integer_of(full, key, low)
+        for key, low in (("moe_layer_start_index", 0), ("moe_layer_interval", 1), ("moe_num_shared_experts", 0))
+    )
+    end = layers - 1 if full["moe_layer_end_index"] == -1 else integer_of(full, "moe_layer_end_index", 0)
+    sparse = [(index + 1) % step == 0 and start <= index <= end for index in range(layers)]
+    parts = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
+    names = ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", shared=parts if shared else ())
+    found = _experts(
+        full, ("moe_num_experts", "moe_k", "moe_intermediate_size"), (64, 6, 1536), sparse, names=names,
+        renorm="least", eps=number_of(full, "moe_norm_min", 0.0, 1.0),
+    )  # fmt: skip
+    return dataclasses.replace(found, shared=shared * found.width)

@@ -1,0 +1,70 @@
+"""Tensors that hold all experts of a layer, as one tensor for each expert: matrices that lie one behind the other. And
+tensors beside them whose shape says the same in another way."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["ExpertRows", "expert_number", "expert_rows"]
+
+
+class ExpertRows(NamedTuple):
+    """One matrix inside a tensor: its name, its first element there, and its shape."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+    def bytes_in(self, start: int, stop: int, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Where it is, of a tensor of that shape that is bytes [start, stop)."""
+        nbytes, elements = stop - start, max(1, math.prod(shape))
+        first = start + nbytes * self.first // elements
+        return first, first + nbytes * math.prod(self.shape) // elements
+
+
+# What transformers calls the whole -> where an expert's number goes, and the matrices that lie in one expert's piece.
+_GATE_UP = ("gate_proj", "up_proj")
+_WHOLE = (
+    (re.compile(r"(.*\.experts\.)gate_up_proj(?:\.weight)?"), _GATE_UP),
+    (re.compile(r"(.*\.experts\.)(gate_proj|up_proj|down_proj|w1|w2|w3)(?:\.weight)?"), ()),
+    (re.compile(r"(.*\.block_sparse_moe\.)input_linear\.weight"), _GATE_UP),
+    (re.compile(r"(.*\.block_sparse_moe\.)output_linear\.weight"), ("down_proj",)),
+)
+_BIAS, _SHARED_GATE = ".e_score_correction_bias", ".shared_expert_gate.weight"
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+def expert_number(name: str) -> int | None:
+    """The expert that a tensor belongs to, if any."""
+    found = _NUMBER.search(name)
+    return None if found is None else int(found[1])
+
+
+def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
+    """The matrices of the experts in a tensor [experts, rows, columns]; [] for a tensor that is something else.
+    ModelFormatError where rows of two matrices are an odd number."""
+    if len(shape) == 2 and shape[0] == 1 and name.endswith(_BIAS):
+        return [ExpertRows(name, 0, shape[1:])]
+    if len(shape) == 1 and name.endswith(_SHARED_GATE):
+        return [ExpertRows(name, 0, (1, *shape))]
+    if len(shape) != 3:
+        return []
+    for pattern, inside in _WHOLE:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        parts = inside or (match[2],)
+        experts, rows, columns = shape
+        if rows % len(parts):
+            raise ModelFormatError(f"tensor {name!r} has {rows} rows an expert, which are not {len(parts)} matrices")
+        prefix, each = match[1] if match[1].endswith("experts.") else f"{match[1]}experts.", rows // len(parts)
+        return [
+            ExpertRows(f"{prefix}{expert}.{part}.weight", (expert * rows + index * each) * columns, (each, columns))
+            for expert in range(experts)
+            for index, part in enumerate(parts)
+        ]
+    return []

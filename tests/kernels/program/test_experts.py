@@ -1,0 +1,263 @@
+"""Experts against their NumPy specification: who goes where exactly, results but for the oracle's fma."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from block_weights import random_blocks, random_table_rows
+from kvboost_edge.kernels.linear.blocks import pack_blocks
+from kvboost_edge.kernels.linear.panel import LARGEST_CELL
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    KINDS,
+    NUMBERS,
+    TABLE_FORMATS,
+    PackedRows,
+    pack_rows,
+)
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.norms import ACT_SILU
+from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.reference.experts import Routing, mixed_rows, route_rows, slots_of
+from kvboost_edge.kernels.reference.linear import activate_rows
+from linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
+
+Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
+NEW_FORMATS = (*BLOCK_FORMATS, *TABLE_FORMATS)
+FORMATS = (*KINDS, *NEW_FORMATS)
+
+
+class Routed(NamedTuple):
+    """What the router's operations left."""
+
+    chosen: Longs
+    shares: Floats
+    slots: list[tuple[int, list[int]]]
+
+
+def _route(program: Program, logits: Floats, routing: Routing, bias: Floats | None = None) -> Routed:
+    """Adds the operations of the router; the arrays are full when the program has run."""
+    tokens, experts = logits.shape
+    padded = -(-experts // 16) * 16
+    wide = np.full((tokens, padded), np.nan, np.float32)
+    wide[:, :experts] = logits
+    chosen, shares = np.full((tokens, routing.used), -1, np.int64), np.full((tokens, routing.used), np.nan, np.float32)
+    numbers = np.full(dispatch_numbers(experts) + chosen.size, -1, np.int64)
+    arrays = {lt.B_ROUTED: wide, lt.B_CHOSEN: chosen, lt.B_SHARES: shares, lt.B_DISPATCH: numbers}
+    for number, array in arrays.items():
+        program.buffer(number, array)
+    sizes = {lt.F_EXPERTS: experts, lt.F_USED: routing.used}
+    how = {lt.F_SRC_STEP: padded, lt.F_SCORE: lt.SCORES[routing.score], lt.F_RENORM: lt.RENORMS[routing.renorm]}
+    if bias is not None:
+        program.arrays.append(bias)
+        how[lt.F_BIAS] = bias.ctypes.data
+    program.add(lt.OP_ROUTE, {**sizes, **how}, {lt.P_FACTOR: routing.scale, lt.P_EPS: routing.eps})
+    program.add(lt.OP_DISPATCH, sizes)
+    return Routed(chosen, shares, [(experts, numbers)])  # type: ignore[list-item]
+
+
+def _slots(routed: Routed) -> list[tuple[int, list[int]]]:
+    """Expert -> its slots, of the numbers of a program that has run."""
+    experts, numbers = routed.slots[0]
+    numbers = np.asarray(numbers)
+    active, first = int(numbers[0]), numbers[1 + experts :]
+    slots = numbers[dispatch_numbers(experts) :]
+    return [(int(numbers[1 + i]), slots[first[i] : first[i + 1]].tolist()) for i in range(active)]
+
+
+def _routed(logits: Floats, routing: Routing, bias: Floats | None = None, threads: int = 1) -> Routed:
+    program = Program(len(logits))
+    routed = _route(program, logits, routing, bias)
+    program.run(threads)
+    return routed
+
+
+ROUTINGS = {
+    "qwen": Routing(8, renorm="add"),
+    "olmoe": Routing(8),
+    "granite": Routing(4, score="chosen"),
+    "ernie": Routing(6, renorm="least", eps=1e-12),
+    "lfm": Routing(4, score="sigmoid", renorm="add", eps=1e-6, scale=2.5),
+    "one": Routing(1, renorm="add"),
+    "all": Routing(20),
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing_equals_the_specification(name: str, biased: bool) -> None:
+    rng, routing = np.random.default_rng(3), ROUTINGS[name]
+    logits = (3 * rng.standard_normal((37, 20))).astype(np.float32)
+    bias = rng.standard_normal(20).astype(np.float32) if biased else None
+    routed = _routed(logits, routing, bias, threads=2)
+    for dtype in (np.float32, np.float64):
+        chosen, shares = route_rows(logits.astype(dtype), routing, bias)
+        np.testing.assert_array_equal(routed.chosen, chosen)
+        np.testing.assert_allclose(routed.shares, shares, rtol=3e-6)
+    expected = [(expert, slots.tolist()) for expert, slots in slots_of(chosen, 20)]
+    assert _slots(routed) == expected
+
+
+def test_the_bias_chooses_and_is_no_part_of_the_share() -> None:
+    logits, bias = np.zeros((1, 4), np.float32), np.array([0, 0, 0, 9], np.float32)
+    routed = _routed(logits, Routing(1), bias)
+    assert routed.chosen.tolist() == [[3]]
+    assert routed.shares.tolist() == [[0.25]]
+
+
+@pytest.mark.parametrize("score", lt.SCORES)
+def test_of_equal_scores_the_lower_number_is_chosen(score: str) -> None:
+    logits = np.array([[1, 2, 2, 2, 0, 2], [5, 5, 5, 5, 5, 5], [0, 0, 1, 0, 0, 1]], np.float32)
+    routed = _routed(logits, Routing(3, score=score))
+    assert routed.chosen.tolist() == [[1, 2, 3], [0, 1, 2], [0, 2, 5]]
+    chosen, _ = route_rows(logits, Routing(3, score=score))
+    np.testing.assert_array_equal(routed.chosen, chosen)
+
+
+@pytest.mark.parametrize("score", lt.SCORES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_broken_token_has_experts_and_no_number(score: str, bad: float) -> None:
+    """Places stay inside the tables whatever a router gives; the other tokens are as without it."""
+    logits = np.random.default_rng(1).standard_normal((9, 6)).astype(np.float32)
+    clean = _routed(logits, Routing(2, score=score))
+    logits[4] = bad
+    routed = _routed(logits, Routing(2, score=score))
+    assert routed.chosen.min() >= 0
+    assert routed.chosen.max() < 6
+    assert (np.diff(routed.chosen, axis=1) > 0).all()
+    if np.isnan(bad):
+        assert np.isnan(routed.shares[4]).all()
+    np.testing.assert_array_equal(np.delete(routed.shares, 4, 0), np.delete(clean.shares, 4, 0))
+
+
+class Layer(NamedTuple):
+    """Experts of one layer: `rows` of the packed matrices by expert, and all of them packed as one."""
+
+    kind: str
+    experts: int
+    hidden: int
+    inner: int
+    gate_up: list[PackedRows]
+    down: list[PackedRows]
+    all_gate_up: PackedRows
+    all_down: PackedRows
+
+
+def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, list[PackedRows]]:
+    """Random matrices of all experts as one, and each alone."""
+    alone = []
+    for expert in range(EXPERTS):
+        if kind in BLOCK_FORMATS:
+            alone.append(pack_blocks(random_blocks(kind, rows, inputs // 256, seed + expert), NUMBERS[kind]))
+        elif kind in TABLE_FORMATS:
+            alone.append(random_table_rows(rows, inputs, seed + expert))
+        else:
+            rng = np.random.default_rng(seed + expert)
+            alone.append(pack_rows((rng.standard_normal((rows, inputs)) / inputs**0.5).astype(np.float32), KINDS[kind]))
+    return PackedRows(*(np.concatenate([one[index] for one in alone]) for index in range(3))), alone
+
+
+EXPERTS = 6
+
+
+def _layer(kind: str) -> Layer:
+    hidden, inner = (256, 256) if kind in BLOCK_FORMATS else (80, 96)
+    if kind in TABLE_FORMATS:
+        hidden = 96
+    all_gate_up, gate_up = _packed(kind, 2 * inner, hidden, seed=0)
+    all_down, down = _packed(kind, hidden, inner, seed=10)
+    return Layer(kind, EXPERTS, hidden, inner, gate_up, down, all_gate_up, all_down)
+
+
+def _run(layer: Layer, x: Floats, logits: Floats, before: Floats, extra: Extra = PLAIN) -> tuple[Floats, Routed]:
+    """`before` and what the experts add, by the operations of a layer."""
+    tokens, kind, used = len(x), NUMBERS[layer.kind], ROUTING.used
+    is_float = layer.kind in ("f32", "bf16")
+    program = Program(tokens, extra.matrix)
+    routed = _route(program, logits, ROUTING)
+    slots, row = tokens * used, -(-layer.hidden // 32) * 32
+    source = np.zeros((tokens, row), np.float32)
+    source[:, : layer.hidden] = x
+    out = np.zeros((tokens, row), np.float32)
+    out[:, : layer.hidden] = before
+    program.buffer(lt.B_NORMED, source)
+    program.buffer(lt.B_HIDDEN, out)
+    program.buffer(lt.B_SPREAD, np.full(slots * row * LARGEST_CELL // 8 + 64, np.nan, np.float32))
+    program.buffer(lt.B_EXPERTS_INNER, np.full(slots * layer.inner * LARGEST_CELL // 8 + 64, np.nan, np.float32))
+    sizes = {lt.F_EXPERTS: layer.experts, lt.F_USED: used}
+    quant = 0 if is_float else kind
+    program.add(lt.OP_SPREAD, {**sizes, lt.F_SRC: lt.B_NORMED, lt.F_SRC_STEP: row, lt.F_COUNT: layer.hidden,
+                               lt.F_QUANT: quant, lt.F_DST_STEP: row})  # fmt: skip
+    shared = {**sizes, lt.F_KIND: kind, lt.F_UNIT: 3}
+    program.add(lt.OP_EXPERTS_GATED, {**shared, **matrix_fields(program, layer.all_gate_up), lt.F_COUNT: layer.inner,
+                                      lt.F_INPUTS: layer.hidden, lt.F_SRC_STEP: row, lt.F_DST_STEP: layer.inner,
+                                      lt.F_ACT: ACT_SILU, lt.F_QUANT: quant})  # fmt: skip
+    program.add(lt.OP_EXPERTS_DOWN, {**shared, **matrix_fields(program, layer.all_down), lt.F_COUNT: layer.hidden,
+                                     lt.F_INPUTS: layer.inner, lt.F_SRC_STEP: layer.inner, lt.F_DST: lt.B_HIDDEN,
+                                     lt.F_DST_STEP: row}, {lt.P_FACTOR: extra.factor})  # fmt: skip
+    program.run(extra.threads)
+    return out[:, : layer.hidden], routed
+
+
+ROUTING = Routing(3, renorm="add")
+
+
+def _data(layer: Layer, tokens: int) -> tuple[Floats, Floats, Floats]:
+    rng = np.random.default_rng(tokens)
+    shapes = ((tokens, layer.hidden), (tokens, layer.experts), (tokens, layer.hidden))
+    x, logits, before = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    # Weights of random blocks are large.
+    return np.float32(0.01 if layer.kind in NEW_FORMATS else 1) * x, 2 * logits, before
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 23])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_experts_equal_the_specification(kind: str, tokens: int) -> None:
+    """Each expert's matrices are those of the linear kernels, which have an oracle of their own, row by row; then the
+    walk over the experts."""
+    layer = _layer(kind)
+    x, logits, before = _data(layer, tokens)
+
+    def mlp(expert: int, rows: Floats) -> Floats:
+        wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, PLAIN)[0]
+        inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :])
+        return run_linear(kind, inner, layer.down[expert], layer.hidden, PLAIN)[0]
+
+    out, routed = _run(layer, x, logits, before, Extra(factor=0.5))
+    chosen, shares = route_rows(logits, ROUTING)
+    np.testing.assert_array_equal(routed.chosen, chosen)
+    expected = mixed_rows(x, before, chosen, shares * np.float32(0.5), mlp, layer.experts)
+    # An inner number on the edge between two codes may fall to either side: the oracle's activation is in float64.
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6 if kind in ("f32", "bf16") else 2e-3)
+    assert np.linalg.norm(out - expected) <= 2e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("matrix", [0, 1])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int) -> None:
+    layer = _layer(kind)
+    x, logits, before = _data(layer, 150)
+    logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
+    alone = np.concatenate([_run(layer, *(a[i : i + 1] for a in (x, logits, before)))[0] for i in range(150)])
+    for threads in (1, 2):
+        out, _ = _run(layer, x, logits, before, Extra(threads=threads, matrix=matrix))
+        np.testing.assert_array_equal(out, alone)
+    for start, stop in ((0, 9), (9, 47), (47, 150)):
+        part = [a[start:stop] for a in (x, logits, before)]
+        np.testing.assert_array_equal(_run(layer, *part, Extra(matrix=matrix))[0], alone[start:stop])
+
+
+@pytest.mark.parametrize("kind", ["f32", "int4"])
+def test_what_is_not_finite_stays_with_its_token(kind: str) -> None:
+    layer = _layer(kind)
+    x, logits, before = _data(layer, 30)
+    clean, _ = _run(layer, x, logits, before)
+    x[11], logits[11] = np.nan, np.nan
+    out, _ = _run(layer, x, logits, before)
+    assert np.isnan(out[11]).all()
+    np.testing.assert_array_equal(np.delete(out, 11, 0), np.delete(clean, 11, 0))

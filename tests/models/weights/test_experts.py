@@ -1,0 +1,143 @@
+"""Experts that do not fit: each a named error, before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.weights.experts import expert_number, expert_rows
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.runners.native.runner import NativeRunner
+from tiny_checkpoints import save_tiny_checkpoint
+
+Tensors = dict[str, np.ndarray]
+LAYER = "model.layers.1.mlp."
+
+
+def _save(directory: Path, change: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+    save_tiny_checkpoint("qwen3_moe", directory, num_hidden_layers=2)
+    if change is not None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return directory
+
+
+def _fuse(tensors: Tensors) -> None:
+    """As later versions of transformers hold them."""
+    for layer in range(2):
+        base = f"model.layers.{layer}.mlp.experts."
+        parts = {part: [tensors.pop(f"{base}{e}.{part}_proj.weight") for e in range(12)] for part in
+                 ("gate", "up", "down")}  # fmt: skip
+        both = [np.concatenate(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        tensors[f"{base}gate_up_proj"], tensors[f"{base}down_proj"] = np.stack(both), np.stack(parts["down"])
+
+
+def _widen(tensors: Tensors) -> None:
+    name = f"{LAYER}experts.5.down_proj.weight"
+    tensors[name] = np.concatenate([tensors[name], tensors[name]], axis=1)
+
+
+def _more(tensors: Tensors) -> None:
+    for part in ("gate", "up", "down"):
+        tensors[f"{LAYER}experts.12.{part}_proj.weight"] = tensors[f"{LAYER}experts.11.{part}_proj.weight"].copy()
+
+
+def _fused_more(tensors: Tensors) -> None:
+    _fuse(tensors)
+    for name in (f"{LAYER}experts.gate_up_proj", f"{LAYER}experts.down_proj"):
+        tensors[name] = np.concatenate([tensors[name], tensors[name][:1]])
+
+
+def _fused_odd(tensors: Tensors) -> None:
+    _fuse(tensors)
+    tensors[f"{LAYER}experts.gate_up_proj"] = tensors[f"{LAYER}experts.gate_up_proj"][:, :-1]
+
+
+def _both(tensors: Tensors) -> None:
+    copies = {name: tensor.copy() for name, tensor in tensors.items() if ".experts." in name}
+    _fuse(tensors)
+    tensors |= copies
+
+
+def _broken_router(tensors: Tensors) -> None:
+    tensors[f"{LAYER}gate.weight"][3, 5] = np.nan
+
+
+def _router_rows(tensors: Tensors) -> None:
+    tensors[f"{LAYER}gate.weight"] = tensors[f"{LAYER}gate.weight"][:11]
+
+
+def _missing(tensors: Tensors) -> None:
+    del tensors[f"{LAYER}experts.7.up_proj.weight"]
+
+
+TENSORS = {
+    "an expert too few": (_missing, r"lack tensor 'model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight'"),
+    "an expert too many": (_more, r"experts\.12\.down_proj\.weight' is of expert 12, and layers have 12: 0 to 11"),
+    "one too many in one tensor": (_fused_more, r"experts\.12\.down_proj\.weight' is of expert 12, and layers"),
+    "a width": (_widen, r"experts\.5\.down_proj\.weight' has shape \(64, 192\), expected \(64, 96\)"),
+    "odd rows": (_fused_odd, r"experts\.gate_up_proj' has 191 rows an expert, which are not 2 matrices"),
+    "twice": (_both, r"has 'model\.layers\.\d\.mlp\.experts\.0\.\w+\.weight', which is there a second time"),
+    "a router with NaN": (_broken_router, r"mlp\.gate\.weight' .*holds NaN or infinity"),
+    "a router of other rows": (_router_rows, r"mlp\.gate\.weight' has shape \(11, 64\), expected \(12, 64\)"),
+}
+
+
+@pytest.mark.parametrize("weights", ["f32", "int4"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit(name: str, weights: str, tmp_path: Path) -> None:
+    change, message = TENSORS[name]
+    with pytest.raises(ModelFormatError, match=message):
+        NativeRunner.from_dir(_save(tmp_path, change), weights=weights)
+
+
+CONFIGS = {
+    "k": ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 is above num_experts=12"),
+    "no k": ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be an integer from 1"),
+    "no experts": ({"num_experts": None}, "num_experts=None must be an integer from 1"),
+    "many": ({"num_experts": 5000}, "num_experts=5000 is above 4096"),
+    "width": ({"moe_intermediate_size": 80}, "moe_intermediate_size=80 of the experts is no multiple of 32"),
+    "hidden": ({"hidden_size": 72}, "hidden_size=72 beside experts is no multiple of 16"),
+    "renorm": ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
+    "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer from 1"),
+    "layers": ({"mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] must be numbers of layers below 2"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_that_are_refused(name: str, tmp_path: Path) -> None:
+    config, message = CONFIGS[name]
+    with pytest.raises(ModelFormatError, match=message):
+        describe_model(Checkpoint.open(_save(tmp_path, **config)).config)
+
+
+def test_experts_in_one_tensor_are_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "many").mkdir()
+    directories = _save(tmp_path / "one", _fuse), _save(tmp_path / "many")
+    with SafetensorsSource(directories[0]) as fused, SafetensorsSource(directories[1]) as apart:
+        assert fused.names() == apart.names()
+        for name in fused.names():
+            assert fused.shape(name) == apart.shape(name)
+            np.testing.assert_array_equal(fused.rows(name), apart.rows(name))
+            np.testing.assert_array_equal(fused.rows(name, 3, 9), apart.rows(name, 3, 9))
+
+
+def test_other_tensors_stay_as_they_are() -> None:
+    assert expert_rows("model.layers.0.mlp.gate_up_proj.weight", (4, 6, 8)) == []
+    assert expert_rows("model.layers.0.mlp.experts.3.gate_proj.weight", (6, 8)) == []
+    assert expert_number("model.layers.0.mlp.experts.31.up_proj.weight") == 31
+    assert expert_number("model.layers.0.mlp.gate.weight") is None

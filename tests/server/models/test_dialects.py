@@ -1,0 +1,176 @@
+"""Each API names the model that it wants, and gets it loaded; Ollama's says how long it stays, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from live_servers import LiveServer, serving, wait_until
+from served_models import CountedSource
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
+    "/v1/chat/completions": {**CHAT, "max_tokens": 2},
+    "/v1/messages": {**CHAT, "max_tokens": 2},
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 16},
+    "/v1/embeddings": {"input": "Hello"},
+    "/v1/warm": {"text": "Hello there. " * 8},
+    "/api/chat": {**CHAT, "stream": False, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "Hello", "stream": False, "options": {"num_predict": 2}},
+    "/completion": {"prompt": "Hello", "n_predict": 2},
+    "/apply-template": CHAT,
+    "/tokenize": {"content": "Hello"},
+    "/detokenize": {"tokens": [40, 41]},
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tiny_model_dir: Any, second_model_dir: Any) -> tuple[CountedSource, CountedSource]:
+    return CountedSource(tiny_model_dir), CountedSource(second_model_dir)
+
+
+@pytest.fixture(scope="module")
+def server(sources: tuple[CountedSource, CountedSource]) -> Iterator[LiveServer]:
+    first, second = sources
+    with (
+        first.open() as engine,
+        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a") as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+def unloaded(server: LiveServer) -> LiveServer:
+    """The second model is not loaded."""
+    with server.client() as client:
+        client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+    wait_until(lambda: server.kv.models.find("b").phase == "not_loaded", "the model to be unloaded")
+    return server
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_api_loads_the_model_that_it_names(unloaded, path):
+    with unloaded.client() as client:
+        answer = client.post(path, json={"model": "b", **ROUTES[path]})
+        assert answer.status_code == 200, answer.text
+        assert unloaded.kv.models.find("b").phase == "loaded"
+        body = answer.json()
+        if "model" in body and not path.startswith("/v1/embeddings"):
+            assert body["model"] == "b"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_api_refuses_an_unknown_model_in_its_shape(server, path):
+    with server.client() as client:
+        answer = client.post(path, json={"model": "nobody", **ROUTES[path]})
+    assert answer.status_code == 404, answer.text
+    assert "nobody" in answer.text
+    assert "'b" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/completion"])
+def test_a_stream_may_load_its_model(unloaded, path):
+    with (
+        unloaded.client() as client,
+        client.stream("POST", path, json={**ROUTES[path], "model": "b", "stream": True}) as answer,
+    ):
+        assert answer.status_code == 200
+        assert len(list(answer.iter_lines())) > 1
+
+
+@pytest.mark.parametrize("path", ["/v1/stats", "/v1/blocks", "/props", "/slots"])
+def test_who_only_looks_loads_nothing(unloaded, path):
+    with unloaded.client() as client:
+        answer = client.get(path, params={"model": "b"})
+        assert answer.status_code == 503, answer.text
+        assert "not loaded" in answer.text
+        assert answer.headers["retry-after"]
+        assert client.get(path).status_code == 200
+        assert client.get(path, params={"model": "nobody"}).status_code == 404
+    assert unloaded.kv.models.find("b").phase == "not_loaded"
+
+
+def test_ollama_lists_all_runs_those_that_are_loaded_and_shows_what_it_knew(unloaded):
+    with unloaded.client() as client:
+
+        def names(path: str) -> list[str]:
+            return [one["name"] for one in client.get(path).json()["models"]]
+
+        assert (names("/api/tags"), names("/api/ps")) == (["a:latest", "b:latest"], ["a:latest"])
+        loaded = client.post("/api/chat", json={"model": "b:latest", "keep_alive": "10m"}).json()
+        assert (loaded["model"], loaded["done_reason"]) == ("b:latest", "load")
+        assert names("/api/ps") == ["a:latest", "b:latest"]
+        shown = client.post("/api/show", json={"model": "b"}).json()
+        assert shown["details"]["family"] == "qwen3"
+        gone = client.post("/api/chat", json={"model": "b", "keep_alive": 0}).json()
+        assert gone["done_reason"] == "unload"
+        wait_until(lambda: names("/api/ps") == ["a:latest"], "the model to be unloaded")
+        wait_until(lambda: unloaded.kv.models.find("b").phase == "not_loaded", "the end of that")
+        assert client.post("/api/show", json={"model": "b"}).json() == shown
+        again = client.post("/api/generate", json={"model": "b", "keep_alive": 0}).json()
+        assert again["done_reason"] == "unload"
+    assert unloaded.kv.models.find("b").phase == "not_loaded", "it was loaded to be unloaded"
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("1h30m", 5400), ("5m", 300), (90, 90), ("90", 90), ("1.5s", 1.5), (-1, None), ("-1m", None)]
+)
+def test_the_last_request_says_how_long_a_model_stays(server, given, seconds):
+    with server.client() as client:
+        assert client.post("/api/generate", json={"model": "b", "keep_alive": given}).status_code == 200
+        served = server.kv.models.find("b")
+        left = client.get("/v1/stats").json()["models"]["data"][1]["unloads_in_seconds"]
+        assert left is None if seconds is None else 0 <= seconds - left < seconds
+        (running,) = [one for one in client.get("/api/ps").json()["models"] if one["name"] == "b:latest"]
+        assert running["expires_at"].startswith("9999") == (seconds is None)
+        assert client.post("/v1/completions", json={"model": "b", **ROUTES["/v1/completions"]}).status_code == 200
+        assert served.keep_alive == 300, "who says nothing means the server's own"
+
+
+@pytest.mark.parametrize("given", ["soon", "5 m", "m5", True, [], "9" * 13, 1e12, "1e3"])
+def test_a_wrong_keep_alive_is_named(server, given):
+    with server.client() as client:
+        answer = client.post("/api/generate", json={"model": "b", "keep_alive": given})
+    assert answer.status_code == 400, answer.text
+    assert "keep_alive" in answer.json()["error"]
+
+
+def test_keep_alive_of_one_key_does_not_send_away_another_s_model(tiny_model_dir):
+    first = CountedSource(tiny_model_dir)
+    with (
+        first.open() as engine,
+        serving(engine, source=first.source, model_name="a", api_keys=("one", "two")) as server,
+        server.client(headers={"x-api-key": "one"}) as client,
+    ):
+        answer = client.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
+        assert answer["done_reason"] == "load"
+        assert server.kv.models.first.phase == "loaded"
+
+
+def test_one_conversation_goes_on_with_another_model(server):
+    """What a key was answered belongs to the key, not to the model."""
+    with server.client() as client:
+        first = client.post("/v1/responses", json={"model": "a", **ROUTES["/v1/responses"]}).json()
+        body = {"model": "b", "previous_response_id": first["id"], **ROUTES["/v1/responses"]}
+        second = client.post("/v1/responses", json=body)
+        assert (second.status_code, second.json()["model"]) == (200, "b")
+
+
+def test_the_doctor_knows_the_requests_of_all_models(server):
+    text = "The doctor reads this whole text again. " * 4
+    with server.client() as client:
+        ids = {}
+        for name in ("a", "b"):
+            answer = client.post("/v1/completions", json={"model": name, "prompt": text, "max_tokens": 1})
+            ids[name] = answer.headers["x-request-id"]
+        known = [one["request_id"] for one in client.get("/v1/requests").json()["data"]]
+        assert known[:2] == [ids["b"], ids["a"]]
+        assert client.get("/v1/requests/last/cache").json()["request_id"] == ids["b"]
+        client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+        wait_until(lambda: server.kv.models.find("b").phase == "not_loaded", "the model to be unloaded")
+        found = client.get(f"/v1/requests/{ids['b']}/cache").json()
+        assert (found["request_id"], found["prompt_tokens"] > 10) == (ids["b"], True)

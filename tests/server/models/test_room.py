@@ -1,0 +1,168 @@
+"""Who leaves when another model needs the room: models of equal size, of which the budget holds two."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.fake_runner import fake_engine
+from kvboost_edge.errors import CapacityError
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.models import loader
+from kvboost_edge.server.models.served import ModelSource, ServedModel
+from kvboost_edge.server.models.server import ServerState
+from kvboost_edge.server.settings import ServerSettings
+
+SIZE = 100
+
+
+class Room:
+    """An app over the models a, b and c; `wrong` is raised, once, by the next loading of a name."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.wrong: dict[str, Exception] = {}
+        self._first = fake_engine(64)
+        others = [((name,), self._source(name)) for name in ("b", "c")]
+        chosen = ServerSettings(model_name="a", **settings)
+        app = create_app(self._first, chosen, self._source("a"), others, int(2.5 * SIZE))
+        self.kv: ServerState = app.state.kv
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
+
+    def _source(self, name: str) -> ModelSource:
+        def load(stopped: threading.Event) -> Any:
+            if name in self.wrong:
+                raise self.wrong.pop(name)
+            return fake_engine(64)
+
+        return ModelSource(lambda: SIZE, load)
+
+    async def ask(self, name: str) -> httpx.Response:
+        return await self.client.post("/tokenize", json={"model": name, "content": "x"})
+
+    def model(self, name: str) -> ServedModel:
+        found = self.kv.models.find(name)
+        assert found is not None
+        return found
+
+    @property
+    def loaded(self) -> str:
+        return "".join(one.name for one in self.kv.models.all if one.state is not None)
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        await self.kv.models.close()
+        self._first.close()
+        assert not self.kv.models.first.num_loads or self.loaded == ""
+
+
+@pytest.fixture(autouse=True)
+def all_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "reserved_bytes", lambda engine: SIZE)
+
+
+@pytest.fixture
+async def room() -> AsyncIterator[Room]:
+    found = Room()
+    yield found
+    await found.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_the_one_that_was_not_used_for_longest_leaves(room: Room) -> None:
+    for name, loaded in (("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")):
+        assert (await room.ask(name)).status_code == 200
+        assert room.loaded == loaded
+        assert room.kv.models.loader.taken == 2 * SIZE
+
+
+async def test_one_that_is_in_use_stays_though_it_was_idle_for_longer(room: Room) -> None:
+    await room.ask("b")
+    room.model("a").in_use += 1
+    assert (await room.ask("c")).status_code == 200
+    assert room.loaded == "ac"
+    room.model("a").in_use -= 1
+
+
+async def test_nobody_leaves_where_that_is_not_enough(room: Room) -> None:
+    """Both are needed, one of them is in use: the idle one stays until both may go."""
+    await room.ask("b")
+    room.model("c").planned = 2 * SIZE
+    room.model("a").in_use += 1
+    waiting = asyncio.ensure_future(room.ask("c"))
+    await until(lambda: "in use" in room.model("c").waits_for)
+    assert room.loaded == "ab"
+    room.model("a").in_use -= 1
+    room.kv.models.loader.released(room.model("a"))
+    assert (await waiting).status_code == 200
+    assert room.loaded == "c"
+
+
+async def test_a_model_stays_for_as_long_as_its_loading_took(room: Room) -> None:
+    """Else two that do not fit together would only be loaded in turns."""
+    await room.ask("b")
+    for name in ("a", "b"):
+        room.model(name).loaded_at, room.model(name).load_seconds = asyncio.get_running_loop().time(), 1000.0
+    waiting = asyncio.ensure_future(room.ask("c"))
+    await until(lambda: "a moment ago" in room.model("c").waits_for)
+    assert room.loaded == "ab"
+    room.model("a").load_seconds = 0.0
+    room.model("b").load_seconds = 0.0
+    room.kv.models.loader.released(room.model("a"))
+    assert (await waiting).status_code == 200
+
+
+async def test_where_the_machine_has_less_than_the_budget_idle_ones_leave(room: Room) -> None:
+    room.wrong["b"] = CapacityError("weights exceed memory")
+    assert (await room.ask("b")).status_code == 200
+    assert room.loaded == "b"
+    room.model("b").in_use += 1
+    room.wrong["c"] = CapacityError("weights exceed memory")
+    refused = await room.ask("c")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_does_not_fit")
+    assert "weights exceed memory" in refused.json()["error"]["message"]
+    room.model("b").in_use -= 1
+
+
+async def test_a_model_that_takes_more_than_was_planned_costs_another_its_place(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "reserved_bytes", lambda engine: 2 * SIZE)
+    assert (await room.ask("b")).status_code == 200
+    await until(lambda: room.loaded == "b")
+    assert room.model("b").planned == 2 * SIZE
+
+
+async def test_an_error_that_is_not_ours_stays_in_the_log(room: Room, caplog: pytest.LogCaptureFixture) -> None:
+    room.wrong["b"] = RuntimeError("the secret of a library")
+    refused = await room.ask("b")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
+    assert "secret" not in refused.text
+    assert "RuntimeError" in [vars(one)["facts"].get("error") for one in caplog.records if "facts" in vars(one)]
+    assert (await room.ask("a")).status_code == 200
+
+
+async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_PINNED_SECONDS", 0.02)
+    room = Room(keep_alive=0.02)
+    try:
+        model = room.model("a")
+        pin = {"text": "These words stay here for a while. " * 2, "pin": True, "ttl": 0.3}
+        assert (await room.client.post("/v1/warm", json=pin)).status_code == 200
+        engine = model.state.engine if model.state else None
+        assert engine is not None
+        seen = []
+        await until(lambda: model.state is None or seen.append(engine.paged_stats()["pinned_blocks"]))
+        assert seen[0] > 0
+        await until(lambda: model.phase == "not_loaded")
+    finally:
+        await room.close()
