@@ -241,9 +241,9 @@ FAULTS = (
     ),
     fault(
         "tenants share a root",
-        "engine/intake.py",
-        'narrowed_root(root, "tenant", terms.tenant) if terms.tenant else root',
-        "root",
+        "kvcache/hashing.py",
+        '(("tenant", tenant), ("cache_salt", cache_salt))',
+        '(("cache_salt", cache_salt),)',
         "tests/engine/test_terms.py",
     ),
     fault("deadlines are not kept", "engine/core.py", "        self._expire()\n", "", "tests/engine/test_terms.py"),
@@ -342,7 +342,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
 def copied_tree(parent: Path) -> Path:
     """A copy of what the tests need, with modification times kept, so that compiled kernels stay valid."""
     tree = parent / "tree"
-    ignored = shutil.ignore_patterns(".git", ".venv", ".hypothesis", ".*_cache", "*.egg-info", "build", "dist")
+    ignored = shutil.ignore_patterns(".git", ".venv*", ".redis", ".hypothesis", ".*_cache", "*.egg-info", "*-Q*.gguf")
     shutil.copytree(ROOT, tree, ignore=ignored)
     done = subprocess.run(
         [sys.executable, "-c", "import kvboost_edge; print(kvboost_edge.__file__)"],
