@@ -113,6 +113,8 @@ class RequestHandle:
                 computed, left = max(known.computed, last.computed, cached), last.seconds_left
                 if self._has_started or (self._result is not None and self._result.finish_reason in ("stop", "length")):
                     computed, left = last.total, 0.0
+                if self._result is not None:
+                    last = last._replace(elapsed=max(last.elapsed, self._result.prompt_ms / 1e3))
                 self._progress = last._replace(cached=cached, computed=computed, seconds_left=left)
             return self._progress
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Loader", "reserved_bytes"]
 
 _PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
+_SOON = 0.01  # a clock may run out a little early
 _FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
@@ -126,8 +127,7 @@ class Loader:
                     served.waits_for = "it is being unloaded"
                     await served.unloading
                 served.phase = "loading"
-                engine = await self._loaded(served)
-                self.adopt(served, await in_thread(lambda: self.prepared(served, engine)))
+                await self._adopt_new(served, await self._loaded(served))
             served.num_loads += 1
             self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
             await self._keep_within(served)
@@ -142,6 +142,16 @@ class Loader:
             self._changed.set()
             if not served.in_use:
                 self.watch_idle(served)
+
+    async def _adopt_new(self, served: ServedModel, engine: Engine) -> None:
+        try:
+            state = await in_thread(lambda: self.prepared(served, engine))
+        except BaseException:
+            if served.metrics is not None:
+                served.metrics.follow(None, None)
+            await in_thread(engine.close)
+            raise
+        self.adopt(served, state)
 
     async def _loaded(self, served: ServedModel) -> Engine:
         """Room is made, and the engine."""
@@ -202,7 +212,8 @@ class Loader:
         for one in self._idle(besides=served):
             if self.taken <= self.budget:
                 return
-            await self._unload(one, "room for another")
+            if one.may_leave:  # a request may have come for it while another one left
+                await self._unload(one, "room for another")
         if self.taken > self.budget:
             log_facts(logging.WARNING, "models over budget", bytes=self.taken, max_model_bytes=self.budget)
 
@@ -243,8 +254,12 @@ class Loader:
     async def _leave(self, served: ServedModel) -> None:
         if served.state is None or not served.may_leave:
             return
-        pinned = (await in_thread(served.state.engine.paged_stats))["pinned_blocks"]
-        if not served.may_leave or self._ended.is_set():
+        engine = served.state.engine
+        pinned = (await in_thread(engine.paged_stats))["pinned_blocks"] if engine.is_alive() else 0
+        if self._ended.is_set() or not served.may_leave or served.state.engine is not engine:
+            return
+        if served.unloads_at is None or served.unloads_at - _SOON > time.monotonic():
+            self.watch_idle(served)  # others came and went meanwhile
             return
         if pinned:  # somebody was promised that they stay
             loop = asyncio.get_running_loop()
@@ -299,10 +314,11 @@ def reserved_bytes(engine: Engine) -> int:
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
     """Close an engine; what it could do, if that was not known."""
-    found = abilities or (abilities_of(engine) if engine.is_alive() else ())
-    engine.close()
-    give_back()
-    return found
+    try:
+        return abilities or (abilities_of(engine) if engine.is_alive() else ())
+    finally:
+        engine.close()
+        give_back()
 
 
 def _gb(num_bytes: int) -> str:

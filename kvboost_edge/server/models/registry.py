@@ -115,8 +115,9 @@ class Models:
         tenant: str | None = facts.get("tenant")
         if not self._waiting.fit(tenant, 1):
             self.num_refused += 1
+            used = self._waiting.used_by(tenant) if self._waiting.are_kept else self._waiting.used
             raise QueueFull(
-                f"{self._waiting.used} requests wait for models to be loaded, as many as may wait (--max-queue-size); "
+                f"{used} requests wait for models to be loaded, as many as may wait (--max-queue-size); "
                 "try again later",
                 _retry_seconds(served.load_seconds),
             )
@@ -154,11 +155,16 @@ class Models:
                 raise ApiError(
                     503,
                     f"the model {served.name!r} was not loaded within {timeout:g} seconds (--request-timeout): "
-                    f"{served.waits_for}; try again later",
+                    f"{self._told_of(served)}; try again later",
                     code="model_loading",
                     headers={"Retry-After": str(_retry_seconds(served.load_seconds))},
                 )
         return served.state
+
+    def _told_of(self, served: ServedModel) -> str:
+        """What its loading waits for, without what other keys use."""
+        several = len(self._shared.settings.all_keys) > 1
+        return "other models take the memory" if several and not served.num_bytes else served.waits_for
 
 
 async def _until_gone(request: Request) -> None:

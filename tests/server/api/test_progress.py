@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import generation
 from kvboost_edge.server.errors import ShuttingDown
 from live_servers import HeldForward, LiveServer, serving, wait_until
@@ -31,8 +32,6 @@ FIGURES = {"total", "cache", "processed", "time_ms", "estimated_ms"}
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from kvboost_edge import CPUPagedEngine
-
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", num_blocks=256, max_num_seqs=2, max_batch_tokens=CHUNK, reuse_gate="off"
     ) as engine:
@@ -292,6 +291,7 @@ def test_who_leaves_while_the_prompt_is_read_frees_all_within_a_step(
     with asking(server, path) as told:
         held.step()
         told.until(CHUNK)
+    wait_until(lambda: not server.state.admission.tickets, "the server to see that")
     held.step()  # the one that was running
     wait_until(server.idle, "its blocks to be free")
 
@@ -312,6 +312,7 @@ def test_an_error_behind_the_first_event_is_an_event(
         told.until(0)
         for ticket in list(server.state.admission.tickets):
             ticket._task.get_loop().call_soon_threadsafe(ticket.cancel, ShuttingDown())  # as a shutdown does
+        wait_until(lambda: not server.state.admission.tickets, "the requests to be ended")
         held.release()
         told.rest()
     assert error(told.events[-1]) in ("shutting_down", 503, "overloaded_error")

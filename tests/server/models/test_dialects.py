@@ -117,7 +117,8 @@ def test_ollama_lists_all_runs_those_that_are_loaded_and_shows_what_it_knew(unlo
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"), [("1h30m", 5400), ("5m", 300), (90, 90), ("90", 90), ("1.5s", 1.5), (-1, None), ("-1m", None)]
+    ("given", "seconds"),
+    [("1h30m", 5400), ("5m", 300), (90, 90), ("90", 90), ("90.5s", 90.5), (-1, None), ("-1m", None)],
 )
 def test_the_last_request_says_how_long_a_model_stays(server, given, seconds):
     with server.client() as client:

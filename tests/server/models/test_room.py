@@ -156,7 +156,7 @@ async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch: py
     room = Room(keep_alive=0.02)
     try:
         model = room.model("a")
-        pin = {"text": "These words stay here for a while. " * 2, "pin": True, "ttl": 0.3}
+        pin = {"text": "These words stay here for a while. " * 2, "pin": True, "ttl": 2.0}
         assert (await room.client.post("/v1/warm", json=pin)).status_code == 200
         engine = model.state.engine if model.state else None
         assert engine is not None

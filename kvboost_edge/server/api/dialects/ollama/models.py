@@ -44,7 +44,11 @@ def running(server: ServerState) -> list[Json]:
     """Those that are loaded, and until when."""
     return [
         _entry(one, name)
-        | {"expires_at": _expiry(one), "size_vram": 0, "context_length": one.known.max_context if one.known else 0}
+        | {
+            "expires_at": _expiry(server, one),
+            "size_vram": 0,
+            "context_length": one.known.max_context if one.known else 0,
+        }
         for one in server.models.all
         if one.state is not None
         for name in one.names
@@ -67,7 +71,8 @@ def shown(server: ServerState, served: ServedModel) -> Json:
             else {}
         ),
     }
-    abilities = served.abilities if served.state is None else abilities_of(served.state.engine)
+    state = served.state  # it may be unloaded meanwhile
+    abilities = served.abilities if state is None else abilities_of(state.engine)
     return {
         "license": "",
         "modelfile": "",
@@ -101,9 +106,10 @@ def _details(known: Known | None) -> Json:
     }
 
 
-def _expiry(served: ServedModel) -> str:
-    """When it will be unloaded; while somebody uses it, as if that ended now."""
-    if served.source is None or served.keep_alive == math.inf:
+def _expiry(server: ServerState, served: ServedModel) -> str:
+    """When it will be unloaded; while somebody uses it, as if that ended now. Several keys are not told: it would show
+    when another one asked last."""
+    if served.source is None or served.keep_alive == math.inf or len(server.settings.all_keys) > 1:
         return _FOREVER
     since = time.monotonic() if served.in_use else served.idle_since
     left = since + served.keep_alive - time.monotonic()
