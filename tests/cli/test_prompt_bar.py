@@ -66,7 +66,7 @@ def test_it_is_drawn_and_taken_away(at_once: None) -> None:
         assert file.getvalue().rstrip("\n").endswith(ERASED), "the line is empty again"
         bar.show(HALF)
         assert shown(file) == text, "it does not come back"
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() <= before, "the bar's thread to end")
 
 
 @pytest.mark.parametrize("options", [{"force_terminal": False}, {"quiet": True}])

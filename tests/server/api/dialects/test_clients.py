@@ -77,13 +77,18 @@ def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude: anthro
     assert (second.usage.cache_read_input_tokens or 0) >= written - 17
 
 
-def test_anthropics_client_keeps_what_is_marked(claude: anthropic.Anthropic) -> None:
+def test_anthropics_client_keeps_what_is_marked(claude: anthropic.Anthropic, live_server: LiveServer) -> None:
     system: Any = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
     first = claude.messages.create(messages=ASK, system=system, **FIELDS).usage
     again = claude.messages.create(messages=[{"role": "user", "content": "And Rome?"}], system=system, **FIELDS).usage
     assert (first.cache_creation_input_tokens or 0) + (first.cache_read_input_tokens or 0) > 16
     assert (again.cache_read_input_tokens or 0) > 16
     assert again.cache_creation_input_tokens == 0
+    with live_server.client() as client:  # other tests share the server
+        marked = [{"role": "system", "content": system[0]["text"]}]
+        body = {"messages": marked, "add_generation_prompt": False}
+        assert client.post("/v1/unpin", json=body).json()["blocks_unpinned"] > 0
+    assert live_server.engine.paged_stats()["pinned_blocks"] == 0
 
 
 def test_anthropics_client_raises_its_own_errors(claude: anthropic.Anthropic, keyed_server: LiveServer) -> None:
