@@ -15,9 +15,9 @@ from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.errors import ApiError, NoReplica
 
-__all__ = ["Cancelled", "Flight", "NoReplica", "ReplicaLost", "Stream", "is_loss"]
+__all__ = ["Cancelled", "Flight", "ReplicaLost", "Stream", "is_loss"]
 
 _TRIES = 4
 _TARGETS = 3  # replicas that are tried in order, before any
@@ -30,14 +30,6 @@ class ReplicaLost(ApiError):
     def __init__(self) -> None:
         message = "the replica that computed this answer ended; send the request again"
         super().__init__(503, message, code="replica_lost", headers={"Retry-After": "1"})
-
-
-class NoReplica(ApiError):
-    """503: no replica takes requests."""
-
-    def __init__(self) -> None:
-        message = "no replica takes requests at the moment; Ray starts those that ended again"
-        super().__init__(503, message, code="no_replica", headers={"Retry-After": "5"})
 
 
 class Cancelled(KVBoostError):
@@ -55,9 +47,10 @@ class Stream(Protocol):
 def is_loss(error: BaseException) -> bool:
     """Whether an error of a call means that its replica, or the way to it, is gone."""
     from ray import exceptions
+    from ray.serve.exceptions import DeploymentUnavailableError
 
     kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RpcError, exceptions.RaySystemError)
-    return isinstance(error, kinds)
+    return isinstance(error, (*kinds, DeploymentUnavailableError))
 
 
 class Flight:
@@ -88,7 +81,7 @@ class Flight:
         self._queued: Choice | None = None  # where its tokens count as waiting
         self.progress: Progress | None = None
         self._begun = time.monotonic()
-        self._has_begun = self._has_events = False
+        self._has_begun = self._has_events = self._is_cancelled = False
         self._stream: Stream | None = None
         self._ending: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -97,6 +90,8 @@ class Flight:
         """Until the handle has its result or its error."""
         self._task = asyncio.current_task()
         try:
+            if self._is_cancelled:  # before this began
+                raise asyncio.CancelledError
             await self._run()
         except asyncio.CancelledError:
             self._handle._finish(None, Cancelled(f"request {self._sent.request} was cancelled"))
@@ -111,6 +106,7 @@ class Flight:
 
     def cancel(self) -> None:
         """Have it end: by the replica if it has begun there, else here."""
+        self._is_cancelled = True
         if self._ending is None and self._task is not None and not self._task.done():
             if self._has_begun:
                 self._ending = asyncio.ensure_future(self._end_there())
@@ -137,6 +133,8 @@ class Flight:
             if self._has_events or self._ending is not None:
                 raise ReplicaLost
             # Nobody has seen anything of it, so another replica may compute it.
+            if self._stream is not None:
+                self._stream.cancel()
             self._settle()
             if choice is not None:
                 lost.add(choice.replica_id)

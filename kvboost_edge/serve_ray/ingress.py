@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,9 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
     try:
         return parse_flags(flags, _PROG)
     except SystemExit as error:
-        raise ConfigError(f"wrong flags: {shlex.join(flags)}; those of `kvboost-edge serve` are known") from error
+        # Values may be secrets, and Ray shows this.
+        named = " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
+        raise ConfigError(f"wrong flags or values: {named}; those of `kvboost-edge serve` are known") from error
 
 
 @serve.deployment(

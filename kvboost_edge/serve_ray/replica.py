@@ -41,6 +41,10 @@ class ReplicaOptions(NamedTuple):
     warm_documents: tuple[str, ...] = ()
     tenants: tuple[str | None, ...] = (None,)
 
+    def __repr__(self) -> str:
+        """Without the engine's options, which may hold a password: Ray logs what it is given."""
+        return f"ReplicaOptions({self.model!r})"
+
 
 def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
     """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of memory for: threads
@@ -111,9 +115,14 @@ class EngineReplica:
         entry = Entry(time.perf_counter() - sent.since, prompt_text=sent.prompt_text)
         try:
             ids = decode_tokens(sent.tokens)
-            handle = await asyncio.to_thread(
-                lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms)
+            submitting = asyncio.ensure_future(
+                asyncio.to_thread(lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms))
             )
+            try:
+                handle = await asyncio.shield(submitting)
+            except asyncio.CancelledError:
+                submitting.add_done_callback(_cancel_submitted)  # its thread goes on
+                raise
         except Exception as error:
             yield Came(self.name, failure=self._failure(error))
             return
@@ -256,6 +265,12 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
     "unpin": EngineReplica._unpin,
     "warm_result": EngineReplica._warm_result,
 }
+
+
+def _cancel_submitted(submitting: asyncio.Future[RequestHandle]) -> None:
+    """End a request that nobody waits for any more."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()
 
 
 def _results_of(handles: Sequence[RequestHandle]) -> tuple[GenerationResult, ...]:

@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
-from kvboost_edge.serve_ray.flight import NoReplica, Stream, is_loss
+from kvboost_edge.serve_ray.flight import Stream, is_loss
 from kvboost_edge.serve_ray.messages import Asked, Computed, Description, Failure, Sent, Told
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Choice
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
+from kvboost_edge.server.errors import NoReplica
 from kvboost_edge.server.logs import log_facts
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Replicas:
     def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
         """Ray's replicas as of now, with what each says of its model; those that may be used. From any thread."""
         with self._lock:
+            if self._root not in {str(one.get("root")) for one in members.values() if one.get("model") == self._model}:
+                self._root = None  # all of that kind are gone: those that come may be of a newer one
             accepted = set()
             for name in sorted(members):
                 refusal = self._refusal(name, members[name])
@@ -88,9 +91,9 @@ class Replicas:
                 elif name not in self._refused:
                     self._refused[name] = refusal
                     log_facts(logging.ERROR, "replica refused", replica=name, reason=refusal)
-            if not accepted and not self._refused:
-                self._root = None  # all are gone: the next ones may be of a newer kind
-            self._refused = {name: why for name, why in self._refused.items() if name in members}
+            self._refused = {
+                name: why for name, why in self._refused.items() if name in members and name not in accepted
+            }
             self.usable = frozenset(accepted)
         self.call_soon(self._set_members)
         return self.usable
@@ -237,10 +240,11 @@ class Replicas:
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run it on the loop, outside of any request of Ray's: in one all calls would have the same id, by which Ray's
         router knows them apart."""
-        if not self.is_open:
-            work.close()
-            raise KVBoostError("the pool of replicas is closed")
-        return contextvars.Context().run(asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop)
+        with self._lock:  # nothing may come behind the last that runs there
+            if not self.is_open:
+                work.close()
+                raise KVBoostError("the pool of replicas is closed")
+            return contextvars.Context().run(asyncio.run_coroutine_threadsafe, self._tracked(work), self._loop)
 
     def call_soon(self, work: Callable[[], object]) -> None:
         """Call it on the loop; nothing happens once that is closed."""
@@ -252,10 +256,12 @@ class Replicas:
 
     def close(self) -> None:
         """End everything that runs here, and the thread."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
+        with self._lock:
+            if not self.is_open:
+                return
+            self.is_open = False
+            ending = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
+        ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

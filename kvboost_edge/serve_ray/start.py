@@ -85,14 +85,18 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def cpus_of_each(workers: int, num_threads: int | None, there: int) -> int:
-    """CPUs that each replica reserves: its threads, or an even part of those `there`. ConfigError for too few."""
-    each = num_threads or there // workers
+def cpus_of_each(workers: int, num_threads: int | None, there: int, most: int | None = None) -> int:
+    """CPUs that each replica reserves: its threads, or an even part of those `there`, at most those of the largest
+    machine (`most`; None: there is one). ConfigError for too few."""
+    most = there if most is None else most
+    each = num_threads or min(there // workers, most)
     if each < 1 or workers * each > there:
         raise ConfigError(
             f"workers={workers} with {each or 1} threads each need {workers * (each or 1)} CPUs, {there} may be used "
             "here; lower --workers or --num-threads"
         )
+    if each > most:
+        raise ConfigError(f"no machine of the cluster has {each} CPUs, the largest has {most}; lower --num-threads")
     return each
 
 
@@ -148,7 +152,8 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
             "`ray start --head`, or leave --ray-address out for one of its own"
         ) from error
     try:
-        yield cpus_of_each(workers, num_threads, int(ray.available_resources().get("CPU", 0)))
+        most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+        yield cpus_of_each(workers, num_threads, int(ray.available_resources().get("CPU", 0)), most)
     finally:
         ray.shutdown()
 
@@ -229,6 +234,7 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
             ingress=name,
             drain_seconds=options.settings.drain_seconds,
         )
+        log_facts(logging.INFO, "replicas start", workers=options.workers, cpus=cpus)
         try:
             handle = serve.run(application, name=name, route_prefix=None)
         except RuntimeError as error:

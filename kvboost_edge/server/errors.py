@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
+from kvboost_edge.server.engines import Engine, Replicated
 from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.logs import failure_place, log_facts
 
@@ -26,6 +27,7 @@ __all__ = [
     "ClientGone",
     "DeadlineExceeded",
     "EngineStopped",
+    "NoReplica",
     "QueueFull",
     "ShuttingDown",
     "as_api_error",
@@ -33,6 +35,7 @@ __all__ = [
     "error_response",
     "install_error_handlers",
     "log_failure",
+    "stopped",
 ]
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
@@ -81,6 +84,19 @@ class EngineStopped(ApiError):
 
     def __init__(self) -> None:
         super().__init__(503, "the engine stopped after an error; restart the server", code="engine_stopped")
+
+
+class NoReplica(ApiError):
+    """503: no replica takes requests."""
+
+    def __init__(self) -> None:
+        message = "no replica takes requests at the moment; Ray starts those that ended again"
+        super().__init__(503, message, code="no_replica", headers={"Retry-After": "5"})
+
+
+def stopped(engine: Engine) -> ApiError:
+    """The answer while an engine is not alive."""
+    return NoReplica() if isinstance(engine, Replicated) else EngineStopped()
 
 
 class DeadlineExceeded(ApiError):

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-from kvboost_edge.server.errors import EngineStopped, ShuttingDown
+from kvboost_edge.server.errors import ShuttingDown, stopped
 from kvboost_edge.server.work.admission import Admission, Ticket
 from kvboost_edge.server.work.remembered import Remembered
 
@@ -64,10 +64,11 @@ class ModelState:
         """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt and output, estimated
         before tokenization; `num_sequences` counts prompts x choices. The body must have been read.
 
-        Raises ShuttingDown or EngineStopped (503); entering raises for a full queue and for what could never fit.
+        Raises ShuttingDown, EngineStopped or NoReplica (503); entering raises for a full queue and for what
+        could never fit.
         """
         if not self.engine.is_alive():
-            raise EngineStopped
+            raise stopped(self.engine)
         if self.shared.draining:
             raise ShuttingDown
         return Ticket(self.admission, self.metrics, request, num_tokens, num_sequences)

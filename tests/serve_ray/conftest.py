@@ -1,4 +1,4 @@
-"""Two replicas of the bundled model on a Ray of this machine's own, once for all tests, and the same model alone."""
+"""Two replicas of the bundled model on a Ray of this machine's own, and the same model alone, for one module."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def serve_options() -> Any:
     return parse_flags([*argv, "--max-batch-size", "8", "--workers", "2", "--drain-seconds", "20"], "test")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster(isolated_cache: Any) -> Iterator[None]:
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
@@ -77,7 +77,7 @@ def ray_cluster(isolated_cache: Any) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running(ray_cluster: None, serve_options: Any) -> Iterator[Running]:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.serve_ray.model import open_tokenizer
@@ -101,7 +101,7 @@ def two(running: Running) -> Running:
     return running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(isolated_cache: Any) -> Iterator[Any]:
     """The same model and settings in this process."""
     from kvboost_edge import CPUPagedEngine
@@ -110,7 +110,7 @@ def alone(isolated_cache: Any) -> Iterator[Any]:
         yield engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(running: Running) -> Iterator[LiveServer]:
     """The server over the replicas, with two tenants' keys."""
     with serving(running.pool, api_keys=("first-key", "second-key"), admin_api_keys=("admin-key",)) as live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -146,6 +147,8 @@ def test_a_killed_replica_loses_started_answers_alone(two: Any) -> None:
     lost = 0
     for handle in handles:
         seen = 0
+        with contextlib.suppress(ReplicaLost):
+            handle.result(timeout=120)
         try:
             for _ in handle.events():
                 seen += 1

@@ -28,6 +28,9 @@ def test_each_replica_gets_its_threads_or_an_even_part() -> None:
     assert cpus_of_each(2, None, 8) == 4
     assert cpus_of_each(3, None, 8) == 2
     assert cpus_of_each(2, 3, 8) == 3
+    assert cpus_of_each(2, None, 16, most=4) == 4
+    with pytest.raises(ConfigError, match="no machine of the cluster has 6 CPUs, the largest has 4"):
+        cpus_of_each(2, 6, 16, most=4)
     for workers, threads in ((3, None), (2, 2)):
         with pytest.raises(ConfigError, match=rf"workers={workers} .* 2 may be used here"):
             cpus_of_each(workers, threads, 2)

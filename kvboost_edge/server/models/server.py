@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kvboost_edge.server.errors import QueueFull
+from kvboost_edge.server.errors import ApiError, QueueFull, stopped
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.state import ModelState, Shared
@@ -58,10 +58,16 @@ class ServerState:
         """Whether the engine of each loaded model computes requests."""
         return all(state.engine.is_alive() for state in self.models.loaded)
 
+    def stopped(self) -> ApiError | None:
+        """What is told of the first engine that is not alive, or None while all are."""
+        dead = (state.engine for state in self.models.loaded if not state.engine.is_alive())
+        return next(map(stopped, dead), None)
+
     def trouble(self) -> str | None:
         """Why the server cannot take requests, or None when it can."""
-        if not self.engines_alive():
-            return "the engine stopped after an error; restart the server"
+        error = self.stopped()
+        if error is not None:
+            return error.message
         return "the server is shutting down" if self.draining else None
 
     def check_queue(self, tenant: str | None) -> None:

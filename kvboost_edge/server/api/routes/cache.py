@@ -36,7 +36,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.doctor.asked import normal
-from kvboost_edge.server.errors import EngineStopped
+from kvboost_edge.server.errors import stopped
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.state import ModelState
@@ -167,13 +167,13 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
 
 
 async def _of_engine(state: ModelState, work: Callable[[], T]) -> T:
-    """Ask the engine beside the event loop. EngineStopped (503) when it stopped before or meanwhile."""
+    """Ask the engine beside the event loop. EngineStopped or NoReplica (503) when it stopped before or meanwhile."""
     try:
         return await off_loop(work)
     except KVBoostError as error:
         if state.engine.is_alive():
             raise
-        raise EngineStopped from error
+        raise stopped(state.engine) from error
 
 
 def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost_edge import __version__
-from kvboost_edge.server.errors import ApiError, EngineStopped
+from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.models.exposition import CONTENT_TYPE
 from kvboost_edge.server.models.server import server_of
 
@@ -27,8 +27,9 @@ router = APIRouter()
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while the engines of all loaded models compute requests, 503 with the reason when it does not."""
-    if not server_of(request).engines_alive():
-        raise EngineStopped
+    error = server_of(request).stopped()
+    if error is not None:
+        raise error
     return JSONResponse({"status": "ok"}, headers=_NO_STORE)
 
 

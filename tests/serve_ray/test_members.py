@@ -1,0 +1,41 @@
+"""Which replicas may be used while old ones go and new ones come; without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvboost_edge.errors import KVBoostError
+from kvboost_edge.serve_ray.replicas import Replicas
+
+OLD, NEW, OTHER = {"model": "m", "root": "old"}, {"model": "m", "root": "new"}, {"model": "x", "root": "new"}
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    handle: Any = SimpleNamespace(options=lambda **_: None)
+    found = Replicas(handle, "m", 16)
+    yield found
+    found.close()
+
+
+def test_new_settings_are_refused_beside_old_ones_and_used_once_those_are_gone(replicas: Replicas) -> None:
+    assert replicas.members_changed({"a": OLD, "b": OLD}) == {"a", "b"}
+    assert replicas.members_changed({"b": OLD, "a2": NEW}) == {"b"}
+    assert replicas.members_changed({"a2": NEW, "b2": NEW, "c": OTHER}) == {"a2", "b2"}
+    assert replicas.members_changed({"a2": NEW, "d": OLD}) == {"a2"}
+    assert replicas.members_changed({}) == frozenset()
+    assert replicas.members_changed({"d": OLD}) == {"d"}
+
+
+def test_nothing_starts_once_it_is_closed(replicas: Replicas) -> None:
+    async def work() -> int:
+        return 3
+
+    assert replicas.start(work()).result(timeout=60) == 3
+    replicas.close()
+    with pytest.raises(KVBoostError, match="closed"):
+        replicas.start(work())
