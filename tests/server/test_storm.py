@@ -149,7 +149,7 @@ def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):
         return server.idle() and not pinned and not state.connections and not state.tasks
 
     asyncio.run(storm(10_000, 30))
-    wait_until(settled, "the first visitors to be gone")
+    wait_until(settled, "the first visitors to be gone", 60)
     forget(server)
     wait_until(settled, "the forgetting to be over")
     before = held_by(server)
