@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from api_bodies import ASKED, GENERATING, asked
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.dialects.anthropic import blocks
-from live_servers import KEYS, serving, wait_until
+from live_servers import ENGINE_OPTIONS, KEYS, serving, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -35,12 +36,17 @@ OF_OPENAI = ("/v1/completions", "/v1/chat/completions")
 
 
 @pytest.fixture(scope="module")
-def server(demo_engine):
-    """What somebody wants kept is kept for a moment."""
-    with pytest.MonkeyPatch.context() as patch:
+def server(isolated_cache):
+    """What somebody wants kept is kept for a moment. The engine is its own: in the one that tests share, others' pins
+    stay for minutes."""
+    with (
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        engine.generate("warm", max_new_tokens=2)
         patch.setattr(blocks, "_SECONDS", {"5m": SHORT_SECONDS, "1h": 2 * SHORT_SECONDS})
         options = {"max_batch_size": 8, "max_queue_size": 64, "request_timeout": 60}
-        with serving(demo_engine, api_keys=KEYS, **options) as server:
+        with serving(engine, api_keys=KEYS, **options) as server:
             yield server
 
 
