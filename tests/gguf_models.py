@@ -322,6 +322,12 @@ def _write_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if model_type == "gemma4_text":
         write_gemma4_sizes(writer, config)
     write_expert_sizes(writer, config)
+    _write_factors(writer, config)
+
+
+def _write_factors(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What MiniCPM and Granite multiply by, and the sizes of Granite's layers of another kind, of which it has none."""
+    model_type = config["model_type"]
     if model_type == "minicpm":
         writer.add_embedding_scale(config["scale_emb"])
         writer.add_residual_scale(config["scale_depth"] / config["num_hidden_layers"] ** 0.5)

@@ -3,73 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvboost_edge.backends.cpu import CPUBackend
-from kvboost_edge.runners.native.runner import NativeRunner
-from paged_driver import PagedDriver
+from bit_cases import PROMPTS, TwiceThreaded, same
 from tiny_checkpoints import save_tiny_checkpoint
 
 BLOCK = 16
-PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((90, 1, 40, 17))]
-Logits = npt.NDArray[np.float32]
-
-
-class Model:
-    """A runner per number of threads, and the logits of each prompt computed alone in one pass."""
-
-    def __init__(self, directory: Path, weights: str) -> None:
-        self.runners = [NativeRunner.from_dir(directory, weights=weights, num_threads=threads) for threads in (1, 2)]
-        self.cold = []
-        for prompt in PROMPTS:
-            driver = self.driver()
-            self.cold.append(driver.prefill(driver.open(prompt)))
-
-    def driver(self, threads: int = 1) -> PagedDriver:
-        runner = self.runners[threads - 1]
-        return PagedDriver(runner, CPUBackend(runner.info.kv_spec, 64, num_threads=threads))
 
 
 @pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
     directory = tmp_path_factory.mktemp("bits")
     # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile too many.
     save_tiny_checkpoint("qwen2", directory, hidden_size=80, intermediate_size=1096, num_hidden_layers=2)
-    model = Model(directory, request.param)
+    model = TwiceThreaded(directory, request.param)
     yield model
-    for runner in model.runners:
-        runner.close()
-
-
-def same(actual: Logits, expected: Logits) -> bool:
-    return actual.shape == expected.shape and bool((actual == expected).all())
+    model.close()
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 8, 13, 16, 31, 64])
-def test_any_chunking(model: Model, chunk: int) -> None:
+def test_any_chunking(model: TwiceThreaded, chunk: int) -> None:
     driver = model.driver()
     assert same(driver.prefill(driver.open(PROMPTS[0]), chunk), model.cold[0])
 
 
 @pytest.mark.parametrize("chunk", [1, 17, 1000])
-def test_two_threads(model: Model, chunk: int) -> None:
+def test_two_threads(model: TwiceThreaded, chunk: int) -> None:
     driver = model.driver(threads=2)
     assert same(driver.prefill(driver.open(PROMPTS[0]), chunk), model.cold[0])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_in_a_batch(model: Model, threads: int) -> None:
+def test_in_a_batch(model: TwiceThreaded, threads: int) -> None:
     driver = model.driver(threads)
     sequences = [driver.open(prompt) for prompt in PROMPTS]
     for part, expected in zip(driver.step([(s, s.num_left) for s in sequences]), model.cold, strict=True):
         assert same(part, expected)
 
 
-def test_prefill_beside_decode(model: Model) -> None:
+def test_prefill_beside_decode(model: TwiceThreaded) -> None:
     driver = model.driver()
     running, late = driver.open(PROMPTS[2]), driver.open(PROMPTS[0])
     driver.step([(running, 20)])
@@ -80,7 +53,7 @@ def test_prefill_beside_decode(model: Model) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 89])
-def test_prefix_hit(model: Model, cut: int) -> None:
+def test_prefix_hit(model: TwiceThreaded, cut: int) -> None:
     driver = model.driver()
     first = driver.open([*PROMPTS[0][:cut], *[299] * 20])
     driver.prefill(first)
@@ -90,7 +63,7 @@ def test_prefix_hit(model: Model, cut: int) -> None:
     assert same(driver.prefill(again), model.cold[0][again.table.num_cached_tokens :])
 
 
-def test_the_next_turn_reuses_generated_tokens(model: Model) -> None:
+def test_the_next_turn_reuses_generated_tokens(model: TwiceThreaded) -> None:
     driver = model.driver()
     first = driver.open(PROMPTS[3])
     driver.decode([first], [driver.prefill(first)[-1]], 30)
@@ -103,7 +76,7 @@ def test_the_next_turn_reuses_generated_tokens(model: Model) -> None:
     assert same(warm, fresh.prefill(fresh.open(turn))[again.table.num_cached_tokens :])
 
 
-def test_recomputed_after_it_was_dropped(model: Model) -> None:
+def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
     driver = model.driver()
     sequence = driver.open(PROMPTS[0])
     driver.step([(sequence, 50)])

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from bit_cases import PROMPTS, TwiceThreaded, same
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
 from tiny_checkpoints import save_tiny_checkpoint
 
-PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((90, 1, 40, 17))]
-Logits = npt.NDArray[np.float32]
 # GGUF types -> what their tensors become; widths of 256 for those in blocks.
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 
@@ -34,53 +32,33 @@ def _save(name: str, directory: Path) -> Path:
     return write_gguf(model, directory / "m.gguf", kind=name)
 
 
-class Model:
-    """A runner per number of threads, and the logits of each prompt computed alone in one pass."""
-
-    def __init__(self, path: Path, weights: str) -> None:
-        self.runners = [NativeRunner.from_dir(path, weights=weights, num_threads=threads) for threads in (1, 2)]
-        self.cold = []
-        for prompt in PROMPTS:
-            driver = self.driver()
-            self.cold.append(driver.prefill(driver.open(prompt)))
-
-    def driver(self, threads: int = 1) -> PagedDriver:
-        runner = self.runners[threads - 1]
-        return PagedDriver(runner, CPUBackend(runner.info.kv_spec, 64, num_threads=threads))
-
-
 @pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32", *STORED])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
     if request.param in STORED:
         pytest.importorskip("gguf")
         pytest.importorskip("torch")
     path = _save(request.param, tmp_path_factory.mktemp("mixture"))
-    model = Model(path, "auto" if request.param in STORED else request.param)
+    model = TwiceThreaded(path, "auto" if request.param in STORED else request.param)
     yield model
-    for runner in model.runners:
-        runner.close()
-
-
-def same(actual: Logits, expected: Logits) -> bool:
-    return actual.shape == expected.shape and bool((actual == expected).all())
+    model.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 31])
-def test_any_chunking(model: Model, chunk: int, threads: int) -> None:
+def test_any_chunking(model: TwiceThreaded, chunk: int, threads: int) -> None:
     driver = model.driver(threads)
     assert same(driver.prefill(driver.open(PROMPTS[0]), chunk), model.cold[0])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_in_a_batch(model: Model, threads: int) -> None:
+def test_in_a_batch(model: TwiceThreaded, threads: int) -> None:
     driver = model.driver(threads)
     sequences = [driver.open(prompt) for prompt in PROMPTS]
     for part, expected in zip(driver.step([(s, s.num_left) for s in sequences]), model.cold, strict=True):
         assert same(part, expected)
 
 
-def test_prefill_beside_decode(model: Model) -> None:
+def test_prefill_beside_decode(model: TwiceThreaded) -> None:
     driver = model.driver(2)
     running, late = driver.open(PROMPTS[2]), driver.open(PROMPTS[0])
     driver.step([(running, 20)])
@@ -91,7 +69,7 @@ def test_prefill_beside_decode(model: Model) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 16, 48, 89])
-def test_prefix_hit(model: Model, cut: int) -> None:
+def test_prefix_hit(model: TwiceThreaded, cut: int) -> None:
     driver = model.driver()
     first = driver.open([*PROMPTS[0][:cut], *[299] * 20])
     driver.prefill(first)
@@ -101,7 +79,7 @@ def test_prefix_hit(model: Model, cut: int) -> None:
     assert same(driver.prefill(again), model.cold[0][again.table.num_cached_tokens :])
 
 
-def test_recomputed_after_it_was_dropped(model: Model) -> None:
+def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
     driver = model.driver()
     sequence = driver.open(PROMPTS[0])
     driver.step([(sequence, 50)])
