@@ -92,6 +92,7 @@ def test_a_tier_that_is_refused_memory_is_used_again(call, tmp_path, monkeypatch
             patch.setattr(DiskTier, call, no_memory)
             ask(engine, prompt(1))
             ask(engine, prompt(2))
+            wait_until(lambda: caplog.records, "the tier to be refused")  # blocks are written behind the answer
         ask(engine, prompt(3))
         engine.reset_cache()
         assert ask(engine, prompt(1)) == {"pool": 0, "disk": 96}
