@@ -22,6 +22,7 @@ from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
+from kvboost_edge.tiers.holdings import Held
 from kvboost_edge.tiers.mover import Mover, Piece
 
 __all__ = ["MoverShelf", "Tiering", "Untiered", "check_tiers", "make_tiering", "open_tiers", "tier_places"]
@@ -126,6 +127,10 @@ class Untiered:
 
     def stats(self) -> Mapping[str, TierStats]:
         """Of each tier, by name."""
+        return {}
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        """What came to each tier and left it since the last call, by name; from any thread, for one asker."""
         return {}
 
     @property
@@ -260,6 +265,9 @@ class Tiering(Untiered):
 
     def stats(self) -> Mapping[str, TierStats]:
         return self._mover.stats()
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        return self._mover.take_held(whole)
 
     @property
     def num_lost(self) -> int:
