@@ -112,6 +112,7 @@ class KVCacheManager(BlockCounts):
             table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
             table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
             table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
+            table.missed_hash = match.next_hash
             table.num_computed_tokens = table.num_cached_tokens
             rest = list(self._lookup.rest(data, match))
             for index, prefix_hash in enumerate(rest, len(match.block_ids)):
