@@ -285,7 +285,7 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
-        "preemptions": pool["preemptions"],
+        **{name: pool[name] for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")},
         "replicas": {name: _replica_pool(one) for name, one in replicas_of(engine).items() if name},
     }
 
