@@ -1,7 +1,7 @@
 """What a tier is: a store of whole blocks outside the pool, named by their prefix hashes. May lose, never lies.
 
 A tier knows bytes and addresses, nothing of requests, tensors or positions. One thread, the mover, reads and writes;
-`holds`, `dropped`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
+`holds`, `known`, `dropped`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ class Tier(Protocol):
         """Whether the block is there, as far as is known without I/O; None: only `read` can tell."""
         ...
 
+    def known(self) -> list[bytes]:
+        """The blocks of which `holds` is True; may be called from any thread, and does no I/O."""
+        ...
+
     def dropped(self, prefix_hash: bytes) -> bool:
         """Whether the block was there and is not any more, as far as is remembered."""
         ...
@@ -119,6 +123,9 @@ class ClosedTier:
 
     def holds(self, prefix_hash: bytes) -> bool:
         return False
+
+    def known(self) -> list[bytes]:
+        return []
 
     def dropped(self, prefix_hash: bytes) -> bool:
         return False

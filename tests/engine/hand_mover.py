@@ -27,6 +27,9 @@ class DictTier:
     def holds(self, prefix_hash: bytes) -> bool | None:
         return prefix_hash in self.blocks if self._knows else None
 
+    def known(self) -> list[bytes]:
+        return list(self.blocks) if self._knows else []
+
     def dropped(self, prefix_hash: bytes) -> bool:
         return prefix_hash in self.lost and prefix_hash not in self.blocks
 

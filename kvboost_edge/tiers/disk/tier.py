@@ -97,6 +97,10 @@ class DiskTier:
         """Whether the block is there, unless it turns out to be damaged."""
         return self._store is not None and prefix_hash in self._store.index
 
+    def known(self) -> list[bytes]:
+        """See Tier."""
+        return [] if self._store is None else self._store.index.hashes()
+
     def dropped(self, prefix_hash: bytes) -> bool:
         """Whether it was there since the directory was opened, and went for room or as damaged."""
         index = None if self._store is None else self._store.index

@@ -108,6 +108,14 @@ class RedisTier:
             seen = self._seen.get(prefix_hash)
         return True if seen is not None and self._clock() - seen < self._seen_s else None
 
+    def known(self) -> list[bytes]:
+        """See Tier."""
+        since = self._clock() - self._seen_s
+        if self._closed or self._server.is_off:
+            return []
+        with self._lock:
+            return [prefix_hash for prefix_hash, seen in self._seen.items() if seen > since]
+
     def dropped(self, prefix_hash: bytes) -> bool:
         """Whether it was written or read here, and was gone when it was read again: for room, or as its time was up."""
         with self._lock:
