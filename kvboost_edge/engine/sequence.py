@@ -101,7 +101,7 @@ class Sequence:
         self.admitted_at: float | None = None
         self.miss_reason = "not_started"
         self.logits: list[Floats] = []
-        self._sample = make_sampler(request.params, request.seed)
+        self._sample = make_sampler(request.params, request.seed, request.suppressed)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopChecker(request.params.stop)
         self._text: list[str] = []
