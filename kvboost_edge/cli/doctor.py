@@ -181,6 +181,7 @@ def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str,
         "weight_bytes": fit.info.weight_bytes,
         "pool_bytes": fit.pool,
         "pool_tokens": fit.pool_tokens,
+        "state_bytes": fit.states,
         "context": fit.info.max_context,
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "needed_bytes": fit.needed,
@@ -197,7 +198,9 @@ def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str,
 
 def _why_it_fits(fit: Fit) -> str:
     spare = fit.available - fit.needed
-    return f"{_gb(fit.needed)} of weights and pool, {_gb(fit.available)} available: {_gb(spare)} stay for the rest"
+    return (
+        f"{_gb(fit.needed)} of weights, pool and states, {_gb(fit.available)} available: {_gb(spare)} stay for the rest"
+    )
 
 
 def _packing(

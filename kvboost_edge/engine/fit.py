@@ -9,6 +9,7 @@ from pathlib import Path
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import check_weights_fit, memory_beside, plan_num_blocks, planned_pool_bytes
 from kvboost_edge.engine.selection import Selection, planned_info
+from kvboost_edge.engine.state_budget import plan_states
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -29,7 +30,7 @@ class Fit:
 
     info        what the runner will say of itself
     available   memory that can be had before the weights are loaded;  beside: what they leave of it
-    pool        of keys and values, as it will be made
+    pool        of keys and values, as it will be made;  states: of the slots beside it
     refusal     why the engine refuses to start, with the arithmetic; "" where it fits
     """
 
@@ -37,12 +38,13 @@ class Fit:
     available: int
     beside: int
     pool: int
+    states: int
     refusal: str
 
     @property
     def needed(self) -> int:
-        """Weights and pool, and a runner's copies of what runs."""
-        return self.info.weight_bytes + (2 if self.info.copies_kv else 1) * self.pool
+        """Weights, pool and states, and a runner's copies of what runs."""
+        return self.info.weight_bytes + (2 if self.info.copies_kv else 1) * self.pool + self.states
 
     @property
     def pool_tokens(self) -> int:
@@ -64,16 +66,17 @@ def plan_fit(
     on a CUDA device is not known ahead, and nothing is refused."""
     info = planned_info(checkpoint, config, selected, summary)
     is_known = not selected.backend.device.startswith("cuda")
-    beside, refusal = memory_beside(available, info.weight_bytes) if is_known else available, ""
+    beside, states, refusal = memory_beside(available, info.weight_bytes) if is_known else available, 0, ""
     try:
         if is_known:
             check_weights_fit(info.weight_bytes, available)
         if selected.runner.weights and info.stores_kv:
-            plan_num_blocks(config, info, beside)
+            sizes, _ = plan_states(config, info, plan_num_blocks(config, info, beside), beside)
+            states = 0 if sizes is None else sizes.num_slots * info.kv_spec.bytes_per_state
     except CapacityError as error:
         refusal = str(error)
     pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside) if info.stores_kv else 0
-    return Fit(info, available, beside, pool, refusal)
+    return Fit(info, available, beside, pool, states, refusal)
 
 
 def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:
