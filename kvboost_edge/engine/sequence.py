@@ -102,7 +102,7 @@ class Sequence:
         self.admitted_at: float | None = None
         self.missed = Missed("not_started")
         self.logits: list[Floats] = []
-        self._sample = make_sampler(request.params, request.seed)
+        self._sample = make_sampler(request.params, request.seed, request.suppressed)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopChecker(request.params.stop)
         self._text: list[str] = []
