@@ -13,6 +13,7 @@ __all__ = [
     "ExpertNames",
     "Experts",
     "ernie_experts",
+    "gpt_oss_experts",
     "granite_experts",
     "mixtral_experts",
     "olmoe_experts",
@@ -52,6 +53,8 @@ class Experts:
     score, renorm, eps, scale   as in `kernels.reference.experts.Routing`
     shared        width of the expert that all tokens share, 0 without one
     sparse        by layer: whether it has experts, or an MLP as other models
+    biased        the router and every matrix of an expert have a bias
+    activation    of experts, where it is another than the model's
     """
 
     count: int
@@ -64,6 +67,8 @@ class Experts:
     eps: float = 0.0
     scale: float = 1.0
     shared: int = 0
+    biased: bool = False
+    activation: str = ""
 
 
 def _experts(
@@ -152,6 +157,13 @@ def granite_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
     return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+
+
+def gpt_oss_experts(config: Config, layers: int) -> Experts:
+    """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
+    names, usual = ExpertNames("mlp.router"), (128, 4, 2880)
+    found = _experts(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
+    return dataclasses.replace(found, biased=True, activation="clamped_swiglu")
 
 
 def ernie_experts(config: Config, layers: int) -> Experts:

@@ -11,7 +11,7 @@ from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_GELU_TANH, ACT_SILU
+from kvboost_edge.kernels.program.norms import ACT_CLAMPED_SWIGLU, ACT_GELU_TANH, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
@@ -28,7 +28,7 @@ _MAX_TILES = 256
 _FINE = ("qkv", "embed", "head")
 Rows = tuple[int, int]
 """A buffer and the floats in a row of it."""
-_ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH}
+_ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH, "clamped_swiglu": ACT_CLAMPED_SWIGLU}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,14 +258,15 @@ class _Builder:
         self.add(lt.OP_SPREAD, {**each, **spread, lt.F_COUNT: spec.hidden_size})
         runs = experts.width // GROUP
         weights = self.weights(gate_up, runs, runs * experts.used, lt.B_SPREAD)
-        act = {lt.F_COUNT: experts.width, lt.F_ACT: _ACTIVATIONS[spec.activation]}
+        act = {lt.F_COUNT: experts.width, lt.F_ACT: _ACTIVATIONS[experts.activation or spec.activation]}
+        act[lt.F_BIAS] = self.packed.address(f"{gate_up}_bias")
         quant = {lt.F_QUANT: self.kind(down) if self.is_quantized(down) else 0}
         self.add(lt.OP_EXPERTS_GATED, {**each, **weights, **act, **step, **quant})
         weights = self.weights(down, _MAX_TILES, spec.hidden_size // LANES, lt.B_EXPERTS_INNER)
         out = {lt.F_DST: hidden[0], lt.F_DST_STEP: hidden[1], lt.F_SRC_STEP: experts.width}
         self.add(
             lt.OP_EXPERTS_DOWN,
-            {**each, **weights, **out, lt.F_COUNT: spec.hidden_size},
+            {**each, **weights, **out, lt.F_COUNT: spec.hidden_size, lt.F_BIAS: self.packed.address(f"{down}_bias")},
             factor=spec.residual_factor,
         )
         if experts.shared and not experts.names.shared_gate:
