@@ -24,7 +24,7 @@ from kvboost_edge.engine.request import Entry, SamplingParams, resolve_sampling
 from kvboost_edge.engine.results import WarmResult
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.kvcache.hashing import encode_tokens, shared_root
+from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Figures, Sent
@@ -130,8 +130,9 @@ class ReplicaPool:
         text, ids = encode_prompt(prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root))
         if params.max_new_tokens != 0:
             resolve_max_tokens(len(ids), params, info.max_context)
-        sent = self._sent(ids, terms, params, entry, text or None)
-        chain = PromptChain.of(ids, root, self._config.block_size, terms.cache_key)
+        hashes, size = prefix_hashes(ids, root, self._config.block_size), self._config.block_size
+        sent = self._sent(ids, terms, params, entry, text or None)._replace(hashes=b"".join(hashes))
+        chain = PromptChain.of_hashes(hashes, len(ids), size, root, terms.cache_key)
         number = next(self._numbers)
         handle = RequestHandle(number, self._cancel, self._look, len(ids))
         flight = Flight(

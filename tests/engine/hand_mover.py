@@ -26,6 +26,9 @@ class DictTier:
     def holds(self, prefix_hash: bytes) -> bool | None:
         return prefix_hash in self.blocks if self._knows else None
 
+    def known(self) -> list[bytes]:
+        return list(self.blocks) if self._knows else []
+
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         self.touched += prefix_hashes
 

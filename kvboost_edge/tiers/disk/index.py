@@ -69,6 +69,11 @@ class Index:
     def get(self, prefix_hash: bytes) -> Entry | None:
         return self._entries.get(prefix_hash)
 
+    def hashes(self) -> list[bytes]:
+        """Of all blocks."""
+        with self._lock:
+            return list(self._entries)
+
     def add(self, entry: Entry) -> None:
         """A block that was just written; one of the same hash is replaced and keeps its standing."""
         with self._lock:

@@ -106,6 +106,14 @@ class RedisTier:
             seen = self._seen.get(prefix_hash)
         return True if seen is not None and self._clock() - seen < self._seen_s else None
 
+    def known(self) -> list[bytes]:
+        """See Tier."""
+        since = self._clock() - self._seen_s
+        if self._closed or self._server.is_off:
+            return []
+        with self._lock:
+            return [prefix_hash for prefix_hash, seen in self._seen.items() if seen > since]
+
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         """The first blocks of the chain get their full time to live again, with the next read or write."""
         with self._lock:

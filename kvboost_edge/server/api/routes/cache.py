@@ -36,6 +36,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.doctor.asked import normal
+from kvboost_edge.server.engines import Figures, replicas_of
 from kvboost_edge.server.errors import stopped
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
@@ -220,8 +221,6 @@ def _size(body: UnpinRequest) -> int:
 
 def _stats(state: ModelState) -> dict[str, Any]:
     engine, admission = state.engine, state.admission
-    pool = engine.paged_stats()
-    memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
     return {
         "object": "stats",
         "model": state.model_name,
@@ -233,11 +232,30 @@ def _stats(state: ModelState) -> dict[str, Any]:
             "max_in_flight": admission.max_sequences,
             "refused": admission.refused,
         },
+        **_held(engine),
+        "throughput": state.metrics.throughput(),
+        "replicas": {
+            name: {
+                "running": one.num_running(),
+                "waiting": one.num_waiting(),
+                "waiting_tokens": one.waiting_tokens(),
+                **_held(one),
+            }
+            for name, one in replicas_of(engine).items()
+            if name
+        },
+    }
+
+
+def _held(engine: Figures) -> dict[str, Any]:
+    """What is in the cache of an engine, of one replica or of all."""
+    pool = engine.paged_stats()
+    memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
+    return {
         "cache": engine.cache_stats(),
         "pool": {name: value for name, value in pool.items() if name not in memory and name != "tiers"},
         "tiers": pool["tiers"],
         "memory": memory,
-        "throughput": state.metrics.throughput(),
     }
 
 
@@ -247,7 +265,6 @@ def _blocks(state: ModelState) -> dict[str, Any]:
     detailed = pool["num_blocks"] <= _MOST_DETAILS
     details = engine.block_details(_MOST_DETAILS) if detailed else []
     states = bytes(detail.state for detail in details) if detailed else bytes(engine.block_map())
-    looked_up = pool["hit_tokens"] + pool["span_tokens"] + pool["miss_tokens"]
     recent_hits, recent_spans, recent_computed = state.metrics.recent_prompts()
     return {
         "num_blocks": pool["num_blocks"],
@@ -261,22 +278,43 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "hit_tokens": pool["hit_tokens"],
         "span_tokens": pool["span_tokens"],
         "miss_tokens": pool["miss_tokens"],
-        "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
+        "hit_rate": _hit_rate(pool),
         "memory": {name: pool[name] for name in Memory.model_fields},
         "tiers": _tier_views(pool, recent_hits),
         "recent_span_tokens": recent_spans,
         "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
-        "preemptions": pool["preemptions"],
+        **{name: pool[name] for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")},
+        "replicas": {name: _replica_pool(one) for name, one in replicas_of(engine).items() if name},
     }
 
 
-def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """The pool and the tiers below it, the nearest first. Of the pool what can be matched counts."""
+def _hit_rate(pool: Mapping[str, Any]) -> float | None:
+    looked_up: int = pool["hit_tokens"] + pool["span_tokens"] + pool["miss_tokens"]
+    return pool["hit_tokens"] / looked_up if looked_up else None
+
+
+def _replica_pool(figures: Figures) -> dict[str, Any]:
+    pool = figures.paged_stats()
+    return {
+        "num_blocks": pool["num_blocks"],
+        **_matchable(pool),
+        "running": figures.num_running(),
+        "waiting": figures.num_waiting(),
+        "hit_rate": _hit_rate(pool),
+    }
+
+
+def _matchable(pool: Mapping[str, Any]) -> dict[str, int]:
+    """What of a pool can be matched, and the bytes of all of it."""
     chunks = pool["loaded_chunks"]
-    own = {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
-    tiers = {"pool": {**own, "writable": True, "state": ""}, **pool["tiers"]}
+    return {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
+
+
+def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The pool and the tiers below it, the nearest first."""
+    tiers = {"pool": {**_matchable(pool), "writable": True, "state": ""}, **pool["tiers"]}
     return {
         name: {**{field: tier[field] for field in _TIER_FIELDS}, "recent_hit_tokens": recent_hits.get(name, 0)}
         for name, tier in tiers.items()
