@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from bit_cases import PROMPTS, TwiceThreaded, same
+from gpt_oss_files import save_gpt_oss
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
@@ -23,8 +24,14 @@ from tiny_checkpoints import save_tiny_checkpoint
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 
 
+# Biases of experts, windows and sinks: its directories as floats and as MXFP4.
+GPT_OSS = {"gpt-oss int4": "int4", "gpt-oss int8": "int8", "gpt-oss f32": "f32", "gpt-oss MXFP4": "auto"}
+
+
 def _save(name: str, directory: Path) -> Path:
     """A directory, or a GGUF file of one. Rows that are no multiple of 32 where the form allows it."""
+    if name in GPT_OSS:
+        return save_gpt_oss(directory, mxfp4=name.endswith("MXFP4"))
     if name not in STORED:
         return save_tiny_checkpoint("qwen3_moe", directory, hidden_size=80, num_hidden_layers=2)
     from gguf_models import write_gguf
@@ -35,13 +42,13 @@ def _save(name: str, directory: Path) -> Path:
     return write_gguf(model, directory / "m.gguf", kind=name)
 
 
-@pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32", *STORED])
+@pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32", *STORED, *GPT_OSS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
     if request.param in STORED:
         pytest.importorskip("gguf")
         pytest.importorskip("torch")
     path = _save(request.param, tmp_path_factory.mktemp("mixture"))
-    model = TwiceThreaded(path, "auto" if request.param in STORED else request.param)
+    model = TwiceThreaded(path, "auto" if request.param in STORED else GPT_OSS.get(request.param, request.param))
     yield model
     model.close()
 
@@ -93,9 +100,10 @@ def test_recomputed_after_it_was_dropped(model: TwiceThreaded) -> None:
     assert same(driver.prefill(again, 29), model.cold[0])
 
 
-def test_layer_by_layer_on_the_reference_backend(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["f32", "gpt-oss f32"])
+def test_layer_by_layer_on_the_reference_backend(name: str, tmp_path: Path) -> None:
     """A pass that is no single call has the same operations of experts."""
-    runner = NativeRunner.from_dir(_save("f32", tmp_path), weights="f32")
+    runner = NativeRunner.from_dir(_save(name, tmp_path), weights="f32")
     found = []
     for backend in (CPUBackend(runner.info.kv_spec, 16, num_threads=1), ReferenceBackend(runner.info.kv_spec, 16)):
         driver = PagedDriver(runner, backend)
