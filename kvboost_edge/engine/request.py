@@ -155,12 +155,14 @@ class Request:
     expect_reuse     its blocks are kept as if they had been used again
     cache_key        digest of the caller's key for prompts that begin alike, see engine/retention.py; None without one
     retention        seconds that its prompt outlives the tenant's other blocks, as long as there is room
+    snapshot_hints   positions of the prompt behind which others may go on differently: states are kept there
     repair           how what it shares at other positions is repaired; None: its mode shares nothing there
     gate             whether that was tested on this model before, see `GenerationResult`
     max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
     grammar          what its answer fits
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins leave room
+    suppressed       tokens that the model's files say are never an answer's
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
@@ -179,6 +181,7 @@ class Request:
     wants_states: bool = False
     stores_nothing: bool = False
     prefill_only: bool = False
+    suppressed: tuple[int, ...] = ()
     tenant: bytes = b""
     weight: float = 1.0
     priority: int = 0
@@ -190,6 +193,7 @@ class Request:
     ttl: float | None = None
     pins: tuple[tuple[int, float], ...] = ()
     pin_share: float = 1.0
+    snapshot_hints: tuple[int, ...] = ()
     repair: Repair | None = None
     gate: str = ""
     max_draft_tokens: int = 0

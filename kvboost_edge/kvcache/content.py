@@ -156,6 +156,15 @@ class BlockCounts:
         return len(self._index)
 
     @property
+    def usable_block_count(self) -> int:
+        """Blocks that requests can ever get: all but the pinned ones."""
+        return self._pool.num_blocks - len(self._pool.held())
+
+    def protected_block_count(self, owner: bytes) -> int:
+        """Free blocks that the eviction policy would rather keep from this owner; they can be taken all the same."""
+        return self._pool.num_protected(owner)
+
+    @property
     def reference_count(self) -> int:
         """References of all tables on all blocks."""
         return sum(self._pool.ref_counts())
