@@ -88,10 +88,10 @@ def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if not count:
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
     if model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if model_type in ("qwen2_moe", "qwen3_moe"):
+    if model_type in ("qwen2_moe", "qwen3_moe", "gemma4_text"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
 from gguf_experts import merged_experts, write_expert_sizes
-from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
 from gpt_oss_files import ROPE as GPT_OSS_ROPE
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
@@ -67,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "gemma4": {},
     "gemma4-wide": {},
+    "gemma4-moe": {},
     "phi3": {},
     "phi3-full": {"sliding_window": None},
     "olmo2": {},
@@ -143,7 +145,10 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        name += ".weight" if name.endswith("layer_scalar") else ""
+        if model_type == "gemma4_text" and (scale := gemma4_scale(name)) is not None:
+            found[scale] = values
+            continue
+        name += ".weight" if name.endswith("layer_scalar") or re.search(r"\.experts\.[a-z_]+$", name) else ""
         if "shared_mlp.input_linear" in name:
             layer = name.split(".")[2]
             found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)

@@ -104,6 +104,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "final_logit_softcapping": 8.0,
     },
+    "gemma4-moe": {
+        **_GEMMA4,
+        "layer_types": _LOCAL_GLOBAL[:3],
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 12,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 64,
+    },
     "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
     "olmo2": {},
     "olmo3": {
@@ -320,6 +334,10 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
                 weight.add_(1.0)
             if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
                 weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
+        elif name.endswith("router.scale"):
+            weight.copy_(noise * weight.shape[0] ** 0.5)  # divided by as much again
+        elif name.endswith("per_expert_scale"):
+            weight.copy_(1.0 + 0.3 * noise)
         elif weight.dim() == 1:
             weight.copy_((1.0 if name.endswith("sinks") else 0.3) * noise)
         elif name.endswith("proj_bias"):

@@ -253,6 +253,7 @@ class Intake:
             stores_nothing=not info.stores_kv,
             prefill_only=prefill_only,
             root=root,
+            suppressed=self._parts.suppressed,
             tenant=tenant,
             weight=terms.weight,
             priority=terms.priority,

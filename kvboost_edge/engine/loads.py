@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kvboost_edge.engine.results import Missed
 from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.manager import KVCacheManager
 
@@ -36,6 +37,10 @@ class Shelf(Protocol):
         """Whether the block is there, or might be."""
         ...
 
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Names of the places that had the block and dropped it."""
+        ...
+
     def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
         """Bring consecutive blocks of a chain."""
         ...
@@ -54,6 +59,9 @@ class NoShelf:
 
     def may_hold(self, prefix_hash: bytes) -> bool:
         return False
+
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        return []
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
         raise AssertionError("nothing is there to be fetched")
@@ -186,6 +194,14 @@ class Loads:
         """A sequence was let in on these blocks: copies of the cached ones count as used too."""
         if table.num_cached_tokens and self.has_shelf:
             self._shelf.touch(self._manager.content.chain(table))
+
+    def missed(self, table: BlockTable) -> Missed:
+        """Why the token after what the cache serves a table is not there, and where it once was."""
+        if table.missed_hash is None:
+            return Missed(table.miss_reason)
+        pool = ["pool"] if table.miss_reason == "evicted" else []
+        dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))
+        return Missed("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Load) -> None:
         """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where it is under way; a

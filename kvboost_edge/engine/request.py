@@ -162,6 +162,7 @@ class Request:
     grammar          what its answer fits
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins leave room
+    suppressed       tokens that the model's files say are never an answer's
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
@@ -180,6 +181,7 @@ class Request:
     wants_states: bool = False
     stores_nothing: bool = False
     prefill_only: bool = False
+    suppressed: tuple[int, ...] = ()
     tenant: bytes = b""
     weight: float = 1.0
     priority: int = 0

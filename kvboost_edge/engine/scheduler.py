@@ -259,7 +259,7 @@ class Scheduler:
                     self._extend(sequence, table, sequence.num_tokens, plan)
                     self.waiting.remove(sequence)
                     bisect.insort(self.running, sequence, key=_BY_RANK)
-                    sequence.admit(table)
+                    sequence.admit(table, self.loads.missed(table))
                     self.loads.used(table)
                     return True
             except BaseException:

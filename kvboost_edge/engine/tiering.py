@@ -96,6 +96,7 @@ class MoverShelf:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
+        self.dropped_from = mover.dropped_from
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
         """Bring consecutive blocks of a chain."""

@@ -124,7 +124,7 @@ class KVCacheManager(BlockCounts):
             table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
             table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
             table.num_matched_tokens = table.num_cached_tokens + match.beyond * self.block_size
-            table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
+            table.miss_reason, table.missed_hash = self._lookup.miss_reason(match, len(token_ids)), match.next_hash
             table.num_computed_tokens = table.num_cached_tokens
             rest = list(self._lookup.rest(data, match, known))
             for index, prefix_hash in enumerate(rest, len(match.block_ids)):

@@ -29,7 +29,7 @@ from kvboost_edge.models.fingerprint import (
     fingerprinted_files,
 )
 from kvboost_edge.models.gguf.check import check_gguf
-from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.config import TOKENS, gguf_config, gguf_generation
 from kvboost_edge.models.gguf.dense import gguf_dense
 from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource
@@ -241,9 +241,8 @@ class _Directory(Checkpoint):
     def _open_files(self) -> WeightSource:
         if (family := FAMILIES.get(str(self.config.get("model_type")))) and family.in_columns:
             return ColumnExperts(self.path)
-        if self.config.get("quantization_config"):
-            return PackedQuantSource(self.path, self.config)
-        return SafetensorsSource(self.path)
+        is_packed = bool(self.config.get("quantization_config"))
+        return PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
 
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)
@@ -307,7 +306,8 @@ class _GgufFile(Checkpoint):
         }
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
-        return generation_defaults(self.config, {}, tokenizer_eos=tokenizer_eos, path=self.path)
+        fields = gguf_generation(self._header)
+        return generation_defaults(self.config, fields, tokenizer_eos=tokenizer_eos, path=self.path)
 
     def summary(self) -> WeightSummary:
         return check_gguf(self._header, self.config, cache_dir=self.cache_dir)

@@ -201,7 +201,8 @@ class ReplicaPool:
         return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt))
 
     def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
-        return KeptAnswers(self._answers, shared_root(self._about.root, tenant, cache_salt))
+        owner, root = (shared_root(self._about.root, tenant, salt) for salt in (None, cache_salt))
+        return KeptAnswers(self._answers, owner, root)
 
     def reset_cache(self) -> int:
         return sum(self._ask("reset_cache"))
@@ -293,7 +294,7 @@ class ReplicaPool:
         return None if flight is None else flight.progress
 
     def _keep(self, sent: Sent, text: str, ids: list[int]) -> None:
-        self._answers.keep(shared_root(self._about.root, sent.terms.tenant, sent.terms.cache_salt), text, ids)
+        self.kept_answers(tenant=sent.terms.tenant, cache_salt=sent.terms.cache_salt).keep(text, ids)
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """What each replica answers; NoReplica if none does."""

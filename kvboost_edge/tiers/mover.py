@@ -85,6 +85,10 @@ class Mover:
         """Whether a tier has the block, or might have it."""
         return any(tier.holds(prefix_hash) is not False for tier in self._working())
 
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Names of the tiers that had the block and dropped it."""
+        return [tier.name for tier in self._working() if tier.dropped(prefix_hash)]
+
     @property
     def stores(self) -> bool:
         """Whether a tier stores at the moment."""

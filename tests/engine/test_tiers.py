@@ -59,6 +59,41 @@ def test_a_prefix_comes_from_the_pool_and_two_tiers():
     assert len(near.blocks) == 4  # what came from afar is kept near
 
 
+def test_a_miss_names_the_places_that_dropped_its_block():
+    """The pool holds six blocks and the prompt takes five: another one pushes it out."""
+    other = list(range(300, 390))
+
+    def dropped(tier, *before):
+        bench = Bench(6, tiers=[tier])
+        for prompt in before:
+            bench.submit(prompt, 1)
+            bench.run()
+        tier.drop(list(tier.blocks))
+        handle = bench.submit(PROMPT, 2)
+        bench.run()
+        result = handle.result(0)
+        assert list(result.output_token_ids) == expected_tokens(PROMPT, 2)
+        assert result.cached_tokens == 0
+        return result.miss_reason, result.evicted_from
+
+    full = DictTier()
+    full.writable = False  # it never had the blocks
+    assert dropped(DictTier()) == ("first_seen", ())
+    assert dropped(DictTier(), other) == ("first_seen", ())
+    assert dropped(full, PROMPT, other) == ("evicted", ("pool",))
+    assert dropped(DictTier(), PROMPT, other) == ("evicted", ("pool", "shelf"))
+    assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), "this pool never had it"
+
+
+def test_what_was_not_looked_up_was_dropped_from_nowhere():
+    tier = kept(PROMPT)
+    tier.drop(list(tier.blocks))
+    bench = Bench(tiers=[tier])
+    handle = bench.submit(PROMPT, 1, mode=GenerationMode.BASELINE)
+    bench.run()
+    assert (handle.result(0).miss_reason, handle.result(0).evicted_from) == ("bypassed", ())
+
+
 def test_others_run_while_a_prefix_is_on_its_way():
     bench = Bench(tiers=[kept(PROMPT)])
     waiting = bench.submit(PROMPT, 4)

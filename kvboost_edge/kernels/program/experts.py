@@ -37,7 +37,17 @@ from kvboost_edge.kernels.program.tiles import (
     tile_scratch,
     tiles_in_unit,
 )
-from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, load_f32
+from kvboost_edge.kernels.vectors import (
+    I64,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_splat,
+    emit_store,
+    load_f32,
+    store_f32,
+)
 
 __all__ = ["experts_down", "experts_gated", "experts_units", "spread"]
 
@@ -177,12 +187,23 @@ def _add_shares(
 
 
 @kernel
+def _clear(job: ProgramJob, op: Any, begin: int, end: int) -> None:
+    """Zeros in tiles [begin, end) of all rows of the result."""
+    for token in range(job.tokens):
+        row = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+        for index in range(begin * LANES, end * LANES):
+            store_f32(row + 4 * index, np.float32(0.0))
+
+
+@kernel
 def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     """A run of tiles of the way down: all experts, ascending, each for its tokens."""
     experts, kind, inputs = op[lt.F_EXPERTS], op[lt.F_KIND], op[lt.F_INPUTS]
     size, all_tiles, scratch = _down_tiles(job, op), op[lt.F_COUNT] // LANES, tile_scratch()
     begin, end = unit * size, min(all_tiles, unit * size + size)
     rows_at = job.buffers[lt.B_EXPERTS_INNER]
+    if op[lt.F_ADD] == 0:
+        _clear(job, op, begin, end)
     for index in range(count_active(job)):
         expert, first = active_expert(job, index), first_slot(job, experts, index)
         tokens = first_slot(job, experts, index + 1) - first

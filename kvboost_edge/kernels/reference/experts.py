@@ -25,7 +25,7 @@ class Routing(NamedTuple):
     used    experts of a token
     score   "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen ones' logits
     renorm  "" as they are; "add": shares are divided by their sum + eps; "least": by their sum, at least eps
-    scale   what shares are multiplied with at last
+    scale   what shares are multiplied with at last, beside a factor of each expert
     """
 
     used: int
@@ -35,10 +35,13 @@ class Routing(NamedTuple):
     scale: float = 1.0
 
 
-def route_rows(logits: Floats, routing: Routing, bias: Floats | None = None) -> tuple[Longs, Floats]:
+def route_rows(
+    logits: Floats, routing: Routing, bias: Floats | None = None, factors: Floats | None = None
+) -> tuple[Longs, Floats]:
     """Experts [tokens, used], ascending, and their shares, in the dtype of `logits` [tokens, experts].
 
-    bias: [experts], added to the scores where experts are chosen, and nowhere else. Of equal scores the lower number
+    bias: [experts], added to the scores where experts are chosen, and nowhere else. factors: [experts], what each one's
+    shares are multiplied with. Of equal scores the lower number
     is chosen. A token with a score that is NaN has the first experts, and shares that are NaN.
     """
     dtype, used = logits.dtype, routing.used
@@ -56,7 +59,10 @@ def route_rows(logits: Floats, routing: Routing, bias: Floats | None = None) -> 
             total = total + shares[:, index : index + 1]
         eps = dtype.type(routing.eps)
         shares = shares / (total + eps if routing.renorm == "add" else np.maximum(total, eps))
-    shares = np.where(broken, dtype.type(np.nan), shares * dtype.type(routing.scale))
+    shares = shares * dtype.type(routing.scale)
+    if factors is not None:
+        shares = shares * factors.astype(dtype)[chosen]
+    shares = np.where(broken, dtype.type(np.nan), shares)
     return chosen, shares.astype(dtype)
 
 

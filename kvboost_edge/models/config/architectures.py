@@ -74,7 +74,7 @@ _TESTED = {
     "gemma": "Gemma 1, scaled embeddings",
     "gemma2": "Gemma 2, softcaps, local and global layers",
     "gemma3_text": "Gemma 3, local and global layers with their own rope",
-    "gemma4_text": "Gemma 4, heads by kind of layer, shared keys and values, embeddings of the layers",
+    "gemma4_text": "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, experts beside MLPs",
     "gemma4_unified_text": "the same without embeddings of the layers",
     "gemma4": "the language part of a vision and audio model; text only",
     "gemma4_unified": "the language part of a vision and audio model; text only",
@@ -301,8 +301,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
     if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get("is_causal") is False:
         yield _BIDIRECTIONAL
-    if inner.get("enable_moe_block") and str(inner.get("model_type")).startswith("gemma4"):
-        yield "it is a mixture of experts, whose router is not built for Gemma 4; its dense models run"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
 

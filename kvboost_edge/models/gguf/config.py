@@ -16,11 +16,12 @@ from kvboost_edge.models.gguf.names import GgufArchitecture
 from kvboost_edge.models.gguf.source import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
 from kvboost_edge.models.gguf.special import SPECIAL
 
-__all__ = ["TOKENS", "gguf_config"]
+__all__ = ["TOKENS", "gguf_config", "gguf_generation"]
 
 TOKENS = "tokenizer.ggml.tokens"
 """The key of the vocabulary."""
 
+_SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _ROPE_KEYS = {
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
@@ -92,6 +93,16 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     if architecture.both_ways:
         config["use_bidirectional_attention"] = True
     return config
+
+
+def gguf_generation(header: GgufHeader) -> dict[str, Any]:
+    """Fields of a generation config beside the ids that are in the config. ModelFormatError for what is no list."""
+    found = header.values.get(_SUPPRESSED)
+    if found is None:
+        return {}
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise ModelFormatError(f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids")
+    return {"suppress_tokens": found.tolist()}
 
 
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:

@@ -43,6 +43,16 @@ _GEMMA4 = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_gate_exps": "experts.gate_proj",
+    "ffn_up_exps": "experts.up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -85,14 +95,14 @@ _GEMMA4_OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_]+(?:_\d)?)\.(weight|bias|scale)")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufArchitecture:
     """model_type   the family in transformers
-    layer        names inside a layer: GGUF's -> transformers'
+    layer        names inside a layer: GGUF's -> transformers'; those that end with ".scale" are all of the name
     permuted     rows of queries and keys stand in pairs (i, i + half) there, one after the other, in halves here
     norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight)
     outer        names outside the layers, beside those of all
@@ -168,8 +178,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=frozenset({
                 "final_logit_softcapping", "rope.freq_base_swa", "rope.dimension_count_swa", "attention.key_length_swa",
                 "attention.value_length_swa", "attention.shared_kv_layers", "embedding_length_per_layer_input",
-                "expert_feed_forward_length",
-            } | _WINDOW),
+            } | _WINDOW | _EXPERT_KEYS), experts=True,
         ),
         "phi3": GgufArchitecture(
             "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
@@ -230,9 +239,12 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
     """transformers' name of a tensor; None where the architecture has no such tensor."""
     found = _LAYER.fullmatch(name)
     if found is not None:
-        inner = architecture.layer.get(found[2])
+        is_scale = found[3] == "scale"
+        inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
         if inner is None:
             return None
+        if is_scale:
+            return f"model.layers.{found[1]}.{inner}"
         return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
     found = _WHOLE.fullmatch(name)
     outer = None if found is None else _OUTER.get(found[1]) or architecture.outer.get(found[1])

@@ -142,4 +142,5 @@ class Buffers:
             lt.B_DISPATCH: aligned_empty((sizes.numbers + places,), np.int64),
             lt.B_SPREAD: aligned_empty((places * sizes.spread + 4 * _SLACK,), np.int8),
             lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner + 4 * _SLACK,), np.int8),
+            lt.B_BESIDE: aligned_empty((num_tokens * sizes.beside,), np.float32),
         }

@@ -14,7 +14,7 @@ from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.runners.native.emitter import ACTIVATIONS, Emitter
-from kvboost_edge.runners.native.mixture import emit_mixture
+from kvboost_edge.runners.native.mixture import emit_mixture, emit_mixture_beside
 from kvboost_edge.runners.native.sizes import padded
 
 __all__ = ["LayerProgram", "attention_params", "build_program"]
@@ -101,17 +101,22 @@ class _Builder(Emitter):
         attended = (lt.B_ATTENDED, sizes.attended[index])
         self.quantize(*attended, spec.num_heads * spec.layers[index].head_dim, f"{layer}out")
         self.into_hidden(f"{layer}out", attended, f"{layer}attn_out")
-        if spec.experts is not None and spec.experts.sparse[index]:
-            emit_mixture(self, layer, spec.experts)
+        experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
+        if experts is not None and not experts.beside:
+            emit_mixture(self, layer, experts)
             return
-        source = (lt.B_NORMED, sizes.hidden)
-        if spec.family.norms == "post":
+        source, inner = (lt.B_NORMED, sizes.hidden), spec.layers[index].intermediate_size
+        scalar = self.scalar(layer)
+        sum_factor = 1.0 if spec.per_layer else scalar
+        if experts is not None:
+            emit_mixture_beside(self, layer, experts, inner, sum_factor)
+        elif spec.family.norms == "post":
             source = (lt.B_HIDDEN, sizes.hidden)
             self.quantize(*source, spec.hidden_size, f"{layer}gate_up")
+            self.gated(layer, source, inner, sum_factor)
         else:
             self.norm(f"{layer}mlp_in", f"{layer}gate_up")
-        scalar = self.scalar(layer)
-        self.gated(layer, source, spec.layers[index].intermediate_size, 1.0 if spec.per_layer else scalar)
+            self.gated(layer, source, inner, sum_factor)
         if spec.per_layer is not None:
             self.per_layer(layer, index, spec.per_layer.width, scalar)
 

@@ -26,6 +26,7 @@ class MixtureSizes(NamedTuple):
     routed   floats in a row of the router's logits, padded to tiles
     numbers  of the dispatch before its slots
     spread   bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and up leave
+    beside   floats in a row of the MLP beside them; 0 without one
     """
 
     used: int
@@ -33,6 +34,7 @@ class MixtureSizes(NamedTuple):
     numbers: int
     spread: int
     inner: int
+    beside: int
 
     @classmethod
     def of(cls, experts: Experts, hidden: int, *, floats: bool) -> MixtureSizes:
@@ -40,7 +42,8 @@ class MixtureSizes(NamedTuple):
         rows = experts.count + (1 if experts.names.shared_gate else 0)
         each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
         spread, inner = (count // GROUP * each for count in (hidden, experts.width))
-        return cls(experts.used, -(-rows // LANES) * LANES, dispatch_numbers(experts.count), spread, inner)
+        beside = hidden if experts.beside else 0
+        return cls(experts.used, padded(rows, LANES), dispatch_numbers(experts.count), spread, inner, beside)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

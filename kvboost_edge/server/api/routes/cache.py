@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -16,7 +17,7 @@ from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import WarmResult
-from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import (
     ERRORS,
     BlockCounts,
@@ -29,7 +30,7 @@ from kvboost_edge.server.api.answers import (
     Warmed,
 )
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import ModelParam, answered, check_priority, loaded_model, room_for
+from kvboost_edge.server.api.checks import ModelParam, answered, check_priority, loaded_model, looked_up, room_for
 from kvboost_edge.server.api.generation import watched
 from kvboost_edge.server.api.prompts import encode_plain, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -37,7 +38,6 @@ from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, War
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.engines import Figures, replicas_of
-from kvboost_edge.server.errors import stopped
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.state import ModelState
@@ -45,8 +45,6 @@ from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, runnin
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
-
-T = TypeVar("T")
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
@@ -107,9 +105,12 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Forget every cached block that no request uses, of all models that are loaded."""
-    dropped = 0
-    for state in server_of(request).models.loaded:
-        dropped += await _of_engine(state, state.engine.reset_cache)
+    dropped, loaded = 0, server_of(request).models.loaded
+    with contextlib.ExitStack() as looks:
+        for state in loaded:  # those behind the first must not be unloaded meanwhile
+            looks.enter_context(state.looks.begin())
+        for state in loaded:
+            dropped += await looked_up(state, state.engine.reset_cache)
     return json_response({"object": "cache.reset", "blocks_dropped": dropped})
 
 
@@ -117,7 +118,7 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
 async def stats(request: Request, model: ModelParam = None) -> Response:
     """Queue, cache, pool, tiers, memory and throughput of a model, and which models are loaded."""
     state = loaded_model(request, model)
-    figures = await _of_engine(state, lambda: _stats(state))
+    figures = await looked_up(state, lambda: _stats(state))
     return json_response({**figures, "models": memory_of(server_of(request).models)}, headers=_NO_STORE)
 
 
@@ -125,7 +126,7 @@ async def stats(request: Request, model: ModelParam = None) -> Response:
 async def blocks(request: Request, model: ModelParam = None) -> Response:
     """The pool of a model as a picture: one byte for each block. No text, no token."""
     state = loaded_model(request, model)
-    return json_response(await _of_engine(state, lambda: _blocks(state)), headers=_NO_STORE)
+    return json_response(await looked_up(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
 async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> dict[str, Any]:
@@ -165,16 +166,6 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
         results = await wait_all(ticket, handles)
     figures = costs(results, 1, 0.0) if results else {"timings": None, "kvboost": None}
     return {"object": "warm", **dataclasses.asdict(stored), "usage": usage_of(results, 1), **figures}
-
-
-async def _of_engine(state: ModelState, work: Callable[[], T]) -> T:
-    """Ask the engine beside the event loop. EngineStopped or NoReplica (503) when it stopped before or meanwhile."""
-    try:
-        return await off_loop(work)
-    except KVBoostError as error:
-        if state.engine.is_alive():
-            raise
-        raise stopped(state.engine) from error
 
 
 def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
