@@ -23,12 +23,15 @@ from kvboost_edge.serve_ray.model import model_digest
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Cursor
+from kvboost_edge.serve_ray.stillness import Stillness
 
-__all__ = ["EngineReplica", "ReplicaOptions", "own_options"]
+__all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 
 _STOPPING_SECONDS = 0.05
 _PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
-_GUESSED_SECONDS = 1e-3  # a prompt token, before one was measured
+_MEASURED_TOKENS = 64  # of the prompt whose time says how fast a replica is, before its requests do
+# Figures of an engine of which one moves with every step.
+_MOVING = ("num_running", "num_waiting", "tokens_held", "free_blocks", "hit_tokens", "miss_tokens", "generated_tokens")
 
 
 class ReplicaOptions(NamedTuple):
@@ -59,11 +62,17 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
     return options
 
 
+class EngineStuck(KVBoostError):
+    """An engine computes no more, and its requests will never end."""
+
+
 class EngineReplica:
     """Holds one engine. Its methods run on one event loop; what waits for the engine does so in threads.
 
     name   how the router knows it; "" outside of Ray
     """
+
+    still_seconds = 120.0  # an engine that does nothing for so long though it has work is given up
 
     def __init__(
         self, options: ReplicaOptions, name: str = "", prepare: Callable[[CPUPagedEngine], None] | None = None
@@ -73,13 +82,14 @@ class EngineReplica:
         self._model = model_digest(options.model, config)
         self._engine = CPUPagedEngine.from_pretrained(options.model, **options.engine)
         self._handles: dict[str, RequestHandle] = {}
+        self._stillness = Stillness()
         try:
             if prepare is not None:
                 prepare(self._engine)
             most = int(self._engine.paged_stats()["max_num_seqs"])
             self._journal = Journal()
             self._meter = Meter(
-                seconds_per_token=_GUESSED_SECONDS, step_tokens=config.max_batch_tokens, max_running=most
+                seconds_per_token=_measured_speed(self._engine), step_tokens=config.max_batch_tokens, max_running=most
             )
         except BaseException:
             self._engine.close()
@@ -87,10 +97,18 @@ class EngineReplica:
 
     # What Ray asks.
 
-    def check_health(self) -> None:
-        """KVBoostError once the engine's thread has died: Ray then ends this process and starts another replica."""
-        if not self._engine.is_alive():
+    async def check_health(self) -> None:
+        """KVBoostError once the engine's thread has died: Ray then ends this process and starts another replica.
+        EngineStuck once it has done nothing for minutes although there are requests."""
+        engine = self._engine
+        if not engine.is_alive():
             raise KVBoostError(f"the engine of replica {self.name!r} stopped after an error")
+        stats = await asyncio.to_thread(engine.paged_stats)
+        has_work = bool(stats["num_running"] or engine.num_waiting())
+        figures = tuple(stats[name] for name in _MOVING)
+        still = self._stillness.look(figures, has_work, time.process_time(), time.monotonic())
+        if still > self.still_seconds:
+            raise EngineStuck(f"the engine of replica {self.name!r} has done nothing for {still:.0f} s, with requests")
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Told to every ingress as soon as this replica is there."""
@@ -211,6 +229,7 @@ class EngineReplica:
             pid=os.getpid(),
             model=self._model,
             root=engine.cache_root,
+            block_size=engine.config.block_size,
             # Where the weights lie in this process is of no use in another one.
             info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
             reuse_refusal=engine.reuse_refusal,
@@ -265,6 +284,19 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
     "unpin": EngineReplica._unpin,
     "warm_result": EngineReplica._warm_result,
 }
+
+
+def _measured_speed(engine: CPUPagedEngine) -> float:
+    """Seconds per prompt token of one prompt that nothing is kept of: of replicas on unlike machines it is known from
+    the first request on."""
+    capacity = int(engine.paged_stats()["num_blocks"]) * engine.config.block_size
+    prompt = [0] * max(1, min(_MEASURED_TOKENS, engine.runner_info.max_context - 1, capacity - 1))
+    began = time.perf_counter()
+    if engine.pooling.source:
+        engine.embed([prompt])
+    else:
+        engine.generate(prompt, max_new_tokens=1, mode="baseline")
+    return max((time.perf_counter() - began) / len(prompt), 1e-9)
 
 
 def _cancel_submitted(submitting: asyncio.Future[RequestHandle]) -> None:
