@@ -21,12 +21,25 @@ from kvboost_edge.kvcache.block_table import CopyOp
 
 if TYPE_CHECKING:
     from kvboost_edge.backends.kernel_access import KernelAccess
+    from kvboost_edge.backends.state_pool import StatePool
 
-__all__ = ["DEFAULT_NUM_OPEN", "AttentionParams", "Backend", "BackendInfo", "BatchLayout", "KVSpec", "LayerKVSpec"]
+__all__ = [
+    "DEFAULT_NUM_OPEN",
+    "AttentionParams",
+    "Backend",
+    "BackendInfo",
+    "BatchLayout",
+    "KVSpec",
+    "LayerKVSpec",
+    "LayerStateSpec",
+    "PassStates",
+]
 
 DEFAULT_NUM_OPEN = 17
 """Blocks of a quantized pool that may be partly written at a time: one for each of 16 sequences and one to spare."""
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CACHE_LINE = 64
+_TILE_VALUES = 16  # value columns of a matrix that lie side by side
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,8 +56,44 @@ class LayerKVSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LayerStateSpec:
+    """Shape of the state that one layer without keys and values keeps of a sequence, float32 throughout.
+
+    First the tail of its convolution: the last inputs, [taps, channels], the oldest first. Then, where the layer has
+    heads, a matrix of each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up, key_dim, 16]. Both begin
+    at a cache line.
+
+    taps      inputs before a token that its convolution reads
+    channels  of an input
+    """
+
+    taps: int
+    channels: int
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes before the matrices."""
+        return _in_lines(4 * self.taps * self.channels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state."""
+        tiles = -(-self.value_dim // _TILE_VALUES)
+        return self.tail_bytes + _in_lines(4 * self.heads * tiles * self.key_dim * _TILE_VALUES)
+
+
+def _in_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class KVSpec:
     """Storage of all layers. `dtype` is "float32", "float16" or "bfloat16"; layers may differ in shape.
+
+    `states`: of the layers that keep a state instead of keys and values, which are not among `layers`.
 
     `bits` = (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8) and (4, 4) quantize
     full blocks, and `dtype` is then that of the open (not yet full) blocks, "float16".
@@ -54,6 +103,12 @@ class KVSpec:
     block_size: int
     dtype: str
     bits: tuple[int, int] = (16, 16)
+    states: tuple[LayerStateSpec, ...] = ()
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one slot, the states of one sequence in all layers that keep some; 0 where none does."""
+        return sum(state.nbytes for state in self.states)
 
     @property
     def is_quantized(self) -> bool:
@@ -79,6 +134,22 @@ class KVSpec:
         return per_token * self.block_size * _BYTES[self.dtype]
 
 
+class PassStates(NamedTuple):
+    """Which slots of the states a pass reads and writes.
+
+    state_in   int32 [num_seqs]  the state before each sequence's first row; -1: zeros, at the start of a text
+    state_out  int32 [num_seqs]  where that behind its last row goes; may be the slot that it reads
+    saves      int32 [n, 3]      (sequence, rows, slot): the state behind so many of the sequence's rows of this pass
+                                 goes to the slot as well; ascending by sequence, then rows, from 1 to all of them
+
+    No slot is written twice, and none that another sequence reads.
+    """
+
+    state_in: npt.NDArray[np.int32]
+    state_out: npt.NDArray[np.int32]
+    saves: npt.NDArray[np.int32]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Where the tokens of one forward pass live. A flat batch: the tokens of all sequences one after another.
@@ -93,6 +164,7 @@ class BatchLayout:
     slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
     parts         which positions the blocks of a table hold, see kernels/attention/parts.py; None: all tables are
                   plain, block i holds the positions from i * block_size on
+    states        the sequences' slots, where the model keeps states; None where it does not
 
     The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i; its slot is
     that of its position in the sequence's last part.
@@ -103,6 +175,7 @@ class BatchLayout:
     block_tables: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
     parts: Parts = None
+    states: PassStates | None = None
 
 
 class AttentionParams(NamedTuple):
@@ -148,10 +221,12 @@ class Backend(Protocol):
     device: str
     spec: KVSpec
     num_blocks: int
+    states: StatePool | None  # None where the spec has no states
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the preallocated pool, as allocated; with the buffers of open blocks where it is quantized."""
+        """Bytes of the preallocated pool, as allocated; with the buffers of open blocks where it is quantized. Without
+        states, which have their own `nbytes`."""
         ...
 
     @property

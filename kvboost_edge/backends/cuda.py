@@ -83,7 +83,13 @@ def find_tier(device: torch.device | str = "cuda") -> str:
 
 
 def make(
-    spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = DEFAULT_NUM_OPEN
+    spec: KVSpec,
+    num_blocks: int,
+    *,
+    device: str,
+    num_threads: int | None = None,
+    num_open: int = DEFAULT_NUM_OPEN,
+    num_state_slots: int = 0,
 ) -> CUDABackend:
     """See `select.BackendModule`; no block of these pools is open."""
     reason = unsupported_reason(device, spec)

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.parts import Longs, Part, entry_positions, has_delta, is_last
 
 __all__ = ["check_block", "check_layout", "refuse_deltas"]
 
 
-def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
-    """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot lies in the pool."""
+def check_layout(layout: BatchLayout, block_size: int, num_blocks: int, num_state_slots: int = 0) -> None:
+    """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot lies in the pool, and
+    it names slots of states where there are some."""
     num_seqs = len(layout.seq_lens)
     cu_seqlens, tables, slots = layout.cu_seqlens_q, layout.block_tables, layout.slot_mapping
     if cu_seqlens.shape != (num_seqs + 1,) or tables.ndim != 2 or len(tables) != num_seqs:
@@ -35,6 +36,48 @@ def check_layout(layout: BatchLayout, block_size: int, num_blocks: int) -> None:
     if slots.size and not (slots.min() >= 0 and slots.max() < num_blocks * block_size):
         raise ConfigError(f"slots {slots.min()}..{slots.max()} must lie in the pool's 0..{num_blocks * block_size - 1}")
     _check_tables(layout, block_size, num_blocks)
+    if (layout.states is None) != (num_state_slots == 0):
+        raise ConfigError(
+            f"a pass {'without' if layout.states is None else 'with'} slots of states does not fit a backend that has "
+            f"{num_state_slots} of them: num_state_slots"
+        )
+    if layout.states is not None:
+        _check_states(layout.states, lengths, num_state_slots)
+
+
+def _check_states(states: PassStates, lengths: npt.NDArray[np.int32], num_slots: int) -> None:
+    """lengths: rows of each sequence in the pass."""
+    read, written, saves = states
+    num_seqs = len(lengths)
+    if read.shape != (num_seqs,) or written.shape != (num_seqs,) or saves.ndim != 2 or saves.shape[1] != 3:
+        raise ConfigError(
+            f"states of {num_seqs} sequences need state_in and state_out of shape ({num_seqs},) and saves of shape "
+            f"(n, 3); got {read.shape}, {written.shape} and {saves.shape}"
+        )
+    whose, rows, slots = saves.T.astype(np.int64)
+    if len(saves) and not (whose.min() >= 0 and whose.max() < num_seqs):
+        raise ConfigError(f"saves {saves.tolist()} name sequences outside 0..{num_seqs - 1}")
+    if (rows < 1).any() or (rows > lengths[whose]).any():
+        raise ConfigError(
+            f"saves {saves.tolist()} must lie behind 1 to all of the {lengths.tolist()} rows of their sequences"
+        )
+    if (np.diff(whose) < 0).any() or ((np.diff(whose) == 0) & (np.diff(rows) <= 0)).any():
+        raise ConfigError(f"saves {saves.tolist()} must ascend by sequence, then rows")
+    every = np.concatenate([written.astype(np.int64), slots])
+    low, high = (min(every.min(), read.min() + 1), max(every.max(), read.max())) if num_seqs else (0, -1)
+    if low < 0 or high >= num_slots:
+        raise ConfigError(
+            f"state_in {read.tolist()} (-1: zeros), state_out {written.tolist()} and the slots of saves "
+            f"{slots.tolist()} must lie in 0..{num_slots - 1}"
+        )
+    if len(np.unique(every)) < len(every):
+        raise ConfigError(f"slots {every.tolist()} of states are written, and one of them twice")
+    foreign = (every[:, None] == read) & (np.arange(len(every))[:, None] != np.arange(num_seqs))
+    if foreign.any():
+        raise ConfigError(
+            f"slots {every[foreign.any(axis=1)].tolist()} of states are written while others read them: state_in "
+            f"{read.tolist()}, state_out {written.tolist()}, saves {saves.tolist()}"
+        )
 
 
 def refuse_deltas(layout: BatchLayout, who: str) -> None:

@@ -13,6 +13,7 @@ from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, KVSpec, LayerKVSpec
 from kvboost_edge.backends.block_bytes import as_rows, check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_block
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
+from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.memory import Region
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
@@ -47,7 +48,9 @@ class NumpyBlocks:
     device = "cpu"
     quant_kernels: QuantKernels
 
-    def __init__(self, spec: KVSpec, num_blocks: int, *, num_open: int = DEFAULT_NUM_OPEN) -> None:
+    def __init__(
+        self, spec: KVSpec, num_blocks: int, *, num_open: int = DEFAULT_NUM_OPEN, num_state_slots: int = 0
+    ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
         problem = unsupported_reason(self.device, spec)
@@ -55,6 +58,11 @@ class NumpyBlocks:
             raise ConfigError(problem)
         self.spec = spec
         self.num_blocks = num_blocks
+        if bool(spec.states) != (num_state_slots > 0):
+            raise ConfigError(
+                f"num_state_slots={num_state_slots} does not fit a model of {len(spec.states)} layers with states"
+            )
+        self.states = StatePool(spec.states, num_state_slots) if spec.states else None
         self._pools: list[KVPool] = []
         self._quant: QuantBlocks | None = None
         try:
@@ -76,6 +84,10 @@ class NumpyBlocks:
         if self._quant is not None:
             return self._quant.num_bytes
         return sum(array.nbytes for pool in self._pools for array in pool)
+
+    @property
+    def _num_state_slots(self) -> int:
+        return 0 if self.states is None else self.states.num_slots
 
     def _regions(self) -> tuple[Region, ...]:
         """Where the arrays of `pool_bytes` lie."""
@@ -139,6 +151,8 @@ class NumpyBlocks:
         """Release the pool."""
         self._pools = []
         self._quant = None
+        if self.states is not None:
+            self.states.close()
 
     @property
     def _coded(self) -> QuantBlocks:

@@ -55,7 +55,14 @@ class BackendModule(Protocol):
         ...
 
     def make(
-        self, spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = ...
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        device: str,
+        num_threads: int | None = None,
+        num_open: int = ...,
+        num_state_slots: int = ...,
     ) -> Backend:
         """Allocate the backend; what does not concern it is passed over. Raises ConfigError or BackendUnavailable
         for what `unsupported_reason` names, CapacityError where memory is refused."""
@@ -169,8 +176,17 @@ def make_backend(
     num_threads: int | None = None,
     *,
     num_open: int = DEFAULT_NUM_OPEN,
+    num_state_slots: int = 0,
 ) -> Backend:
-    """Allocate the backend of a choice: a pool of `num_blocks` blocks. `num_threads` concerns the CPU kernels,
-    `num_open` quantized pools: how many blocks may be partly written at a time."""
+    """Allocate the backend of a choice: a pool of `num_blocks` blocks, and one of `num_state_slots` slots where there
+    are states. `num_threads` concerns the CPU kernels, `num_open` quantized pools: how many blocks may be partly
+    written at a time."""
     make = load_module(choice.name).make
-    return make(spec, num_blocks, device=choice.device, num_threads=num_threads, num_open=num_open)
+    return make(
+        spec,
+        num_blocks,
+        device=choice.device,
+        num_threads=num_threads,
+        num_open=num_open,
+        num_state_slots=num_state_slots,
+    )

@@ -17,6 +17,7 @@ import torch
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, AttentionParams, BackendInfo, BatchLayout, KVSpec
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
 from kvboost_edge.backends.layout import check_layout, refuse_deltas
+from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.backends.torch import apple
 from kvboost_edge.backends.torch.attend import attend, query_slices, visible_slots
 from kvboost_edge.backends.torch.batch import SameLength, TorchBatch
@@ -54,11 +55,22 @@ def _refusal(device: str, spec: KVSpec | None) -> str | None:
             f"torch keeps KV at 16 or 32 bits, or keys and values both at 8, not at {spec.bits}: use kv_cache_bits=8, "
             "or backend='cpu' (or 'reference') and the native runner"
         )
+    if spec is not None and spec.states:
+        return (
+            f"torch keeps keys and values, and this model has {len(spec.states)} layers that keep states instead: use "
+            "backend='cpu' and the native runner"
+        )
     return None
 
 
 def make(
-    spec: KVSpec, num_blocks: int, *, device: str, num_threads: int | None = None, num_open: int = DEFAULT_NUM_OPEN
+    spec: KVSpec,
+    num_blocks: int,
+    *,
+    device: str,
+    num_threads: int | None = None,
+    num_open: int = DEFAULT_NUM_OPEN,
+    num_state_slots: int = 0,
 ) -> TorchBackend:
     """See `select.BackendModule`; torch has its own number of threads."""
     return TorchBackend(spec, num_blocks, device=device, num_open=num_open)
@@ -73,6 +85,7 @@ class TorchBackend:
 
     name = "torch"
     array_kind = "torch"
+    states: StatePool | None = None  # models that have some are refused
 
     def __init__(self, spec: KVSpec, num_blocks: int, *, device: str = "cpu", num_open: int = DEFAULT_NUM_OPEN) -> None:
         self.spec = spec

@@ -6,6 +6,7 @@ One thread with an event loop does all of it, so the router needs no lock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import threading
@@ -56,6 +57,7 @@ class Replicas:
         self._refused: dict[str, str] = {}
         self._silent: set[str] = set()
         self._busy_until = 0.0
+        self._changed = asyncio.Event()  # other replicas than before: they are looked at soon
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvboost-replicas", daemon=True)
@@ -124,6 +126,7 @@ class Replicas:
     def _set_members(self) -> None:
         self._silent &= self.usable
         self.router.set_members(self.usable)
+        self._changed.set()
 
     def choices(self, chain: PromptChain, count: int) -> list[Choice]:
         """Where a request may go, the best first; not to who is silent, unless all are. What is known of those is kept:
@@ -224,7 +227,9 @@ class Replicas:
             await self._learn_about()
             await self._look_at_all()
             busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
-            await asyncio.sleep(_BUSY_SECONDS if busy else _IDLE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS)
+            self._changed.clear()
 
     async def _learn_about(self) -> None:
         """What replicas are is what one of them said. Once that one is gone others say it: they may be of a newer

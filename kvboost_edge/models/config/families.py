@@ -14,10 +14,12 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.experts import (
     Experts,
     ernie_experts,
+    gemma4_experts,
+    gpt_oss_experts,
     granite_experts,
     mixtral_experts,
     olmoe_experts,
@@ -77,7 +79,9 @@ class Family:
     query_scaled queries are multiplied with a factor of their position
     sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
     layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
-    experts      the mixture of experts, from the config and the number of layers; None: MLPs alone
+    experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
+                 MLPs alone
+    in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -117,7 +121,8 @@ class Family:
     query_scaled: bool = False
     sinks: bool = False
     layer_thetas: bool = False
-    experts: Callable[[Config, int], Experts] | None = None
+    experts: Callable[[Config, int], Experts | None] | None = None
+    in_columns: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -191,7 +196,7 @@ _GEMMA = Family(
 _GEMMA4 = dataclasses.replace(
     _GEMMA, norms="both", norm_offset=0.0, head_norm="head", value_norm=True, layer_scalar=True, scale=1.0, capped=True,
     local_rope=True, theta=1e6, windows=all_but_every(6), shapes=gemma4_shapes, complete=with_gemma4_defaults,
-    unless=(("use_bidirectional_attention", (None, False, "vision")), ("enable_moe_block", (None, False))),
+    experts=gemma4_experts, unless=(("use_bidirectional_attention", (None, False, "vision")),),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -237,6 +242,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
             inner="shared_intermediate_size", complete=granite_hybrid,
         ),
+        "gpt_oss": Family(
+            biased=True, head_dim=64, eps=1e-5, theta=150000.0, sinks=True, windows=every_second,
+            experts=gpt_oss_experts, in_columns=True, complete=gpt_oss,
+            unless=(("swiglu_alpha", (None, 1.702)), ("swiglu_limit", (None, 7.0))),
+        ),
         "minicpm": Family(multipliers=True, tied=True, complete=minicpm,
                           unless=(("num_experts", (None, 0)), ("sparse_config", (None,)))),
         "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
@@ -277,7 +287,7 @@ def describe_model(config: Config) -> ModelSpec:
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = family.shapes(config, windows) if family.shapes else same_shapes(layers, head_dim, kv_heads, inner)
     experts = family.experts(config, layers) if family.experts else None
-    if experts is not None:
+    if experts is not None and not experts.beside:
         # What stands beside experts is an MLP of the width of the shared one.
         beside = zip(shapes, experts.sparse, strict=True)
         shapes = [one._replace(intermediate_size=experts.shared) if sparse else one for one, sparse in beside]

@@ -1,0 +1,117 @@
+"""The slots that hold sequences' states, for layers that keep one instead of keys and values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.backends.base import LayerStateSpec
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.host.memory import Region
+from kvboost_edge.kernels.attention.paged import aligned_empty
+
+__all__ = ["StatePool"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class StatePool:
+    """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot is layer after layer what LayerStateSpec says.
+
+    What a slot holds is undefined until a pass writes it. CapacityError when memory is refused.
+    """
+
+    def __init__(self, specs: Sequence[LayerStateSpec], num_slots: int) -> None:
+        if not specs or num_slots < 1:
+            raise ConfigError(f"num_state_slots={num_slots} of {len(specs)} layers: both must be at least 1")
+        self.specs, self.num_slots = tuple(specs), num_slots
+        sizes = [spec.nbytes for spec in self.specs]
+        self.slot_bytes = sum(sizes)
+        self._offsets = [sum(sizes[:layer]) for layer in range(len(sizes))]
+        try:
+            self._slots: Bytes = aligned_empty((num_slots, self.slot_bytes), np.uint8)
+        except MemoryError as error:
+            raise CapacityError(
+                f"the states do not fit into memory: num_state_slots={num_slots} x {self.slot_bytes} bytes = "
+                f"{num_slots * self.slot_bytes} bytes; lower max_state_bytes or max_num_seqs"
+            ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._slots.nbytes
+
+    @property
+    def region(self) -> Region:
+        """Where the slots lie in this process's memory."""
+        return Region(self._slots.ctypes.data, self.nbytes)
+
+    def address(self, slot: int) -> int:
+        """Address of a slot's first byte."""
+        self._check([slot])
+        return int(self._slots.ctypes.data) + slot * self.slot_bytes
+
+    def offset(self, layer: int) -> int:
+        """First byte in a slot of the state of a layer, counted among those with one: the tail of its convolution; its
+        matrices begin `specs[layer].tail_bytes` further."""
+        return self._offsets[layer]
+
+    def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
+        """The tail of a convolution, a view, float32 [taps, channels]."""
+        spec, start = self.specs[layer], self._offsets[layer]
+        floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(np.float32)
+        return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
+
+    def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
+        """The matrices of a layer's heads, a view, float32 [heads, tiles, key_dim, 16]."""
+        spec, start = self.specs[layer], self._offsets[layer]
+        floats: npt.NDArray[np.float32] = self._row(slot)[start + spec.tail_bytes : start + spec.nbytes].view(
+            np.float32
+        )
+        shape = (spec.heads, -(-spec.value_dim // 16), spec.key_dim, 16)
+        return floats[: int(np.prod(shape))].reshape(shape)
+
+    def read_slots(self, slots: Sequence[int]) -> Bytes:
+        """The bytes of slots, uint8 [len(slots), slot_bytes], a copy."""
+        self._check(slots)
+        return self._slots.take(list(slots), axis=0)
+
+    def write_slots(self, slots: Sequence[int], data: Bytes) -> None:
+        """Put what `read_slots` returned into these slots, each named once. ConfigError for data of another shape or
+        type, and for a slot outside the pool or named twice; nothing is changed then."""
+        self._check(slots)
+        expected = (len(slots), self.slot_bytes)
+        if data.dtype != np.uint8 or data.shape != expected:
+            raise ConfigError(
+                f"{len(slots)} slots are written from uint8 bytes of shape {expected}; got {data.dtype} {data.shape}"
+            )
+        if len(set(slots)) != len(slots):
+            raise ConfigError(f"slots {list(slots)} are written at once, and one of them is named twice")
+        self._slots[list(slots)] = data
+
+    def poison(self, slots: Sequence[int]) -> None:
+        """Debug: fill slots with NaN, so that a read of a state that was never written shows."""
+        self._check(slots)
+        self._slots.view(np.float32)[list(slots)] = np.nan
+
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        """Debug: CRC-32 of each slot's bytes."""
+        self._check(slots)
+        return [zlib.crc32(self._slots[slot]) for slot in slots]
+
+    def close(self) -> None:
+        """Release the memory; no slot is left."""
+        self._slots, self.num_slots = np.empty((0, self.slot_bytes), dtype=np.uint8), 0
+
+    def _row(self, slot: int) -> Bytes:
+        self._check([slot])
+        row: Bytes = self._slots[slot]
+        return row
+
+    def _check(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.num_slots:
+                raise ConfigError(f"slot {slot} of states must lie in the pool's 0..{self.num_slots - 1}")

@@ -1,0 +1,80 @@
+"""Sizes of a pass's buffers, from a model's spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
+from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.config.experts import Experts
+from kvboost_edge.models.config.families import ModelSpec
+
+__all__ = ["MixtureSizes", "Sizes", "padded"]
+
+
+def padded(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple
+
+
+class MixtureSizes(NamedTuple):
+    """Buffers of layers with experts.
+
+    routed   floats in a row of the router's logits, padded to tiles
+    numbers  of the dispatch before its slots
+    spread   bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and up leave
+    beside   floats in a row of the MLP beside them; 0 without one
+    """
+
+    used: int
+    routed: int
+    numbers: int
+    spread: int
+    inner: int
+    beside: int
+
+    @classmethod
+    def of(cls, experts: Experts, hidden: int, *, floats: bool) -> MixtureSizes:
+        """hidden: inputs of an expert, padded to groups. floats: whether their weights are."""
+        rows = experts.count + (1 if experts.names.shared_gate else 0)
+        each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
+        spread, inner = (count // GROUP * each for count in (hidden, experts.width))
+        beside = hidden if experts.beside else 0
+        return cls(experts.used, padded(rows, LANES), dispatch_numbers(experts.count), spread, inner, beside)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
+    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded."""
+
+    hidden: int
+    normed: int
+    wide: int
+    query: int
+    key: int
+    attended: tuple[int, ...]
+    per_layer: int
+    logits: int
+    groups: int
+    mixture: MixtureSizes | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, floats: bool = False) -> Sizes:
+        """floats: whether the weights of experts are."""
+        query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+        key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
+        qkv = max((spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
+        inner = max(layer.intermediate_size for layer in spec.layers)
+        width = 0 if spec.per_layer is None else spec.per_layer.width
+        hidden, normed = padded(spec.hidden_size, GROUP), padded(max(spec.hidden_size, inner, width), GROUP)
+        wide = padded(max(qkv, 2 * inner, spec.hidden_size, width), GROUP) + 2 * GROUP
+        attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
+        groups = max(normed, *attended) // GROUP
+        per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
+        mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
+        logits = padded(spec.vocab_size, LANES)
+        return cls(hidden, normed, wide, query, key, attended, per_layer, logits, groups, mixture)
