@@ -56,7 +56,7 @@ from kvboost_edge.models.config.windows import (
     same_window,
 )  # fmt: skip
 
-__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model", "heads_by_layer"]
+__all__ = ["FAMILIES", "Family", "LayerSpec", "ModelSpec", "describe_model", "heads_by_layer", "may_keep_states"]
 
 Config = Mapping[str, Any]
 
@@ -300,6 +300,12 @@ def describe_model(config: Config) -> ModelSpec:
         experts=experts,
         hybrid=hybrid,
     )
+
+
+def may_keep_states(config: Config) -> bool:
+    """Whether the model is of a family whose layers may keep a state instead of keys and values."""
+    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    return family is not None and family.hybrid is not None
 
 
 def heads_by_layer(config: Config) -> list[tuple[int, int]]:
