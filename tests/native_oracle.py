@@ -28,8 +28,7 @@ def assert_native_equals(model: Any, directory: Path) -> None:
         )[0].tolist()  # fmt: skip
         expected = model(torch.tensor([whole]), use_cache=False).logits[0].numpy()[: len(prompt)]
     runner = NativeRunner.from_dir(directory, weights="f32")
-    slots = 2 if runner.info.kv_spec.states else 0
-    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1, num_state_slots=slots))
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
     sequence = driver.open(prompt)
     logits = driver.prefill(sequence, 23)
     assert np.linalg.norm(logits - expected) <= 1e-4 * np.linalg.norm(expected)

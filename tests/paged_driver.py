@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
+from kvboost_edge.backends.base import Backend, BatchLayout
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -22,12 +22,10 @@ ROOT = root_hash(model_fingerprint="test", kv_format="test")
 
 @dataclasses.dataclass(slots=True)
 class Sequence_:
-    """A running sequence: all its tokens so far, the table that holds the first num_computed of them, and the slot of
-    its state behind these, where the model keeps states."""
+    """A running sequence: all its tokens so far, and the table that holds the first num_computed of them."""
 
     token_ids: list[int]
     table: BlockTable
-    slot: int = -1
 
     @property
     def num_left(self) -> int:
@@ -35,42 +33,26 @@ class Sequence_:
 
 
 class PagedDriver:
-    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots shows as NaN.
-
-    Of a model with states no sequence begins with another's blocks, as nothing here keeps states that end them.
-    """
+    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots shows as NaN."""
 
     def __init__(self, runner: Runner, backend: Backend) -> None:
         self.runner, self.backend = runner, backend
         self.manager = KVCacheManager(backend.num_blocks, backend.spec.block_size)
         self.live: list[Sequence_] = []
         backend.poison_blocks(range(backend.num_blocks))
-        self.opened = 0
-        self.free_slots = [] if backend.states is None else list(range(backend.states.num_slots))
-        if backend.states is not None:
-            backend.states.poison(self.free_slots)
         runner.bind(backend)
 
     def open(self, token_ids: Sequence[int]) -> Sequence_:
-        self.opened += 1
-        root = ROOT if self.backend.states is None else root_hash(model_fingerprint=str(self.opened), kv_format="test")
-        return self._live(Sequence_(list(token_ids), self.manager.open_table(token_ids, root)))
-
-    def fork(self, sequence: Sequence_) -> Sequence_:
-        child = self._live(Sequence_(list(sequence.token_ids), self.manager.fork(sequence.table)))
-        if self.backend.states is not None:
-            self.backend.states.write_slots([child.slot], self.backend.states.read_slots([sequence.slot]))
-        return child
-
-    def _live(self, sequence: Sequence_) -> Sequence_:
-        sequence.slot = self.free_slots.pop() if self.free_slots else -1
+        sequence = Sequence_(list(token_ids), self.manager.open_table(token_ids, ROOT))
         self.live.append(sequence)
         return sequence
 
+    def fork(self, sequence: Sequence_) -> Sequence_:
+        child = Sequence_(list(sequence.token_ids), self.manager.fork(sequence.table))
+        self.live.append(child)
+        return child
+
     def close(self, sequence: Sequence_) -> None:
-        if self.backend.states is not None:
-            self.backend.states.poison([sequence.slot])
-            self.free_slots.append(sequence.slot)
         self.manager.free(sequence.table)
         self.live.remove(sequence)
         self.manager.check_invariants([other.table for other in self.live])
@@ -103,7 +85,6 @@ class PagedDriver:
             seq_lens=np.array([s.table.num_computed_tokens + count for s, count in work], np.int32),
             block_tables=tables,
             slot_mapping=np.array(slots, np.int64),
-            states=None if self.backend.states is None else self._states([sequence for sequence, _ in work]),
         )
         states = np.full((len(state_rows), self.runner.info.hidden_size), np.nan, np.float32)
         rows, of_states = (np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows))
@@ -115,12 +96,6 @@ class PagedDriver:
             self.manager.commit(sequence.table, sequence.token_ids, done)
         self.manager.check_invariants([sequence.table for sequence in self.live])
         return logits, states
-
-    def _states(self, sequences: Sequence[Sequence_]) -> PassStates:
-        """Each sequence reads and writes its own slot."""
-        slots = np.array([sequence.slot for sequence in sequences], np.int32)
-        computed = np.array([sequence.table.num_computed_tokens for sequence in sequences])
-        return PassStates(np.where(computed > 0, slots, -1).astype(np.int32), slots, np.zeros((0, 3), np.int32))
 
     def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
         """Compute all that is left, at most `chunk` tokens a pass; logits of the computed tokens."""
