@@ -16,7 +16,7 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.runners.native.mixture import MixtureSizes
-from kvboost_edge.runners.native.program import Sizes
+from kvboost_edge.runners.native.sizes import Sizes
 
 __all__ = ["Buffers"]
 
@@ -105,6 +105,12 @@ class Buffers:
         """The first of the rows that queries, keys and values of a layer are made in, float32 [num_tokens, padded]."""
         row = self.sizes.wide
         return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
+
+    def wide_rows(self, num_tokens: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """A copy of some of them, float32, flat, that a pass of so many rows may write in."""
+        copy: npt.NDArray[np.float32] = aligned_empty((len(rows) * self.sizes.wide + _SLACK,), np.float32)
+        self.wide(num_tokens).take(rows, axis=0, out=copy[: len(rows) * self.sizes.wide].reshape(len(rows), -1))
+        return copy
 
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
         """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory each time."""

@@ -144,11 +144,14 @@ def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
     assert layout.states is not None
     read, written, saves = layout.states
     num_seqs = len(read)
-    found = np.zeros(num_seqs * ls.SEQUENCE_NUMBERS + 2 * len(saves), dtype=np.int64)
+    lengths = np.diff(layout.cu_seqlens_q)
+    tokens = np.repeat(np.arange(num_seqs), lengths)
+    found = np.zeros(num_seqs * ls.SEQUENCE_NUMBERS + len(tokens) + 2 * len(saves), dtype=np.int64)
     rows = found[: num_seqs * ls.SEQUENCE_NUMBERS].reshape(num_seqs, ls.SEQUENCE_NUMBERS)
-    pairs = found[rows.size :].reshape(-1, 2)
+    found[rows.size : rows.size + len(tokens)] = tokens
+    pairs = found[rows.size + len(tokens) :].reshape(-1, 2)
     first, size = pool.address(0), pool.slot_bytes
-    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = layout.cu_seqlens_q[:-1], np.diff(layout.cu_seqlens_q)
+    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = layout.cu_seqlens_q[:-1], lengths
     rows[:, ls.S_IN] = np.where(read < 0, 0, first + size * read.astype(np.int64))
     rows[:, ls.S_OUT] = first + size * written.astype(np.int64)
     pairs[:, 0], pairs[:, 1] = saves[:, 1], first + size * saves[:, 2].astype(np.int64)
