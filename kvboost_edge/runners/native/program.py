@@ -42,8 +42,8 @@ class LayerProgram:
     state behind the last norm in B_NORMED. Between two parts stand the layer's OP_CLOSE, where it has keys and values
     of its own, and OP_ATTEND, for passes that run it in the program; nothing behind a layer with a state.
 
-    From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only, of
-    the hidden state, of what attention returned (where `attended`) and of B_WIDE (where `reads_wide`).
+    From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
+    border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
     held: weights of norms that have none, to which operations point
     """
 
@@ -52,8 +52,7 @@ class LayerProgram:
     parts: tuple[tuple[int, int], ...]
     narrow: int
     normed: int
-    attended: bool
-    reads_wide: bool
+    border: Rows | None
     held: list[npt.NDArray[np.float32]]
 
 
@@ -198,36 +197,38 @@ class _Builder:
         }
         self.add(lt.OP_ROPE, fields, eps=spec.eps)
 
-    def attended(self, index: int) -> Rows:
-        """What attention returned, gated where the family has that, for the layer's output projection."""
-        spec, own, layer = self.spec, self.spec.layers[index], f"layer{index}."
-        rows, count = (lt.B_ATTENDED, self.sizes.attended[index]), spec.num_heads * own.head_dim
-        if not spec.family.output_gate:
-            self.quantize(*rows, count, f"{layer}out")
-            return rows
+    def gate(self, index: int, rows: Rows) -> None:
+        """What attention returned times the sigmoid of gates, in place, for the layer's output projection."""
+        own, count = self.spec.layers[index], self.spec.num_heads * self.spec.layers[index].head_dim
         gates = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.sizes.wide}
         gates[lt.F_SRC_FIRST] = count + 2 * own.num_kv_heads * own.head_dim
         steps = {lt.F_BY: rows[0], lt.F_BY_STEP: rows[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
-        act = {lt.F_COUNT: count, lt.F_ACT: ACT_SIGMOID, **self.panel(f"{layer}out")}
+        act = {lt.F_COUNT: count, lt.F_ACT: ACT_SIGMOID, **self.panel(f"layer{index}.out")}
         self.add(lt.OP_ACT, {**gates, **steps, **act})
-        return rows
 
-    def before_mixing(self, index: int) -> None:
-        """Up to the attention of a layer, or to the end of what has a state."""
-        states = self.states_of(index)
-        if states is None:
-            self.before_attention(index)
-        else:
-            states.before(f"layer{index}.", self.spec.layers[index].state)
+    def before_mixing(self, index: int) -> Rows:
+        """Up to the attention of a layer, or to the end of what has a state; the rows that are read behind it."""
+        layer = self.spec.layers[index]
+        if layer.kind != "attention":
+            assert self.states is not None
+            return self.states.before(f"layer{index}.", layer.state)
+        self.before_attention(index)
+        return lt.B_ATTENDED, self.sizes.attended[index]
 
-    def states_of(self, index: int) -> StateOperations | None:
-        """None of a layer that attends."""
-        return None if self.spec.layers[index].kind == "attention" else self.states
+    def border(self, index: int) -> Rows | None:
+        """See `LayerProgram.border`, of a part behind this layer."""
+        if self.spec.layers[index].kind != "attention":
+            assert self.states is not None
+            return self.states.mixed
+        return (lt.B_WIDE, self.sizes.wide) if self.spec.family.output_gate else None
 
-    def after_mixing(self, index: int) -> None:
+    def after_mixing(self, index: int, rows: Rows) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        states = self.states_of(index)
-        rows = self.attended(index) if states is None else states.after(layer)
+        if spec.layers[index].kind == "attention" and spec.family.output_gate:
+            self.gate(index, rows)
+        else:
+            count = spec.num_heads * spec.layers[index].head_dim if rows[0] == lt.B_ATTENDED else rows[1]
+            self.quantize(*rows, count, f"{layer}out")
         self.into_hidden(f"{layer}out", rows, f"{layer}attn_out")
         if spec.experts is not None and spec.experts.sparse[index]:
             self.mixture(layer, spec.experts)
@@ -359,14 +360,14 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     parts, first = [], 0
     builder.embed()
     for index in range(len(spec.layers)):
-        builder.before_mixing(index)
+        rows = builder.before_mixing(index)
         parts.append((first, len(builder.rows)))
         if spec.layers[index].owns_kv:
             builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
-        if builder.states_of(index) is None:
+        if spec.layers[index].kind == "attention":
             builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
-        builder.after_mixing(index)
+        builder.after_mixing(index, rows)
     normed = builder.head()
     parts.append((first, len(builder.rows)))
     ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
@@ -374,11 +375,9 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
-    narrow = spec.first_shared
-    attended = builder.states_of(narrow - 1) is None
+    border = builder.border(spec.first_shared - 1)
     held = [builder.ones, *(() if builder.states is None else builder.states.held)]
-    reads_wide = not attended or spec.family.output_gate
-    return LayerProgram(ops, params, tuple(parts), narrow, normed, attended, reads_wide, held)
+    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, held)
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:

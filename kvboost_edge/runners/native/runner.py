@@ -314,7 +314,9 @@ class NativeRunner:
             return logits[:, : self._spec.vocab_size]
         # Attention before a part is its last operation: a piece of a prompt whose logits nobody wants needs none. What
         # turns a state is needed always.
-        first = parts[narrow][0] - int(self._program.attended and len(batch.logit_rows) + num_states == 0)
+        first = parts[narrow][0]
+        if len(batch.logit_rows) + num_states == 0 and self._program.ops[first - 1, lt.F_OP] == lt.OP_ATTEND:
+            first -= 1
         memory = self._prepare_whole(whole, batch, prepared, addresses, (0, first), range(narrow))
         self._run((0, first), addresses, num_tokens, memory.counters)
         width = self._buffers.sizes.attended[narrow - 1]
@@ -342,8 +344,7 @@ class NativeRunner:
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
         """Operations behind the attention before a part, on copies of these rows, in ascending order."""
         addresses, num_tokens, counters = rest.addresses.copy(), len(rest.batch.token_ids), None
-        hidden = self._buffers.hidden(num_tokens)[rows]
-        attended = rest.attended[rows] if self._program.attended else rest.attended
+        hidden, attended = self._buffers.hidden(num_tokens)[rows], rest.attended[rows]
         inputs = self._buffers.per_layer(num_tokens)[rows]
         positions = np.ascontiguousarray(rest.batch.positions[rows], dtype=np.int64)
         if len(rest.layers):
@@ -354,9 +355,10 @@ class NativeRunner:
             attended = memory.attended
         addresses[lt.B_HIDDEN], addresses[lt.B_ATTENDED] = hidden.ctypes.data, attended.ctypes.data
         addresses[lt.B_PER_LAYER], addresses[lt.B_POSITIONS] = inputs.ctypes.data, positions.ctypes.data
-        wide = self._buffers.wide_rows(num_tokens, rows) if self._program.reads_wide else None
-        if wide is not None:
-            addresses[lt.B_WIDE] = wide.ctypes.data
+        border = self._program.border
+        if border is not None:
+            more = self._buffers.copied(border, num_tokens, rows)
+            addresses[border[0]] = more.ctypes.data
         self._run(part, addresses, len(rows), counters)
 
     def _num_counters(self, first: int, end: int) -> int:
