@@ -45,16 +45,18 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = [
     "ACT_GELU_TANH",
+    "ACT_SIGMOID",
     "ACT_SILU",
     "activate_group",
     "activate_vectors",
+    "emit_silu",
     "norm_row",
     "quantize_groups",
     "sqrt_f32",
     "sum_squares",
 ]
 
-ACT_SILU, ACT_GELU_TANH = 0, 1
+ACT_SILU, ACT_GELU_TANH, ACT_SIGMOID = 0, 1, 2
 _VECTOR = 4 * LANES
 _TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
 _GELU_INNER, _GELU_CUBIC = 0.7978845608028654, 0.044715
@@ -307,13 +309,24 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
     return types.void(*[types.int64] * 7), codegen
 
 
-def _emit_activate(b: Builder, x: Value, up: Value, is_silu: Value) -> Value:
-    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner))."""
+def _emit_activate(b: Builder, x: Value, up: Value, is_silu: Value, factor: Value = None) -> Value:
+    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). `factor` in place of that x."""
     cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
     inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
-    exponent = b.fsub(_splat(0.0), b.select(is_silu, x, inner))
+    factor = x if factor is None else factor
+    return b.fmul(b.fdiv(factor, _emit_one_and_power(b, b.select(is_silu, x, inner))), up)
+
+
+def _emit_one_and_power(b: Builder, x: Value) -> Value:
+    """1 + exp(-x)."""
+    exponent = b.fsub(_splat(0.0), x)
     exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
-    return b.fmul(b.fdiv(x, b.fadd(_splat(1.0), emit_exp(b, exponent))), up)
+    return b.fadd(_splat(1.0), emit_exp(b, exponent))
+
+
+def emit_silu(b: Builder, x: Value) -> Value:
+    """x / (1 + exp(-x)) of 16 lanes, as in activations."""
+    return b.fdiv(x, _emit_one_and_power(b, x))
 
 
 @intrinsic
@@ -350,15 +363,17 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
 
 @intrinsic
 def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any) -> Any:
-    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read)."""
+    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are read). ACT_SIGMOID is
+    silu without its factor."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         gate, up, kind, count, vectors, out = arguments
-        is_silu = b.icmp_signed("==", kind, int_constant(ACT_SILU))
+        is_sigmoid = b.icmp_signed("==", kind, int_constant(ACT_SIGMOID))
+        is_silu = b.or_(is_sigmoid, b.icmp_signed("==", kind, int_constant(ACT_SILU)))
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.mul(loop.index, int_constant(_VECTOR))
             x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
-            value = _emit_activate(b, x, y, is_silu)
+            value = _emit_activate(b, x, y, is_silu, b.select(is_sigmoid, _splat(1.0), x))
             left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
             inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))
             emit_store(b, b.select(inside, value, _splat(0.0)), b.add(out, at))
