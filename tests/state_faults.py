@@ -10,7 +10,8 @@ _OF_BORDERS = "tests/text/test_borders.py"
 
 STATE_FAULTS = (
     ("state: one block ahead of its snapshot", _TABLES,
-     "standing_for(table, position // self._size - 1, self._index) if", "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
+     "standing_for(table, position // self._size - 1, self._index) if",
+     "standing_for(table, position // self._size - 2, self._index) if", _OF_TABLES),
     ("state: kept one token later", _TABLES, "tuple((position - start, slot)",
      "tuple((min(position + 1, stop) - start, slot)", _OF_SCHEDULES),
     ("state: published before its pass ended", _TABLES, "            state.saves.append((position, slot, reason))\n",
@@ -22,8 +23,8 @@ STATE_FAULTS = (
      "state.slot >= 0)", _OF_TABLES),
     ("state: evicted between lookup and pass", _SLOTS, "if self._refs[slot] == 1 and not spared:", "if not spared:",
      _OF_SLOTS),
-    ("state: outlives its block", _TABLES, "        self.slots.drop(block_id)\n\n    # A table's life.",
-     "\n    # A table's life.", _OF_TABLES),
+    ("state: outlives its block", _TABLES, "        self.slots.drop(block_id)\n        self._kept", "        self._kept",
+     _OF_TABLES),
     ("state: a junction is not kept", _TABLES, "wanted[matched] = JUNCTION", "pass", _OF_TABLES),
     ("state: who waits does not ask", "kvcache/manager.py", "self.states.ask(holder,", "(lambda *_: None)(holder,",
      _OF_TABLES),
