@@ -160,8 +160,14 @@ _ATTENTION_LAYERS = ("attention", "full_attention")  # the first: its older name
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "mamba mamba2 falcon_mamba rwkv xlstm jamba bamba zamba zamba2 falcon_h1 nemotron_h recurrent_gemma "
-        "lfm2 lfm2_moe qwen3_next olmo_hybrid minimax kimi_linear bailing_hybrid".split(),
+        "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next olmo_hybrid minimax "
+        "bailing_hybrid".split(),
         _STATE_SPACE,
+    ),
+    "kimi_linear": "its states have a decay for each channel, and its other layers latent attention; neither is built",
+    "lfm3": "its layers have norms on both sides and gates of heads, which are not built",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "its layers pass several streams of states between them, which is not built"
     ),
     **dict.fromkeys("deepseek_v2 deepseek_v3 minicpm3 longcat_flash".split(), _LATENT),
     **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),

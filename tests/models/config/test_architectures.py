@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from gguf_hybrids import HYBRID_ARCHS
 from gguf_models import ARCHS
 from gguf_models import FAMILIES as GGUF_FAMILIES
 from kvboost_edge.errors import ModelFormatError
@@ -55,7 +56,7 @@ def _names(runner: str = "", files: str = "", *, tested: bool = True) -> set[str
 
 def test_runners_are_those_that_compute_the_family() -> None:
     whole = {name for name, wrapper in WRAPPERS.items() if set(wrapper.texts) <= set(NATIVE)}
-    assert _names("native") == {*NATIVE, *whole}
+    assert _names("native") == {*NATIVE, *whole} - {*architectures._REFUSED}
     assert _names("torch") == {
         str(fields.get("model_type", name)).partition("-")[0] for name, fields in FAMILIES.items()
     }
@@ -63,10 +64,11 @@ def test_runners_are_those_that_compute_the_family() -> None:
 
 
 def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
-    read = {known.model_type for known in GGUF.values()}
+    read = {known.model_type for known in GGUF.values()} - {*architectures._REFUSED}
     assert _names(files="GGUF") == read | set(ARCHS)
     # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone.
-    assert {MODEL_ARCH_NAMES[arch] for arch in ARCHS.values()} == set(GGUF) - {"gemma-embedding"}
+    archs = {**ARCHS, **HYBRID_ARCHS}
+    assert {MODEL_ARCH_NAMES[arch] for arch in archs.values()} == set(GGUF) - {"gemma-embedding"}
     types = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
     compared = {name.partition("-")[0] for name in GGUF_FAMILIES}  # by make bench-peers
     assert {types.get(name, name) for name in compared} == set(ARCHS)
@@ -106,6 +108,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     "state space": ({"model_type": "mamba"}, "recurrent state"),
     "hybrid": ({"model_type": "qwen3_next"}, "recurrent state"),
+    "decays by channel": ({"model_type": "kimi_linear"}, "a decay for each channel"),
+    "head gates": ({"model_type": "lfm3"}, "gates of heads"),
+    "hyper-connections": ({"model_type": "qwen4_exp"}, "several streams"),
     "granite with states": ({"model_type": "granitemoehybrid", "num_local_experts": 0}, "recurrent state"),
     "granite with experts": ({"model_type": "granitemoehybrid", "layer_types": ["attention"]}, "num_local_experts=8"),
     "alibi": ({"model_type": "bloom"}, "alibi"),
