@@ -2,10 +2,12 @@
 
     S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
 
-OP_STEPS makes q, k, the share and the decay of each token, head by head one behind another: B_QUERY and B_KEY are then
-[key_heads, tokens, key_dim], B_VALUE is [value_heads, tokens, 2]. A unit of OP_SCAN is a tile of 16 value columns of
-one head of one sequence: 8 KB that stay in the first cache for the whole pass. Columns do not meet, and tokens follow
-one another in every lane, so the bits do not depend on where a text was cut.
+OP_STEPS makes q, k, v, the share and the decay of each token: B_QUERY and B_KEY are then [key_heads, tokens, key_dim],
+B_VALUE is [value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens, 2]. So a unit of OP_SCAN reads what
+lies one behind another; in the rows that q, k and v come from it would lie 50 KB apart, which took six times as long.
+Such a unit is a tile of 16 value columns of one head of one sequence: 8 KB that stay in the first cache for the whole
+pass. Columns do not meet, and tokens follow one another in every lane, so the bits do not depend on where a text was
+cut.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.conv import conv_silu, window_of
 from kvboost_edge.kernels.program.norms import norm_row
 from kvboost_edge.kernels.program.route import sigmoid_f32
 from kvboost_edge.kernels.program.table import ProgramJob
@@ -32,7 +35,6 @@ from kvboost_edge.kernels.vectors import (
     V16,
     emit_fma,
     emit_load,
-    emit_prefetch,
     emit_splat,
     emit_store,
     exp_f32,
@@ -41,11 +43,10 @@ from kvboost_edge.kernels.vectors import (
     store_f32,
 )
 
-__all__ = ["scan", "scan_units", "softplus_f32", "steps"]
+__all__ = ["scan", "scan_units", "softplus_f32", "steps", "value_at"]
 
 _LINE = 4 * LANES
 _CHAINS = 4  # of a sum over keys: key i goes to chain i mod 4
-_AHEAD = 4  # tokens whose values are asked for before they are needed: their rows are far apart
 _MAX_EXPONENT = np.float32(88.0)
 
 Value = Any
@@ -71,23 +72,46 @@ def softplus_f32(x: Any) -> Any:
 
 
 @kernel
-def steps(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """What a token does to the states: its queries and keys, normed, and of each value head (share, decay)."""
-    heads, dim, values = op[lt.F_KEY_HEADS], op[lt.F_KEY_DIM], op[lt.F_HEADS]
-    row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+def _gates(job: ProgramJob, op: Any, token: int) -> None:
+    """(share, decay) of each value head, behind the values."""
+    heads = op[lt.F_HEADS]
+    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_BY_FIRST])
+    out = _gates_at(job, op) + 8 * token
     for head in range(heads):
-        place = 4 * (head * job.tokens + token) * dim
-        norm_row(row + 4 * head * dim, op[lt.F_Q_NORM], dim, eps, job.buffers[lt.B_QUERY] + place)
-        norm_row(row + 4 * (heads + head) * dim, op[lt.F_K_NORM], dim, eps, job.buffers[lt.B_KEY] + place)
-    gates = row + 4 * op[lt.F_BY_FIRST]
-    for head in range(values):
-        wide = softplus_f32(load_f32(gates + 4 * (values + head)) + load_f32(op[lt.F_BIAS] + 4 * head))
-        power = load_f32(op[lt.F_WEIGHT] + 4 * head) * wide
+        wide = softplus_f32(load_f32(source + 4 * (heads + head)) + load_f32(op[lt.F_DT_BIAS] + 4 * head))
+        power = load_f32(op[lt.F_DECAY] + 4 * head) * wide
         if power > _MAX_EXPONENT:  # and not min(), which may lose a NaN
             power = _MAX_EXPONENT
-        place = job.buffers[lt.B_VALUE] + 8 * (head * job.tokens + token)
-        store_f32(place, sigmoid_f32(load_f32(gates + 4 * head)))
-        store_f32(place + 4, exp_f32(power))
+        store_f32(out, sigmoid_f32(load_f32(source + 4 * head)))
+        store_f32(out + 4, exp_f32(power))
+        out += 8 * job.tokens
+
+
+@kernel
+def _gates_at(job: ProgramJob, op: Any) -> Any:
+    return job.buffers[lt.B_VALUE] + 4 * job.tokens * op[lt.F_HEADS] * op[lt.F_DIM]
+
+
+@kernel
+def value_at(job: ProgramJob, tile: int, token: int) -> Any:
+    """Address of 16 values of a token, or of what became of them; tiles of one head behind those of another."""
+    return job.buffers[lt.B_VALUE] + _LINE * (tile * job.tokens + token)
+
+
+@kernel
+def steps(job: ProgramJob, op: Any, eps: float, token: int) -> None:
+    """What a token does to the states: queries and keys, normed, values, and the gates."""
+    heads, dim, scratch = op[lt.F_KEY_HEADS], op[lt.F_KEY_DIM], tile_scratch()
+    window = window_of(job, op, token)
+    for head in range(2 * heads):
+        conv_silu(window, 4 * head * dim, dim // LANES, scratch, _LINE)
+        is_query = head < heads
+        weight = op[lt.F_Q_NORM] if is_query else op[lt.F_K_NORM]
+        out = job.buffers[lt.B_QUERY if is_query else lt.B_KEY]
+        norm_row(scratch, weight, dim, eps, out + 4 * (head % heads * job.tokens + token) * dim)
+    tiles = op[lt.F_HEADS] * op[lt.F_DIM] // LANES
+    conv_silu(window, 8 * heads * dim, tiles, value_at(job, 0, token), _LINE * job.tokens)
+    _gates(job, op, token)
 
 
 def _sums(b: Builder) -> list[Value]:
@@ -164,15 +188,6 @@ def _turn(
     return types.void(*[types.int64] * 8), codegen
 
 
-@intrinsic
-def _prefetch(typing: Any, address: Any) -> Any:
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        emit_prefetch(b, arguments[0], write=True)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
 @kernel
 def scan_units(job: ProgramJob, op: Any) -> Any:
     """Units of an OP_SCAN: those of one sequence, then those of the next."""
@@ -202,17 +217,14 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
     _begin(state, before + offset if before != 0 else 0, dim * LANES)
     start = 4 * (key_head * job.tokens + first) * dim
     query, key = job.buffers[lt.B_QUERY] + start, job.buffers[lt.B_KEY] + start
-    gates = job.buffers[lt.B_VALUE] + 8 * (head * job.tokens + first)
-    step = 4 * op[lt.F_SRC_STEP]
-    values = job.buffers[op[lt.F_SRC]] + first * step + 4 * (op[lt.F_SRC_FIRST] + head * op[lt.F_DIM]) + tile * _LINE
+    gates, values = _gates_at(job, op) + 8 * (head * job.tokens + first), value_at(job, head * tiles + tile, first)
     dots, saved, save = tile_scratch(), 0, ls.saved_rows(job, sequence, 0)
     if rows > 0:
         _dots(state, dim, key, dots)
     for row in range(rows):
-        _prefetch(values + min(_AHEAD, rows - 1 - row) * step)
         after = key + 4 * dim if row + 1 < rows else key
         _turn(state, dim, query, key, after, values, gates, dots)
-        query, key, gates, values = query + 4 * dim, after, gates + 8, values + step
+        query, key, gates, values = query + 4 * dim, after, gates + 8, values + _LINE
         if row + 1 == save:
             copy_floats(state, dim * LANES, ls.saved_at(job, sequence, saved) + offset)
             saved += 1

@@ -1,8 +1,8 @@
 """The sequences of a pass as layers with a state see them.
 
-B_STATES is int64: a row of SEQUENCE_NUMBERS for each sequence, by the S_* constants; then for each of the saves a pair
-(rows, address): the state behind so many of the sequence's rows goes to the slot at this address, too. A layer's state
-begins F_STATE bytes behind a slot's address.
+B_STATES is int64: a row of SEQUENCE_NUMBERS for each sequence, by the S_* constants; then of each token the number of
+its sequence; then of each of the saves a pair (rows, address): the state behind so many of the sequence's rows goes to
+the slot at this address, too. A layer's state begins F_STATE bytes behind a slot's address.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.program.table import B_STATES, ProgramJob
+from kvboost_edge.kernels.program.table import B_SEQUENCES, B_STATES, ProgramJob
 from kvboost_edge.kernels.vectors import load_i64
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "of_sequence",
     "saved_at",
     "saved_rows",
+    "sequence_of",
 ]
 
 # Its first row of the pass, and how many; addresses of the slots that are read (0: zeros) and written; address and
@@ -36,6 +37,12 @@ SEQUENCE_NUMBERS = 8  # a cache line
 def of_sequence(job: ProgramJob, sequence: int, number: int) -> Any:
     """One of a sequence's numbers."""
     return load_i64(job.buffers[B_STATES] + 8 * (sequence * SEQUENCE_NUMBERS + number))
+
+
+@kernel
+def sequence_of(job: ProgramJob, token: int) -> Any:
+    """The sequence of a row of the pass."""
+    return load_i64(job.buffers[B_STATES] + 8 * (job.buffers[B_SEQUENCES] * SEQUENCE_NUMBERS + token))
 
 
 @kernel

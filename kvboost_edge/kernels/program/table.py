@@ -18,13 +18,13 @@ __all__ = ["COUNTERS_PER_OP", "JOB_TYPE", "NUM_FIELDS", "NUM_PARAMS", "RENORMS",
 # Operations. OP_GATED: gate and up matrices, activation and quantization in one. OP_CONTINUE, OP_CLOSE: what is done
 # in a quantized pool before keys and values are written, and after it. OP_PER_LAYER: every layer's piece of a row is
 # normed, and another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts, see
-# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_STEPS,
-# OP_SCAN: layers with a state, see conv.py and scan.py; OP_GATE: heads are normed, then as OP_ACT.
+# route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to another. OP_CONV, OP_TAILS,
+# OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see conv.py, scan.py and gate.py.
 (
     OP_EMBED, OP_NORM, OP_ADD_NORM, OP_QUANT, OP_ACT, OP_ROPE, OP_LINEAR, OP_GATED, OP_CAP, OP_CONTINUE, OP_CLOSE,
     OP_ATTEND, OP_PER_LAYER, OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN, OP_ADD_SHARED,
-    OP_CONV, OP_STEPS, OP_SCAN, OP_GATE,
-) = range(23)  # fmt: skip
+    OP_CONV, OP_TAILS, OP_STEPS, OP_SCAN, OP_GATE,
+) = range(24)  # fmt: skip
 # Fields of every operation: what it is, buffers read and written and their float32 a row (0: the operation's own).
 F_OP, F_SRC, F_DST, F_SRC_STEP, F_DST_STEP = range(5)
 # Sizes: outputs (or elements of a row) and inputs; kind of the weights; the activation.
@@ -51,9 +51,10 @@ F_EXPERTS, F_USED, F_SCORE, F_RENORM = range(37, 41)
 # Operations on pieces of a row: the first float of the source's row.
 F_SRC_FIRST = 41
 # Layers with a state: its first byte in a slot; inputs before a token that a convolution reads; heads of keys and their
-# dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS.
-F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED = range(42, 47)
-NUM_FIELDS = 48  # six cache lines
+# dim (F_HEADS, F_DIM are those of values); whether value head h reads key head h mod F_KEY_HEADS; OP_TAILS: whether
+# inputs are products; addresses of what makes decays.
+F_STATE, F_TAPS, F_KEY_HEADS, F_KEY_DIM, F_TILED, F_GATED, F_DECAY, F_DT_BIAS = range(42, 50)
+NUM_FIELDS = 56  # seven cache lines
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 """Scores of a router -> F_SCORE; see `reference.experts.Routing`."""
 RENORMS = {"": 0, "add": 1, "least": 2}

@@ -32,6 +32,8 @@ from kvboost_edge.kernels.linear.tiles import (
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attend import attention_row, store_token
+from kvboost_edge.kernels.program.conv import conv_gated
+from kvboost_edge.kernels.program.gate import gate
 from kvboost_edge.kernels.program.norms import activate_vectors, norm_row, quantize_groups
 from kvboost_edge.kernels.program.route import route, sigmoid_f32
 from kvboost_edge.kernels.program.scan import steps
@@ -222,7 +224,7 @@ def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
     count = op[lt.F_COUNT]
     groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
     source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST] + first * GROUP)
-    if op[lt.F_OP] != lt.OP_QUANT:
+    if op[lt.F_OP] == lt.OP_ACT:
         out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
         left = count - first * GROUP
         up = source + 4 * count
@@ -242,15 +244,6 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
             norm_row(source + 4 * head * dim, norm, dim, eps, source + 4 * head * dim)
     elif mode == 2:
         norm_row(source, norm, num * dim, eps, source)
-
-
-@kernel
-def _gate(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """What is multiplied with the activation is heads, which are normed first, in place."""
-    rows = job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST])
-    _heads(rows, op[lt.F_HEADS], op[lt.F_DIM], op[lt.F_WEIGHT], 1, eps)
-    for first in range(0, (op[lt.F_COUNT] + GROUP - 1) // GROUP, _PIECE):
-        _elementwise(job, op, token, first)
 
 
 @kernel
@@ -331,7 +324,9 @@ def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> 
     elif code == lt.OP_STEPS:
         steps(job, op, params[lt.P_EPS], token)
     elif code == lt.OP_GATE:
-        _gate(job, op, params[lt.P_EPS], token)
+        gate(job, op, params[lt.P_EPS], token)
+    elif code == lt.OP_CONV:
+        conv_gated(job, op, token)
     elif code == lt.OP_EMBED:
         token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
         _embed(op, params[lt.P_FACTOR], token_id, job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP])

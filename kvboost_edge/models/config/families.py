@@ -114,8 +114,9 @@ class ModelSpec:
 
     @property
     def first_shared(self) -> int:
-        """The first layer behind which none computes keys and values; the number of layers where the last one does."""
-        return 1 + max(index for index, layer in enumerate(self.layers) if layer.owns_kv)
+        """The first layer behind which none computes keys and values, or keeps a state; the number of layers where the
+        last one does."""
+        return 1 + max(index for index, layer in enumerate(self.layers) if layer.owns_kv or layer.state >= 0)
 
     @property
     def kv_layers(self) -> tuple[LayerSpec, ...]:

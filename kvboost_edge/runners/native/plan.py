@@ -73,6 +73,8 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
     spec = describe_model(model_config)
     if spec.both_ways:
         return STORES_NOTHING
+    if spec.mixer is not None:
+        return RECURRENT
     if backend != AUTO_BACKEND:
         return f"the native runner on backend {backend!r} attends keys only where they were computed; use 'cpu'"
     if spec.family.late_norm:
@@ -129,7 +131,8 @@ def native_kv_spec(spec: ModelSpec, weights: str, block_size: int, bits: tuple[i
         for layer in spec.kv_layers
     )
     dtype = "float32" if weights == "f32" and bits == _UNQUANTIZED else "float16"
-    return KVSpec(layers, block_size, dtype, bits)
+    states = () if spec.mixer is None else (state_spec(spec.mixer),) * sum(layer.state >= 0 for layer in spec.layers)
+    return KVSpec(layers, block_size, dtype, bits, states)
 
 
 def state_spec(mixer: Mixer) -> LayerStateSpec:

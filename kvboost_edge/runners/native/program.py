@@ -11,15 +11,17 @@ from kvboost_edge.backends.base import AttentionParams
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_GELU_TANH, ACT_SILU
+from kvboost_edge.kernels.program.norms import ACT_GELU_TANH, ACT_SIGMOID, ACT_SILU
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry, run_name
-from kvboost_edge.runners.native.mixture import MixtureSizes, expert_fields, route_fields
+from kvboost_edge.runners.native.mixture import expert_fields, route_fields
+from kvboost_edge.runners.native.sizes import Sizes, padded
+from kvboost_edge.runners.native.states import StateOperations
 
-__all__ = ["LayerProgram", "Sizes", "attention_params", "build_program"]
+__all__ = ["LayerProgram", "attention_params", "build_program"]
 
 # Where weights stream from memory long runs are best: 2 units a thread instead of 8 raise GB/s by a fifth to a half.
 _UNITS_PER_THREAD = 2
@@ -32,50 +34,17 @@ _ACTIVATIONS = {"silu": ACT_SILU, "gelu_tanh": ACT_GELU_TANH}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
-    """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups may run over the end
-    of what counts. What attention takes and leaves is as wide as the layer's heads, and `attended` that, padded."""
-
-    hidden: int
-    normed: int
-    wide: int
-    query: int
-    key: int
-    attended: tuple[int, ...]
-    per_layer: int
-    logits: int
-    groups: int
-    mixture: MixtureSizes | None
-
-    @classmethod
-    def of(cls, spec: ModelSpec, *, floats: bool = False) -> Sizes:
-        """floats: whether the weights of experts are."""
-        query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
-        key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
-        qkv = max((spec.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layers)
-        inner = max(layer.intermediate_size for layer in spec.layers)
-        width = 0 if spec.per_layer is None else spec.per_layer.width
-        hidden, normed = _up(spec.hidden_size, GROUP), _up(max(spec.hidden_size, inner, width), GROUP)
-        wide = _up(max(qkv, 2 * inner, spec.hidden_size, width), GROUP) + 2 * GROUP
-        attended = tuple(_up(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
-        groups = max(normed, *attended) // GROUP
-        per_layer = _up(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
-        mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
-        logits = _up(spec.vocab_size, LANES)
-        return cls(hidden, normed, wide, query, key, attended, per_layer, logits, groups, mixture)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class LayerProgram:
     """ops int64 [num_ops, NUM_FIELDS] and params float32 [num_ops, NUM_PARAMS].
 
     `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes layer i - 1 and
     prepares layer i. The last one finishes the last layer and computes logits; run up to `normed` it leaves the hidden
     state behind the last norm in B_NORMED. Between two parts stand the layer's OP_CLOSE, where it has keys and values
-    of its own, and OP_ATTEND, for passes that run it in the program.
+    of its own, and OP_ATTEND, for passes that run it in the program; nothing behind a layer with a state.
 
-    From part `narrow` on no keys and values are computed: it and all behind it need the rows of logits only.
-    ones: weights of norms that have none, to which operations point
+    From part `narrow` on no keys, values and states are computed: it and all behind it need the rows of logits only.
+    border: the buffer that it reads beside the hidden state, what attention returned and B_PER_LAYER; None: no other
+    held: weights of norms that have none, to which operations point
     """
 
     ops: npt.NDArray[np.int64]
@@ -83,16 +52,13 @@ class LayerProgram:
     parts: tuple[tuple[int, int], ...]
     narrow: int
     normed: int
-    ones: npt.NDArray[np.float32]
+    border: Rows | None
+    held: list[npt.NDArray[np.float32]]
 
 
 def _is_fine(name: str) -> bool:
     """Whether the inputs of a matrix have 16-bit codes."""
     return name.rpartition(".")[2] in _FINE
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class _Builder:
@@ -101,6 +67,7 @@ class _Builder:
         self.entries = {entry.name: entry for entry in plan}
         self.sizes = Sizes.of(spec)
         self.ones = np.ones(max(layer.head_dim for layer in spec.layers), dtype=np.float32)
+        self.states = None if spec.mixer is None else StateOperations(self, spec.mixer)
         self.rows: list[dict[int, int]] = []
         self.floats: list[dict[int, float]] = []
 
@@ -176,15 +143,24 @@ class _Builder:
         }
 
     def linear(
-        self, name: str, source: Rows, out: Rows, *, add: bool = False, factor: float = 1.0, panel: int = lt.B_PANEL
+        self,
+        name: str,
+        source: Rows,
+        out: Rows,
+        *,
+        add: bool = False,
+        factor: float = 1.0,
+        panel: int = lt.B_PANEL,
+        first: int = 0,
     ) -> None:
-        """The matrix `name`, or its runs; it reads `source` where its weights are floats, and `panel` otherwise."""
+        """The matrix `name`, or its runs; it reads `source` where its weights are floats, and `panel` otherwise. first:
+        the first float of a row of `out` that is written."""
         fields = {lt.F_SRC: source[0], lt.F_SRC_STEP: source[1], lt.F_DST: out[0], lt.F_DST_STEP: out[1]}
-        bias, first, index = self.packed.address(f"{name}_bias"), 0, 0
+        bias, start, index = self.packed.address(f"{name}_bias"), first, 0
         while (run := run_name(name, index)) in self.entries:
             rows = self.entries[run].rows
             weights = self.weights(run, _MAX_TILES, -(-rows // LANES), panel)
-            place = {lt.F_COUNT: rows, lt.F_DST_FIRST: first, lt.F_BIAS: bias + 4 * first if bias else 0}
+            place = {lt.F_COUNT: rows, lt.F_DST_FIRST: first, lt.F_BIAS: bias + 4 * (first - start) if bias else 0}
             rest = {lt.F_ADD: int(add), lt.F_FINE_IN: int(_is_fine(name))}
             self.add(lt.OP_LINEAR, {**fields, **weights, **place, **rest}, factor=factor)
             first, index = first + rows, index + 1
@@ -221,11 +197,39 @@ class _Builder:
         }
         self.add(lt.OP_ROPE, fields, eps=spec.eps)
 
-    def after_attention(self, index: int) -> None:
+    def gate(self, index: int, rows: Rows) -> None:
+        """What attention returned times the sigmoid of gates, in place, for the layer's output projection."""
+        own, count = self.spec.layers[index], self.spec.num_heads * self.spec.layers[index].head_dim
+        gates = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.sizes.wide}
+        gates[lt.F_SRC_FIRST] = count + 2 * own.num_kv_heads * own.head_dim
+        steps = {lt.F_BY: rows[0], lt.F_BY_STEP: rows[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
+        act = {lt.F_COUNT: count, lt.F_ACT: ACT_SIGMOID, **self.panel(f"layer{index}.out")}
+        self.add(lt.OP_ACT, {**gates, **steps, **act})
+
+    def before_mixing(self, index: int) -> Rows:
+        """Up to the attention of a layer, or to the end of what has a state; the rows that are read behind it."""
+        layer = self.spec.layers[index]
+        if layer.kind != "attention":
+            assert self.states is not None
+            return self.states.before(f"layer{index}.", layer.state)
+        self.before_attention(index)
+        return lt.B_ATTENDED, self.sizes.attended[index]
+
+    def border(self, index: int) -> Rows | None:
+        """See `LayerProgram.border`, of a part behind this layer."""
+        if self.spec.layers[index].kind != "attention":
+            assert self.states is not None
+            return self.states.mixed
+        return (lt.B_WIDE, self.sizes.wide) if self.spec.family.output_gate else None
+
+    def after_mixing(self, index: int, rows: Rows) -> None:
         spec, layer, sizes = self.spec, f"layer{index}.", self.sizes
-        attended = (lt.B_ATTENDED, sizes.attended[index])
-        self.quantize(*attended, spec.num_heads * spec.layers[index].head_dim, f"{layer}out")
-        self.into_hidden(f"{layer}out", attended, f"{layer}attn_out")
+        if spec.layers[index].kind == "attention" and spec.family.output_gate:
+            self.gate(index, rows)
+        else:
+            count = spec.num_heads * spec.layers[index].head_dim if rows[0] == lt.B_ATTENDED else rows[1]
+            self.quantize(*rows, count, f"{layer}out")
+        self.into_hidden(f"{layer}out", rows, f"{layer}attn_out")
         if spec.experts is not None and spec.experts.sparse[index]:
             self.mixture(layer, spec.experts)
             return
@@ -292,7 +296,7 @@ class _Builder:
     def per_layer(self, layer: str, index: int, width: int, scalar: float) -> None:
         """The layer's own input, gated by the hidden state, and the way back into it."""
         hidden, wide = (lt.B_HIDDEN, self.sizes.hidden), (lt.B_WIDE, self.sizes.wide)
-        names, rows = (f"{layer}ple_gate", f"{layer}ple_out"), (lt.B_NORMED, _up(width, GROUP))
+        names, rows = (f"{layer}ple_gate", f"{layer}ple_out"), (lt.B_NORMED, padded(width, GROUP))
         self.quantize(*hidden, self.spec.hidden_size, names[0])
         self.linear(names[0], hidden, wide)
         steps = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: rows[0], lt.F_DST_STEP: rows[1]}
@@ -310,7 +314,7 @@ class _Builder:
         """Gate and up and the activation: where they leave what the way down reads, beside B_INNER."""
         sizes, spec = self.sizes, self.spec
         names = (f"{layer}gate_up", f"{layer}down")
-        rows = (lt.B_NORMED, _up(inner, GROUP))
+        rows = (lt.B_NORMED, padded(inner, GROUP))
         fields = {lt.F_COUNT: inner, lt.F_ACT: _ACTIVATIONS[spec.activation], **self.panel(names[1], lt.B_INNER)}
         if inner % GROUP == 0 and all(self.is_quantized(name) for name in names):
             weights = self.weights(names[0], _MAX_TILES // 4, inner // GROUP, lt.B_PANEL)
@@ -356,13 +360,14 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     parts, first = [], 0
     builder.embed()
     for index in range(len(spec.layers)):
-        builder.before_attention(index)
+        rows = builder.before_mixing(index)
         parts.append((first, len(builder.rows)))
         if spec.layers[index].owns_kv:
             builder.add(lt.OP_CLOSE, {lt.F_LAYER: index})
-        builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
+        if spec.layers[index].kind == "attention":
+            builder.add(lt.OP_ATTEND, {lt.F_LAYER: index})
         first = len(builder.rows)
-        builder.after_attention(index)
+        builder.after_mixing(index, rows)
     normed = builder.head()
     parts.append((first, len(builder.rows)))
     ops = np.zeros((len(builder.rows), lt.NUM_FIELDS), dtype=np.int64)
@@ -370,7 +375,9 @@ def build_program(spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights,
     for index, (fields, floats) in enumerate(zip(builder.rows, builder.floats, strict=True)):
         ops[index, list(fields)] = list(fields.values())
         params[index, list(floats)] = list(floats.values())
-    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, builder.ones)
+    border = builder.border(spec.first_shared - 1)
+    held = [builder.ones, *(() if builder.states is None else builder.states.held)]
+    return LayerProgram(ops, params, tuple(parts), spec.first_shared, normed, border, held)
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:

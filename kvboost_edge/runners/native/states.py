@@ -13,8 +13,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.conv import CONV_GATED, CONV_SILU, MOST_TAPS
-from kvboost_edge.kernels.program.norms import ACT_SILU
+from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.runners.native.plan import state_spec
@@ -22,38 +21,41 @@ from kvboost_edge.runners.native.plan import state_spec
 __all__ = ["MixerSizes", "StateBuilder", "StateOperations", "pass_states"]
 
 _L2_EPS = 1e-6  # of the length of queries and keys
+_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
+_CONV = {lt.F_WEIGHT: "conv", lt.F_BIAS: "conv_bias"}
+_GATES = {lt.F_DECAY: "decay", lt.F_DT_BIAS: "dt_bias"}
 Rows = tuple[int, int]
 
 
 class MixerSizes(NamedTuple):
     """Floats of a token in the buffers that a mixer's operations use.
 
-    wide    what its matrices make, with `gates` the first float of those of its gates
-    mixed   what its output projection reads
-    query   queries or keys;  steps: what OP_STEPS has beside them
+    wide   what its matrices make, with `gates` the first float of those of its gates
+    mixed  what its output projection reads
+    query  queries or keys;  value: values and what OP_STEPS has beside them
     """
 
     wide: int
     gates: int
     mixed: int
     query: int = 0
-    steps: int = 0
+    value: int = 0
 
     @classmethod
     def of(cls, mixer: Mixer) -> MixerSizes:
         """ModelFormatError for sizes that the kernels do not take."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
         uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
-        if uneven or not 1 <= mixer.taps <= MOST_TAPS:
+        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
             raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, values in all of "
-                f"{GROUP}, and taps from 1 to {MOST_TAPS}"
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
+                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)
         gates = mixer.channels + width
         wide = gates + -(-2 * mixer.value_heads // LANES) * LANES
-        return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, 2 * mixer.value_heads)
+        return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads)
 
 
 class StateBuilder(Protocol):
@@ -66,10 +68,6 @@ class StateBuilder(Protocol):
     def add(self, op: int, fields: dict[int, int], **params: float) -> None: ...
 
     def norm(self, weight: str, reader: str) -> None: ...
-
-    def panel(self, reader: str, buffer: int = ...) -> dict[int, int]: ...
-
-    def quantize(self, source: int, step: int, count: int, reader: str) -> None: ...
 
     def linear(
         self,
@@ -85,58 +83,47 @@ class StateBuilder(Protocol):
 
 
 class StateOperations:
-    """The operations of layers with a state; `held`: weights of norms that they point to, which must outlive them."""
+    """The operations of layers with a state.
+
+    mixed  the rows that their output projections read
+    held   weights of norms that they point to, which must outlive them
+    """
 
     def __init__(self, builder: StateBuilder, mixer: Mixer) -> None:
         self._builder, self._mixer, self._sizes = builder, mixer, MixerSizes.of(mixer)
         self._state_bytes = state_spec(mixer).nbytes
+        self.mixed = (lt.B_NORMED, self._sizes.mixed)
         dim = max(mixer.key_dim, 1)
         self.held = [np.full(dim, factor, dtype=np.float32) for factor in (1 / dim, dim**-0.5)]
 
-    def before(self, layer: str, state: int) -> None:
-        """From the hidden state to what the mixer leaves in B_WIDE; `state`: its number among the pool's."""
+    def before(self, layer: str, state: int) -> Rows:
+        """From the hidden state to the rows that the output projection reads; `state`: its number in the pool."""
         builder, mixer, sizes = self._builder, self._mixer, self._builder.sizes
         normed, wide = (lt.B_NORMED, sizes.hidden), (lt.B_WIDE, sizes.wide)
-        offset = state * self._state_bytes
+        mixed, offset = self.mixed, state * self._state_bytes
+        is_conv = mixer.kind == "conv"
         builder.norm(f"{layer}attn_in", f"{layer}mixer_in")
         builder.linear(f"{layer}mixer_in", normed, wide)
-        rows = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1]}
-        weights = {lt.F_WEIGHT: builder.packed.address(f"{layer}conv")}
-        weights |= {lt.F_BIAS: builder.packed.address(f"{layer}conv_bias")}
-        act = CONV_GATED if mixer.kind == "conv" else CONV_SILU
-        shape = {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_ACT: act, lt.F_STATE: offset}
-        if mixer.kind == "conv":
-            builder.add(lt.OP_CONV, {**rows, **weights, **shape})
-            return
-        builder.linear(f"{layer}mixer_gates", normed, wide, first=self._sizes.gates)
-        builder.add(lt.OP_CONV, {**rows, **weights, **shape})
+        if not is_conv:
+            builder.linear(f"{layer}mixer_gates", normed, wide, first=self._sizes.gates)
+        conv = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_DST: mixed[0], lt.F_DST_STEP: mixed[1]}
+        conv |= {lt.F_COUNT: mixer.channels, lt.F_TAPS: mixer.taps, lt.F_STATE: offset, lt.F_GATED: int(is_conv)}
+        conv |= {field: builder.packed.address(layer + name) for field, name in _CONV.items()}
+        if is_conv:
+            builder.add(lt.OP_CONV, conv)
+            builder.add(lt.OP_TAILS, conv)
+            return mixed
         heads = {lt.F_KEY_HEADS: mixer.key_heads, lt.F_KEY_DIM: mixer.key_dim, lt.F_HEADS: mixer.value_heads}
+        heads |= {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads)}
         norms = {field: held.ctypes.data for field, held in zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True)}
-        gates = {lt.F_BY_FIRST: self._sizes.gates, lt.F_WEIGHT: builder.packed.address(f"{layer}decay")}
-        gates |= {lt.F_BIAS: builder.packed.address(f"{layer}dt_bias")}
-        builder.add(lt.OP_STEPS, {**rows, **heads, **norms, **gates}, eps=_L2_EPS / mixer.key_dim)
-        place = {lt.F_STATE: offset + state_spec(mixer).tail_bytes, lt.F_SRC_FIRST: self._first_value}
-        which = {lt.F_DIM: mixer.value_dim, lt.F_TILED: int(mixer.tiled_heads)}
-        builder.add(lt.OP_SCAN, {**rows, **heads, **place, **which})
-
-    def after(self, layer: str) -> Rows:
-        """The rows that the layer's output projection reads, quantized for it where its weights are."""
-        builder, mixer, sizes = self._builder, self._mixer, self._builder.sizes
-        wide, width = (lt.B_WIDE, sizes.wide), self._sizes.mixed
-        if mixer.kind == "conv":
-            builder.quantize(*wide, width, f"{layer}out")
-            return wide
-        fields = {lt.F_SRC: wide[0], lt.F_SRC_STEP: wide[1], lt.F_SRC_FIRST: mixer.channels}
-        fields |= {lt.F_BY: wide[0], lt.F_BY_STEP: wide[1], lt.F_BY_FIRST: self._first_value}
-        fields |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: width, lt.F_COUNT: width, lt.F_ACT: ACT_SILU}
-        fields |= {lt.F_HEADS: mixer.value_heads, lt.F_DIM: mixer.value_dim}
-        fields |= {lt.F_WEIGHT: builder.packed.address(f"{layer}mixer_norm")}
-        builder.add(lt.OP_GATE, {**fields, **builder.panel(f"{layer}out")}, eps=builder.spec.eps)
-        return lt.B_NORMED, width
-
-    @property
-    def _first_value(self) -> int:
-        return 2 * self._mixer.key_heads * self._mixer.key_dim
+        gates = {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
+        gates[lt.F_BY_FIRST] = self._sizes.gates
+        builder.add(lt.OP_STEPS, {**conv, **heads, **norms, **gates}, eps=_L2_EPS / mixer.key_dim)
+        builder.add(lt.OP_TAILS, conv)
+        builder.add(lt.OP_SCAN, {**heads, lt.F_STATE: offset + state_spec(mixer).tail_bytes})
+        norm = {lt.F_WEIGHT: builder.packed.address(f"{layer}mixer_norm"), lt.F_SRC_FIRST: mixer.channels}
+        builder.add(lt.OP_GATE, {**conv, **heads, **norm}, eps=builder.spec.eps)
+        return mixed
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
@@ -144,11 +131,14 @@ def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
     assert layout.states is not None
     read, written, saves = layout.states
     num_seqs = len(read)
-    found = np.zeros(num_seqs * ls.SEQUENCE_NUMBERS + 2 * len(saves), dtype=np.int64)
+    lengths = np.diff(layout.cu_seqlens_q)
+    tokens = np.repeat(np.arange(num_seqs), lengths)
+    found = np.zeros(num_seqs * ls.SEQUENCE_NUMBERS + len(tokens) + 2 * len(saves), dtype=np.int64)
     rows = found[: num_seqs * ls.SEQUENCE_NUMBERS].reshape(num_seqs, ls.SEQUENCE_NUMBERS)
-    pairs = found[rows.size :].reshape(-1, 2)
+    found[rows.size : rows.size + len(tokens)] = tokens
+    pairs = found[rows.size + len(tokens) :].reshape(-1, 2)
     first, size = pool.address(0), pool.slot_bytes
-    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = layout.cu_seqlens_q[:-1], np.diff(layout.cu_seqlens_q)
+    rows[:, ls.S_FIRST], rows[:, ls.S_ROWS] = layout.cu_seqlens_q[:-1], lengths
     rows[:, ls.S_IN] = np.where(read < 0, 0, first + size * read.astype(np.int64))
     rows[:, ls.S_OUT] = first + size * written.astype(np.int64)
     pairs[:, 0], pairs[:, 1] = saves[:, 1], first + size * saves[:, 2].astype(np.int64)

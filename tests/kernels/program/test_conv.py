@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,7 @@ import pytest
 from kvboost_edge.backends.base import LayerStateSpec
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.conv import CONV_GATED, CONV_SILU, MOST_TAPS
-from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
+from kvboost_edge.kernels.reference.conv import conv_rows
 from linear_driver import Program
 from state_cases import Piece, add_states, poisoned_pool
 
@@ -23,52 +23,53 @@ OFFSET_SPEC = LayerStateSpec(2, 16)  # a state before the one that is looked at
 
 
 class Conv:
-    """One convolution and its weights; `act` as in F_ACT."""
+    """A gated convolution and its weights."""
 
-    def __init__(self, channels: int, taps: int, act: int, *, bias: bool = False) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
         rng = np.random.default_rng(channels + taps)
-        self.channels, self.taps, self.act = channels, taps, act
+        self.channels, self.taps = channels, taps
         self.weights = rng.standard_normal((taps + 1, channels)).astype(np.float32)
         self.bias = rng.standard_normal(channels).astype(np.float32) if bias else None
         self.specs = (OFFSET_SPEC, LayerStateSpec(taps, channels))
 
     def rows(self, count: int) -> Floats:
-        width = self.channels * (3 if self.act == CONV_GATED else 1)
-        return np.random.default_rng(count).standard_normal((count, width)).astype(np.float32)
+        return np.random.default_rng(count).standard_normal((count, 3 * self.channels)).astype(np.float32)
 
-    def expected(self, rows: Floats, tail: Floats | None = None) -> tuple[Floats, Floats]:
+    def expected(
+        self, rows: npt.NDArray[np.floating[Any]], tail: npt.NDArray[np.floating[Any]] | None = None
+    ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]:
         """Results and the tail behind them, in the dtype of `rows`."""
         tail = np.zeros((self.taps, self.channels), rows.dtype) if tail is None else tail
-        if self.act == CONV_SILU:
-            sums, tail = conv_rows(rows, tail, self.weights, self.bias)
-            return silu_rows(sums), tail
         b, c, x = np.split(rows, 3, axis=1)
         sums, tail = conv_rows(b * x, tail, self.weights, self.bias)
         return c * sums, tail
 
     def run(self, rows: Floats, pieces: Sequence[Piece], pool: StatePool, threads: int = 1) -> Floats:
         """Results of the pieces of `rows`, one behind another."""
-        step = rows.shape[1] + 32
-        wide = np.full((len(rows), step), np.nan, np.float32)
+        step, width = rows.shape[1] + 32, self.channels + 16
+        wide, out = np.full((len(rows), step), np.nan, np.float32), np.full((len(rows), width), np.nan, np.float32)
         wide[:, : rows.shape[1]] = rows
         program = Program(len(rows))
         program.buffer(lt.B_WIDE, wide)
+        program.buffer(lt.B_NORMED, out)
         add_states(program, pieces, pool)
         fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: step, lt.F_COUNT: self.channels, lt.F_TAPS: self.taps}
-        fields |= {lt.F_WEIGHT: self.weights.ctypes.data, lt.F_STATE: pool.offset(1), lt.F_ACT: self.act}
+        fields |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: width, lt.F_GATED: 1}
+        fields |= {lt.F_WEIGHT: self.weights.ctypes.data, lt.F_STATE: pool.offset(1)}
         fields[lt.F_BIAS] = 0 if self.bias is None else self.bias.ctypes.data
         program.add(lt.OP_CONV, fields)
+        program.add(lt.OP_TAILS, fields)
         program.run(threads)
-        assert np.isnan(wide[:, rows.shape[1] :]).all()
-        return wide[:, : self.channels].copy()
+        assert np.isnan(out[:, self.channels :]).all()
+        np.testing.assert_array_equal(wide[:, : rows.shape[1]], rows)
+        return out[:, : self.channels].copy()
 
 
 CONVS = {
-    "gated": Conv(256, 2, CONV_GATED),
-    "silu": Conv(144, 3, CONV_SILU),
-    "gated with bias": Conv(16, 2, CONV_GATED, bias=True),
-    "silu with bias": Conv(272, 3, CONV_SILU, bias=True),
-    "longest": Conv(32, MOST_TAPS, CONV_SILU),
+    "of whole units": Conv(1024, 2),
+    "of more than a unit": Conv(528, 3),
+    "with bias": Conv(16, 2, bias=True),
+    "longer": Conv(32, 7),
 }
 
 
@@ -105,9 +106,9 @@ def test_any_cut_gives_the_same_bits(name: str, cuts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_sequences_with_saves_do_not_see_each_other(threads: int) -> None:
-    conv = CONVS["silu"]
+    conv = CONVS["of more than a unit"]
     pool = poisoned_pool(conv.specs, 12)
-    old = conv.rows(7)[:3]
+    old = conv.rows(7)[:3, : conv.channels]
     pool.tail(0, 1)[:] = old
     # Two read one slot; one reads and writes its own; one has a single row, and one none.
     pieces = [
@@ -135,7 +136,7 @@ def test_many_sequences_with_saves_do_not_see_each_other(threads: int) -> None:
 
 
 def test_a_number_that_is_none_stays_in_its_sequence_and_channel() -> None:
-    conv = CONVS["silu"]
+    conv = CONVS["of more than a unit"]
     rows = conv.rows(30)
     rows[10, 3] = np.nan
     pool = poisoned_pool(conv.specs, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,22 @@ from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.scan import softplus_f32
+from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
+from kvboost_edge.kernels.reference.floats import norm_rows_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus
 from kvboost_edge.kernels.reference.scan import DeltaSteps, delta_rows, delta_steps
 from linear_driver import Program
 from state_cases import Piece, add_states, poisoned_pool
 
 Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.floating[Any]]
 LENGTHS = (1, 2, 15, 16, 17, 64, 300)
 EPS = 1e-6
+
+
+class State(NamedTuple):
+    tail: Numbers
+    matrices: Numbers
 
 
 class Shape(NamedTuple):
@@ -42,74 +50,95 @@ SHAPES = {
 
 
 class Delta:
-    """Rows [q | k | v | gates] of random numbers, as a convolution leaves them."""
+    """Rows [q | k | v | z | gates] of random numbers, as the matrices of a layer leave them, and its vectors."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape, taps: int = 3, *, bias: bool = False) -> None:
+        self.shape, self.taps = shape, taps
         keys, values, dim, width, _ = shape
-        self.first_value, self.gates = 2 * keys * dim, 2 * keys * dim + values * width
+        self.channels = 2 * keys * dim + values * width
+        self.gates = self.channels + values * width
         self.step = self.gates + 2 * values + 5
         rng = np.random.default_rng(keys + values)
         self.decay = -np.exp(rng.uniform(-3, 2, values)).astype(np.float32)
         self.dt_bias = rng.standard_normal(values).astype(np.float32)
+        self.weights = rng.standard_normal((taps + 1, self.channels)).astype(np.float32)
+        self.bias = rng.standard_normal(self.channels).astype(np.float32) if bias else None
+        self.norm = rng.standard_normal(width).astype(np.float32)
         self.norms = [np.full(dim, factor, np.float32) for factor in (1 / dim, dim**-0.5)]
-        self.specs = (LayerStateSpec(3, 16), LayerStateSpec(2, 16, values, dim, width))
+        self.specs = (LayerStateSpec(3, 16), LayerStateSpec(taps, self.channels, values, dim, width))
 
     def rows(self, count: int, seed: int = 0) -> Floats:
         return np.random.default_rng([count, seed]).standard_normal((count, self.step)).astype(np.float32)
 
-    def steps(self, rows: npt.NDArray[np.floating]) -> DeltaSteps:
+    def steps(self, mixed: Numbers, rows: Numbers) -> DeltaSteps:
+        """mixed: what the convolution leaves."""
         keys, values, dim, _, _ = self.shape
-        count = len(rows)
-        q, k = rows[:, : 2 * keys * dim].reshape(count, 2, keys, dim).swapaxes(0, 1)
+        q, k = mixed[:, : 2 * keys * dim].reshape(len(rows), 2, keys, dim).swapaxes(0, 1)
         gates = rows[:, self.gates : self.gates + values], rows[:, self.gates + values : self.gates + 2 * values]
         return delta_steps(q, k, gates, self.decay, self.dt_bias, EPS)
 
-    def values(self, rows: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-        return rows[:, self.first_value : self.gates].reshape(len(rows), self.shape.value_heads, self.shape.value_dim)
-
-    def expected(
-        self, rows: npt.NDArray[np.floating], state: npt.NDArray[np.floating] | None = None
-    ) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
-        """Results [tokens, value_heads, value_dim] and the states behind them, in the dtype of `rows`."""
-        _, heads, dim, width, tiled = self.shape
-        state = np.zeros((heads, dim, width), rows.dtype) if state is None else state
-        return delta_rows(self.steps(rows), self.values(rows), state, tiled=tiled)
+    def expected(self, rows: Numbers, before: State | None = None) -> tuple[Numbers, State]:
+        """Results [tokens, value_heads * value_dim], and the state behind them, in the dtype of `rows`."""
+        keys, heads, dim, width, tiled = self.shape
+        empty = State(np.zeros((self.taps, self.channels), rows.dtype), np.zeros((heads, dim, width), rows.dtype))
+        tail, matrices = before or empty
+        sums, tail = conv_rows(rows[:, : self.channels], tail, self.weights, self.bias)
+        mixed = silu_rows(sums)
+        values = mixed[:, 2 * keys * dim :].reshape(len(rows), heads, width)
+        out, matrices = delta_rows(self.steps(mixed, rows), values, matrices, tiled=tiled)
+        gates = rows[:, self.channels : self.gates].reshape(out.shape)
+        if rows.dtype == np.float64:
+            normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + EPS) * self.norm
+        else:
+            normed = norm_rows_f32(out, self.norm, EPS)
+        return (silu_rows(gates) * normed).reshape(len(rows), heads * width), State(tail, matrices)
 
     def run(self, rows: Floats, pieces: Sequence[Piece], pool: StatePool, threads: int = 1) -> Floats:
         """Results of the pieces of `rows`, one behind another."""
         keys, values, dim, width, tiled = self.shape
-        wide = rows.copy()
-        program = Program(len(rows))
-        arrays = {lt.B_WIDE: wide, lt.B_QUERY: _empty(len(rows) * keys * dim), lt.B_KEY: _empty(len(rows) * keys * dim)}
-        for number, array in {**arrays, lt.B_VALUE: _empty(2 * len(rows) * values)}.items():
+        wide, count = rows.copy(), len(rows)
+        out = np.full((count, values * width), np.nan, np.float32)
+        program = Program(count)
+        sizes = {lt.B_QUERY: keys * dim, lt.B_KEY: keys * dim, lt.B_VALUE: values * (width + 2)}
+        arrays = {number: np.full(count * size, np.nan, np.float32) for number, size in sizes.items()}
+        for number, array in {**arrays, lt.B_WIDE: wide, lt.B_NORMED: out}.items():
             program.buffer(number, array)
         add_states(program, pieces, pool)
-        both = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_KEY_HEADS: keys, lt.F_KEY_DIM: dim}
-        both[lt.F_HEADS] = values
+        conv = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: self.step, lt.F_COUNT: self.channels, lt.F_TAPS: self.taps}
+        conv |= {lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: values * width, lt.F_STATE: pool.offset(1)}
+        conv |= {lt.F_WEIGHT: self.weights.ctypes.data}
+        conv[lt.F_BIAS] = 0 if self.bias is None else self.bias.ctypes.data
+        heads = {lt.F_KEY_HEADS: keys, lt.F_KEY_DIM: dim, lt.F_HEADS: values, lt.F_DIM: width, lt.F_TILED: int(tiled)}
         norms = {lt.F_Q_NORM: self.norms[0].ctypes.data, lt.F_K_NORM: self.norms[1].ctypes.data}
-        gates = {lt.F_BY_FIRST: self.gates, lt.F_WEIGHT: self.decay.ctypes.data, lt.F_BIAS: self.dt_bias.ctypes.data}
-        program.add(lt.OP_STEPS, {**both, **norms, **gates}, {lt.P_EPS: EPS / dim})
-        place = {lt.F_STATE: pool.offset(1) + self.specs[1].tail_bytes, lt.F_SRC_FIRST: self.first_value}
-        program.add(lt.OP_SCAN, {**both, **place, lt.F_DIM: width, lt.F_TILED: int(tiled)})
+        gates = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data, lt.F_BY_FIRST: self.gates}
+        program.add(lt.OP_STEPS, {**conv, **heads, **norms, **gates}, {lt.P_EPS: EPS / dim})
+        program.add(lt.OP_TAILS, conv)
+        program.add(lt.OP_SCAN, {**heads, lt.F_STATE: pool.offset(1) + self.specs[1].tail_bytes})
+        norm = {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_SRC_FIRST: self.channels}
+        program.add(lt.OP_GATE, {**conv, **heads, **norm}, {lt.P_EPS: EPS})
         program.run(threads)
-        return self.values(wide).copy()
+        np.testing.assert_array_equal(wide, rows)
+        return out
 
-    def state(self, pool: StatePool, slot: int) -> Floats:
-        """[value_heads, key_dim, value_dim] of a slot's tiles, a copy."""
+    def state(self, pool: StatePool, slot: int) -> State:
+        """What a slot holds, the matrices as [value_heads, key_dim, value_dim]."""
         _, heads, dim, width, _ = self.shape
-        return pool.matrices(slot, 1).transpose(0, 2, 1, 3).reshape(heads, dim, width)
+        matrices = pool.matrices(slot, 1).transpose(0, 2, 1, 3).reshape(heads, dim, width)
+        return State(pool.tail(slot, 1).copy(), matrices)
 
-    def put(self, pool: StatePool, slot: int, state: Floats) -> None:
+    def put(self, pool: StatePool, slot: int, state: State) -> None:
         _, heads, dim, width, _ = self.shape
-        pool.matrices(slot, 1)[:] = state.reshape(heads, dim, width // 16, 16).transpose(0, 2, 1, 3)
+        pool.tail(slot, 1)[:] = state.tail
+        pool.matrices(slot, 1)[:] = state.matrices.reshape(heads, dim, width // 16, 16).transpose(0, 2, 1, 3)
 
 
-def _empty(count: int) -> Floats:
-    return np.full(count, np.nan, np.float32)
+def assert_same(found: State, expected: State) -> None:
+    np.testing.assert_array_equal(found.tail, expected.tail)
+    np.testing.assert_array_equal(found.matrices, expected.matrices)
 
 
 DELTAS = {name: Delta(shape) for name, shape in SHAPES.items()}
+DELTAS["with bias"] = Delta(Shape(1, 2, 16, 16), 2, bias=True)
 
 
 @pytest.mark.parametrize("name", DELTAS)
@@ -120,9 +149,9 @@ def test_results_and_the_state_have_the_bits_of_the_specification(name: str, len
     out = delta.run(rows, [Piece(length, -1, 1)], pool)
     expected, state = delta.expected(rows)
     np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(delta.state(pool, 1), state)
+    assert_same(delta.state(pool, 1), state)
     assert np.isnan(pool.matrices(0, 1)).all()
-    assert np.isnan(pool.tail(1, 1)).all()
+    assert np.isnan(pool.tail(1, 0)).all()
 
 
 @pytest.mark.parametrize("name", DELTAS)
@@ -131,7 +160,8 @@ def test_rounding_stays_small_over_a_long_text(name: str) -> None:
     exact, exact_state = delta.expected(rows.astype(np.float64))
     out, state = delta.expected(rows)
     assert np.linalg.norm(out - exact) <= 2e-6 * np.linalg.norm(exact)
-    assert np.linalg.norm(state - exact_state) <= 2e-6 * np.linalg.norm(exact_state)
+    apart = state.matrices - exact_state.matrices
+    assert np.linalg.norm(apart) <= 2e-6 * np.linalg.norm(exact_state.matrices)
 
 
 @pytest.mark.parametrize("name", ["shared keys", "shared keys, tiled"])
@@ -147,7 +177,7 @@ def test_any_cut_gives_the_same_bits(name: str, cuts: tuple[int, ...]) -> None:
         for index, (first, stop) in enumerate(itertools.pairwise(bounds)):
             piece = Piece(stop - first, slots[index - 1] if index else -1, slots[index])
             np.testing.assert_array_equal(delta.run(rows[first:stop], [piece], pool), whole[first:stop])
-        np.testing.assert_array_equal(delta.state(pool, slots[len(bounds) - 2]), state)
+        assert_same(delta.state(pool, slots[len(bounds) - 2]), state)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -156,7 +186,7 @@ def test_many_sequences_with_saves_do_not_see_each_other(threads: int) -> None:
     pool = poisoned_pool(delta.specs, 12)
     _, old = delta.expected(delta.rows(9))
     _, other = delta.expected(delta.rows(8))
-    before = {-1: None, 0: old, 9: other, 10: other + old}
+    before = {-1: None, 0: old, 9: other, 10: State(other.tail, old.matrices)}
     for slot in (0, 9, 10):
         delta.put(pool, slot, before[slot])
     # Two read one slot; one reads and writes its own; one has a single row, and one none.
@@ -174,12 +204,12 @@ def test_many_sequences_with_saves_do_not_see_each_other(threads: int) -> None:
         own = rows[first : first + piece.rows]
         expected, state = delta.expected(own, before[piece.read])
         np.testing.assert_array_equal(out[first : first + piece.rows], expected)
-        np.testing.assert_array_equal(delta.state(pool, piece.write), state)
+        assert_same(delta.state(pool, piece.write), state)
         for count, slot in piece.saves:
             _, saved = delta.expected(own[:count], before[piece.read])
-            np.testing.assert_array_equal(delta.state(pool, slot), saved)
+            assert_same(delta.state(pool, slot), saved)
         first += piece.rows
-    np.testing.assert_array_equal(delta.state(pool, 0), old)
+    assert_same(delta.state(pool, 0), old)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -187,14 +217,13 @@ def test_a_state_that_is_no_number_breaks_its_own_sequence_alone(bad: float) -> 
     delta = DELTAS["shared keys"]
     pool = poisoned_pool(delta.specs, 2)
     _, old = delta.expected(delta.rows(9))
-    old[1, 5, 7] = bad
+    old.matrices[1, 5, 7] = bad
     delta.put(pool, 0, old)
     rows = delta.rows(20)
-    out = delta.run(rows, [Piece(10, 0, 0), Piece(10, -1, 1)], pool)
-    finite = np.isfinite(out)
-    assert not finite[:10, 1, 7].any()
-    assert finite[10:].all()
-    assert finite[:10, [0, 2, 3]].all()
+    out = delta.run(rows, [Piece(10, 0, 0), Piece(10, -1, 1)], pool).reshape(20, 4, 48)
+    assert np.isnan(out[:10, 1]).all()
+    assert np.isfinite(out[10:]).all()
+    assert np.isfinite(out[:10, [0, 2, 3]]).all()
 
 
 def test_gates_far_out_are_the_limits_of_their_functions() -> None:
@@ -202,7 +231,7 @@ def test_gates_far_out_are_the_limits_of_their_functions() -> None:
     rows = delta.rows(4)
     rows[:, delta.gates] = [-np.inf, np.inf, -1e5, 1e5]
     rows[:, delta.gates + 1] = [np.inf, -np.inf, 1e5, -1e5]
-    steps = delta.steps(rows)
+    steps = delta.steps(rows[:, : delta.channels], rows)
     np.testing.assert_allclose(steps.shares[:, 0], [0, 1, 0, 1], atol=1e-37)
     np.testing.assert_array_equal(steps.decays[:, 0], np.float32([0, 1, 0, 1]))
     pool = poisoned_pool(delta.specs, 1)
