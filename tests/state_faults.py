@@ -17,7 +17,7 @@ STATE_FAULTS = (
     ("state: published before its pass ended", _TABLES, "            state.saves.append((position, slot, reason))\n",
      "            state.saves.append((position, slot, reason))\n            self.slots._by_block[-position] = slot\n",
      _OF_TABLES),
-    ("state: a failed pass leaves its state", _TABLES, "if state.planned is None and at_border", "if at_border",
+    ("state: a failed pass leaves its state", _TABLES, "if state.planned is None and not state.awaited and", "if not state.awaited and",
      _OF_TABLES),
     ("state: a snapshot is written into", _TABLES, "state.slot >= 0 and self.slots.is_own(state.slot))",
      "state.slot >= 0)", _OF_TABLES),
