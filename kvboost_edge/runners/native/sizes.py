@@ -44,12 +44,11 @@ class Sizes:
         mixer = MixerSizes(0, 0, 0) if spec.mixer is None else MixerSizes.of(spec.mixer)
         inner = max(layer.intermediate_size for layer in spec.layers)
         width = 0 if spec.per_layer is None else spec.per_layer.width
-        hidden = padded(spec.hidden_size, GROUP)
-        normed = padded(max(spec.hidden_size, inner, width, mixer.mixed), GROUP)
+        hidden, normed = padded(spec.hidden_size, GROUP), padded(max(spec.hidden_size, inner, width), GROUP)
         wide = padded(max(qkv, 2 * inner, spec.hidden_size, width, mixer.wide), GROUP) + 2 * GROUP
-        query, value, key = max(query, mixer.query), max(key, mixer.value), max(key, mixer.query)
+        query, value, key = max(query, mixer.key, mixer.mixed), max(key, mixer.value), max(key, mixer.key)
         attended = tuple(padded(spec.num_heads * layer.head_dim, GROUP) for layer in spec.layers)
-        groups = max(normed, *attended) // GROUP
+        groups = max(normed, mixer.mixed, *attended) // GROUP
         per_layer = padded(len(spec.layers) * width, LANES) + GROUP * (width % GROUP > 0)
         mixture = None if spec.experts is None else MixtureSizes.of(spec.experts, hidden, floats=floats)
         logits = padded(spec.vocab_size, LANES)

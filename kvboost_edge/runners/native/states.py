@@ -32,13 +32,13 @@ class MixerSizes(NamedTuple):
 
     wide   what its matrices make, with `gates` the first float of those of its gates
     mixed  what its output projection reads
-    query  queries or keys;  value: values and what OP_STEPS has beside them
+    key    queries or keys;  value: values and what OP_STEPS has beside them
     """
 
     wide: int
     gates: int
     mixed: int
-    query: int = 0
+    key: int = 0
     value: int = 0
 
     @classmethod
@@ -92,7 +92,8 @@ class StateOperations:
     def __init__(self, builder: StateBuilder, mixer: Mixer) -> None:
         self._builder, self._mixer, self._sizes = builder, mixer, MixerSizes.of(mixer)
         self._state_bytes = state_spec(mixer).nbytes
-        self.mixed = (lt.B_NORMED, self._sizes.mixed)
+        # Nobody has queries there: not of attention in this layer, and not of OP_SCAN any more.
+        self.mixed = (lt.B_QUERY, self._sizes.mixed)
         dim = max(mixer.key_dim, 1)
         self.held = [np.full(dim, factor, dtype=np.float32) for factor in (1 / dim, dim**-0.5)]
 
