@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hybrid_faults import HYBRID_FAULTS
+
 _CONFIG, _FAMILIES, _TOKENS = (
     "models/config/special/gemma4.py",
     "models/config/families.py",
@@ -138,4 +140,5 @@ LAYER_FAULTS = (
         "return count_active(job) - 1",
         *_ROUTED,
     ),
+    *HYBRID_FAULTS,
 )

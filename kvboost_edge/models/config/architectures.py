@@ -101,10 +101,10 @@ _TESTED = {
     "granitemoe": "Granite 3, mixture of experts",
     "mixtral": "Mixtral, mixture of experts",
     "qwen2_moe": "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
-    "lfm2": "LFM2 and LFM2.5, short convolutions with a state in most layers",
-    "lfm2_moe": "the same with a mixture of experts",
-    "qwen3_5_text": "Qwen3.5, a gated delta rule with a state in most layers",
-    "qwen3_5_moe_text": "the same with a mixture of experts",
+    "lfm2": "LFM2 and LFM2.5, short convolutions beside attention",
+    "lfm2_moe": "the same, mixture of experts by sigmoids",
+    "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
+    "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
     "qwen3_5": "the language part of a vision model; text only",
     "qwen3_5_moe": "the language part of a vision model; text only",
     "stablelm": "partial rotary",
@@ -131,13 +131,13 @@ _UNTESTED = {
 _TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
-    "lfm2 lfm2_moe qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe".split()
+    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe qwen3_vl qwen3_vl_text gemma "
     "gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
-    "lfm2 lfm2_moe qwen3_5_text qwen3_5_moe_text".split()
+    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
 _OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
 _ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
