@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from kvboost_edge.kvcache.table_states import StateSizes
 from tiny_models import save_tiny_model
 
 ALL_BITS: tuple[Bits, ...] = ((16, 16), (8, 8), (8, 4), (4, 4))
-FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = ("lfm2", "qwen3_5_text")
 LONG = np.random.default_rng(11).integers(3, 250, 90).tolist()
 STATES = StateSizes(24)
 NEW = 24
@@ -168,6 +169,14 @@ def test_random_schedules_equal_uncached_single_runs(machine: Machine, scale: Ca
     assert found["preemptions"] >= 2
     assert found["pool"] > 500
     assert found["shelf"] > 30
+
+
+def test_random_schedules_of_a_mixture_of_experts(tmp_path: Path, scale: Callable[[int, int], int]) -> None:
+    machine = Machine(save_tiny_model("qwen3_5_moe_text", tmp_path))
+    truth, tiers = Truth(machine), {bits: DictTier(losses=0.1, seed=2) for bits in ALL_BITS}
+    found = sum((run_schedule(machine, truth, seed, tiers) for seed in range(scale(15, 200))), Counter())
+    machine.close()
+    assert found["pool"] > 200
 
 
 def test_an_overflowing_state_ends_its_request_alone(machine: Machine) -> None:
