@@ -12,8 +12,9 @@ from typing import Any
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.selection import Selection, available_on, loaded_bytes, select_path
+from kvboost_edge.engine.state_budget import check_options, plan_states, redis_refusal
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
@@ -192,10 +193,14 @@ def _assemble(
         available = available_on(choice.device)
         num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
-        backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open)
+        check_options(config, info)
+        state_sizes, max_num_seqs = plan_states(config, info, num_blocks, available)
+        num_slots = 0 if state_sizes is None else state_sizes.num_slots
+        backend = make_backend(
+            choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open, num_state_slots=num_slots
+        )
         with _closed_on_error(backend):
             runner.bind(backend)
-    max_num_seqs = most_sequences(config, num_blocks, config.block_size)
     # What nobody asked for and is slower is said where everybody sees it.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
@@ -207,10 +212,12 @@ def _assemble(
     kv_format = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}/{info.name}-{info.dtype}/{backend.name}"
     # What outlives the process must not be taken for exact by another version, or by other forms of the kernels.
     kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    if kv.states:
+        kv_format += f"/states {kv.bytes_per_state}"
     if config.rope_range != "short":
         kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
-        tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, redis_refusal(info))
     return EngineParts(
         runner=runner,
         backend=backend,
@@ -220,6 +227,7 @@ def _assemble(
             whole_blocks=info.kv_spec.is_quantized,
             policy=TenantFloors,
             max_pinned_blocks=config.max_pinned_blocks,
+            state_sizes=state_sizes,
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
@@ -227,7 +235,11 @@ def _assemble(
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=MemoryLedger(
-            info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend), lambda: runner.copied_bytes
+            info.weight_bytes,
+            backend.pool_bytes,
+            lambda: _regions(runner, backend),
+            lambda: runner.copied_bytes,
+            num_slots * info.kv_spec.bytes_per_state,
         ),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
@@ -236,9 +248,10 @@ def _assemble(
 
 
 def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
-    """Where weights and pool lie; empty unless it is known of both."""
+    """Where weights, pool and states lie; empty unless it is known of all."""
     weights, pool = runner.info.weight_region, backend.describe().pool_regions
-    return (weights, *pool) if weights.nbytes and pool else ()
+    states = () if backend.states is None else (backend.states.region,)
+    return (weights, *pool, *states) if weights.nbytes and pool else ()
 
 
 def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:

@@ -151,6 +151,7 @@ class Request:
     expect_reuse     its blocks are kept as if they had been used again
     cache_key        digest of the caller's key for prompts that begin alike, see engine/retention.py; None without one
     retention        seconds that its prompt outlives the tenant's other blocks, as long as there is room
+    snapshot_hints   positions of the prompt behind which others may go on differently: states are kept there
     repair           how what it shares at other positions is repaired; None: its mode shares nothing there
     gate             whether that was tested on this model before, see `GenerationResult`
     max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that costs
@@ -186,6 +187,7 @@ class Request:
     ttl: float | None = None
     pins: tuple[tuple[int, float], ...] = ()
     pin_share: float = 1.0
+    snapshot_hints: tuple[int, ...] = ()
     repair: Repair | None = None
     gate: str = ""
     max_draft_tokens: int = 0

@@ -42,11 +42,14 @@ class GenerationResult:
     generated_tokens     number of output tokens
     finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
     cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by tier
+    matched_tokens       prompt tokens whose KV was in the cache: more than `cached_tokens` where a state was missing
     kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
     miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen" no block of it was
                          ever cached for this tenant and salt; "evicted" one was, and was dropped; "tail" it lies in a
-                         last block that is not full, and only full ones are kept; "bypassed" the mode or
-                         prompt_logprobs ask for computing; "not_started" the request ended while it waited
+                         last block that is not full, and only full ones are kept; "state" its KV is cached and the
+                         state before it, of a model that has such, is not: the deepest is behind `cached_tokens`, KV
+                         up to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for computing; "not_started"
+                         the request ended while it waited
     ttft_ms              entry of the call to the first token (the whole time if none came)
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
@@ -85,6 +88,7 @@ class GenerationResult:
     gate: str = ""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    matched_tokens: int = 0
 
     @property
     def approximate(self) -> bool:

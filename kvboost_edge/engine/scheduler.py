@@ -249,6 +249,7 @@ class Scheduler:
                 count=first,
                 owner=sequence.tenant,
                 again=sequence.request.expect_reuse,
+                hints=sequence.request.snapshot_hints,
             )
             try:
                 if self._has_room(sequence, table, use_spans=use_spans):
@@ -280,7 +281,9 @@ class Scheduler:
         yield False, False
 
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
-        """Whether blocks for all its tokens are free; with spans they are taken then."""
+        """Whether blocks for all its tokens are free, and a slot for its state; with spans they are taken then."""
+        if self.manager.states is not None and not self.manager.states.has_room(table):
+            return False
         spare = self._spare_blocks_of(sequence)
         if use_spans and (placed := self.sharing.place(sequence, table, spare)) is not None:
             return placed

@@ -112,6 +112,7 @@ class BlockTable:
     block_ids            ids of the blocks; grows at the end, an entry changes only by copy-on-write
     parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
+    num_matched_tokens   tokens whose keys and values were there then: more than those where a state was missing
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
     spans                what it shares at other positions, in order
@@ -136,6 +137,7 @@ class BlockTable:
         "miss_reason",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_matched_tokens",
         "owner",
         "parts",
         "reserve",
@@ -148,7 +150,7 @@ class BlockTable:
         self.parts: list[TablePart] = [WHOLE]
         self.spans: tuple[Span, ...] = ()
         self.reserve: list[int] = []
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_matched_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
         self.owner = owner

@@ -15,12 +15,16 @@ ROOT_SERIAL = 0  # parent of every first block; the root itself stands in that b
 
 
 class PrefixMatch(NamedTuple):
-    """The longest published prefix of some tokens: its blocks, its end of chain, the hash of the block after it."""
+    """The longest published prefix of some tokens: its blocks, its end of chain, the hash of the block after it.
+
+    beyond   blocks behind it that are published too, and cannot be shared because no state was kept behind them
+    """
 
     block_ids: list[int]
     prefix_hash: bytes
     serial: int
     next_hash: bytes | None
+    beyond: int = 0
 
 
 class Watcher(Protocol):

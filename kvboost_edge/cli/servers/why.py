@@ -30,6 +30,10 @@ WORDS = {
         "give the pool more memory (--max-cache-bytes), keep blocks on disk (--disk-cache-dir), or pin what stays: "
         "/v1/warm with pin",
     ),
+    "state": (
+        "its keys and values were cached, the state behind them was not; it is from now on",
+        "give states more memory: --max-state-bytes",
+    ),
     "not_kept": ("it was asked before, and that request still runs or kept nothing", ""),
     "tool_order": (
         "the same tools in another order",

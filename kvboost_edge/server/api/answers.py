@@ -89,13 +89,15 @@ def _only_when_asked(name: str) -> ConfigDict:
 
 class Costs(_Answer):
     """What ran, where the time went, and where the cached tokens came from. `approximate`: some tokens were shared at
-    other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same."""
+    other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same. Of
+    `matched_tokens` the keys and values were cached: of models with states more than those of `hit_tokens`."""
 
     mode: str
     approximate: bool
     reused_span_tokens: int
     recomputed_tokens: int
     hit_tokens: dict[str, int]
+    matched_tokens: int
     miss_reason: str
     tokenize_ms: float
     queue_ms: float
@@ -323,6 +325,7 @@ class BlockCounts(_Answer):
 class Memory(_Answer):
     weight_bytes: int
     pool_bytes: int
+    state_bytes: int
     process_rss_bytes: int
     process_peak_bytes: int
 
@@ -340,7 +343,8 @@ class TierView(_Answer):
 
 
 class Blocks(_Answer):
-    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block."""
+    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block. The
+    slots are those of a model that keeps states beside keys and values."""
 
     num_blocks: int
     block_size: int
@@ -361,3 +365,6 @@ class Blocks(_Answer):
     generated_tokens_total: int
     evictions: int
     preemptions: int
+    state_slots: int
+    state_slots_used: int
+    replayed_tokens: int

@@ -14,7 +14,7 @@ _BEFORE, _AFTER = 6, 24  # tokens shown on either side of the place
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 
 CAUSES = (
-    "none", "bypassed", "not_started", "not_compared", "first_seen", "new_text", "tail", "evicted", "not_kept",
+    "none", "bypassed", "not_started", "not_compared", "first_seen", "new_text", "tail", "evicted", "state", "not_kept",
     "tool_order", "tools", "template", "thinking", "retokenized", "changed_text", "other_position",
 )  # fmt: skip
 """Why the rest of a prompt was computed:
@@ -27,6 +27,8 @@ first_seen      the tenant asked nothing lately that begins alike
 new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is computed once
 tail            the last block, which is not full, is computed again
 evicted         it was cached and was dropped since, from the pool and every tier below
+state           its keys and values are cached, and the state that the model keeps beside them is not, or only further
+                ahead: up to hit_tokens it was taken over, up to `position` computed again. From now on it is kept there
 not_kept        it was asked before and is not there all the same: that request still runs, or its mode keeps nothing
 tool_order      the same tools in another order
 tools           other tools
@@ -70,6 +72,8 @@ def diagnose(
     )
     if found.cause == "none" or found.cause in _OUTSIDE:
         return found
+    if found.cause == "state":
+        return dataclasses.replace(found, position=result.matched_tokens)
     if not compares:
         cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
         return dataclasses.replace(found, cause=cause, evicted_from=_lost(cause, tiers))

@@ -268,7 +268,7 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
-        "preemptions": pool["preemptions"],
+        **{name: pool[name] for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")},
     }
 
 

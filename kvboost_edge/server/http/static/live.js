@@ -16,6 +16,7 @@ const HINT = "Point at a cell, or focus it and use the arrow keys.";
 const LEDGER = [
   ["weight_bytes", "Weights"],
   ["pool_bytes", "Block pool"],
+  ["state_bytes", "States"],
   ["process_rss_bytes", "Process, resident"],
   ["process_peak_bytes", "Process, peak"],
 ];
@@ -26,6 +27,8 @@ const COUNTERS = [
   ["generated_tokens_total", "Tokens generated"],
   ["evictions", "Blocks evicted"],
   ["preemptions", "Requests preempted"],
+  ["state_slots_used", "States kept"],
+  ["replayed_tokens", "Prompt tokens replayed for a state"],
 ];
 
 export class LiveView {
