@@ -206,7 +206,7 @@ class Loads:
 
     def missed(self, table: BlockTable) -> Missed:
         """Why the token after what the cache serves a table is not there, and where it once was."""
-        if table.missed_hash is None:
+        if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
             return Missed(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
         dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))

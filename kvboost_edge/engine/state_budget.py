@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import most_sequences, num_open_blocks
+from kvboost_edge.engine.ledger import most_sequences, num_open_blocks, planned_blocks
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kvcache.table_states import StateSizes
 from kvboost_edge.runners.base import RunnerInfo
 
-__all__ = ["check_options", "plan_states", "redis_refusal", "speculation_refusal", "states_refusal"]
+__all__ = [
+    "check_options",
+    "plan_states",
+    "planned_state_bytes",
+    "redis_refusal",
+    "speculation_refusal",
+    "states_refusal",
+]
 
 _POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
 _SPARE, _PER_SEQUENCE = 4, 2  # and at least so many slots: a running sequence writes one, and may read another
 _WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
+_ANY = 1 << 60  # bytes: more than any machine has
 _SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
 
 
@@ -59,6 +67,17 @@ def plan_states(
             "max_num_seqs, max_state_bytes, max_cache_bytes or num_blocks"
         )
     return StateSizes(num_slots, every_block=size <= _SMALL * spec.bytes_per_block), num_seqs
+
+
+def planned_state_bytes(config: EngineConfig, info: RunnerInfo, available: int) -> int:
+    """Bytes that states would take beside the pool, of so much memory; 0 where the model keeps none. What does not fit
+    is not refused, as others may leave; else it raises as `plan_states`."""
+    num_blocks = planned_blocks(config, info.kv_spec, info.max_context, available)
+    try:
+        sizes, _ = plan_states(config, info, num_blocks, available)
+    except CapacityError:
+        sizes, _ = plan_states(config, info, num_blocks, _ANY)
+    return 0 if sizes is None else sizes.num_slots * info.kv_spec.bytes_per_state
 
 
 def states_refusal(info: RunnerInfo) -> str | None:

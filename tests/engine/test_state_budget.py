@@ -12,7 +12,7 @@ from engine.fake_states import hybrid_parts
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.state_budget import check_options, plan_states, redis_refusal
+from kvboost_edge.engine.state_budget import check_options, plan_states, planned_state_bytes, redis_refusal
 from kvboost_edge.engine.tiering import open_tiers
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
@@ -55,6 +55,18 @@ def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
     sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
     assert sizes is not None
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
+
+
+@pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
+def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available: int) -> None:
+    """Of a model that does not fit beside others it is known what it needs: they may leave."""
+    config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
+    sizes, _ = plan_states(config, info, 4096, 1 << 34)
+    assert sizes is not None
+    assert planned_state_bytes(config, info, available) == sizes.num_slots * info.kv_spec.bytes_per_state
+    assert planned_state_bytes(config, info_of(()), available) == 0
+    with pytest.raises(CapacityError, match="max_state_bytes"):
+        planned_state_bytes(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
 
 
 def test_where_memory_is_short_fewer_sequences_run_together() -> None:
