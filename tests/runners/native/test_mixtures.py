@@ -23,6 +23,18 @@ from tiny_checkpoints import save_tiny_checkpoint
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 
 
+BESIDE = ("int4", "f32", "Q8_0")
+"""Of a model whose experts stand beside MLPs; the formats are the others' affair."""
+
+
+def _save_beside(name: str, directory: Path) -> Path:
+    from gguf_models import write_gguf
+    from tiny_models import save_tiny_model
+
+    model = save_tiny_model("gemma4-moe", directory / "model")
+    return model if name not in STORED else write_gguf(model, directory / "m.gguf", kind=name)
+
+
 def _save(name: str, directory: Path) -> Path:
     """A directory, or a GGUF file of one. Rows that are no multiple of 32 where the form allows it."""
     if name not in STORED:
@@ -35,13 +47,18 @@ def _save(name: str, directory: Path) -> Path:
     return write_gguf(model, directory / "m.gguf", kind=name)
 
 
-@pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32", *STORED])
+@pytest.fixture(
+    scope="module",
+    params=["int4", "int4-asym", "int8", "bf16", "f32", *STORED, *(f"beside {name}" for name in BESIDE)],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
-    if request.param in STORED:
+    name = request.param.removeprefix("beside ")
+    is_beside, directory = name != request.param, tmp_path_factory.mktemp("mixture")
+    if name in STORED or is_beside:
         pytest.importorskip("gguf")
         pytest.importorskip("torch")
-    path = _save(request.param, tmp_path_factory.mktemp("mixture"))
-    model = TwiceThreaded(path, "auto" if request.param in STORED else request.param)
+    path = _save_beside(name, directory) if is_beside else _save(name, directory)
+    model = TwiceThreaded(path, "auto" if name in STORED else name)
     yield model
     model.close()
 
