@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from gguf_experts import merged_experts, write_expert_sizes
 from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
+from gpt_oss_files import ROPE as GPT_OSS_ROPE
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
 
@@ -34,7 +35,7 @@ ARCHS = {
     "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE, "qwen3_moe": MODEL_ARCH.QWEN3MOE, "olmoe": MODEL_ARCH.OLMOE,
     "mixtral": MODEL_ARCH.LLAMA, "granitemoe": MODEL_ARCH.GRANITE_MOE, "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
-    "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
+    "gpt_oss": MODEL_ARCH.GPT_OSS, "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
 }  # fmt: skip
 # What GGUF cannot say has to have the value that llama.cpp knows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -53,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
+    # llama.cpp rounds yarn's borders to whole numbers: these are the first and the last channel either way.
+    "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "beta_slow": 2.0**-20}},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
     "mistral3-ministral3": {},
@@ -77,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"no_rope_layers": None},
 }
-WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
+WINDOWED = ("gpt_oss", "gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = (
     "llama",
@@ -242,7 +245,7 @@ def write_gguf(
         if values is None:
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
-        chosen = "F32" if values.ndim == 1 else chosen
+        chosen = "F32" if values.ndim == 1 or name.endswith(".bias") else chosen
         number = GGMLQuantizationType[chosen if "ffn_gate_inp" not in name else "F32"]
         if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = GGMLQuantizationType.F32

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from gpt_oss_files import SIZES as GPT_OSS
 from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
 __all__ = [
@@ -200,6 +201,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
+    "gpt_oss": GPT_OSS,
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 12,
@@ -343,7 +345,11 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif name.endswith("per_expert_scale"):
             weight.copy_(1.0 + 0.3 * noise)
         elif weight.dim() == 1:
-            weight.copy_(0.3 * noise)
+            weight.copy_((1.0 if name.endswith("sinks") else 0.3) * noise)
+        elif name.endswith("proj_bias"):
+            weight.copy_(noise)
+        elif model.config.model_type == "gpt_oss" and "experts" in name:
+            weight.copy_(4 * noise / weight.shape[1] ** 0.5)  # so that gates are limited; columns are outputs
         elif "embed" in name:
             weight.copy_(noise if not model.config.tie_word_embeddings else 0.1 * noise)
         else:

@@ -1,7 +1,8 @@
 """Mixtures of experts in plain NumPy: which experts a token goes to, and what comes back. Slow on purpose.
 
 The order is part of the specification: a token's experts are taken by ascending number, whatever else is in the pass,
-so its result has the same bits however a prompt was cut.
+so its result has the same bits however a prompt was cut. Biases of an expert are part of its result, which is then
+multiplied with the share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Routing", "mixed_rows", "route_rows", "slots_of"]
+__all__ = ["ExpertWeights", "Routing", "expert_rows", "mixed_rows", "route_rows", "slots_of"]
 
 Floats = npt.NDArray[np.floating[Any]]
 Longs = npt.NDArray[np.int64]
@@ -85,6 +86,27 @@ def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:
     """Each expert that has tokens, ascending, with its places in `chosen` as one row: token * used + rank."""
     flat = chosen.reshape(-1)
     return [(expert, found) for expert in range(num_experts) if len(found := np.flatnonzero(flat == expert))]
+
+
+class ExpertWeights(NamedTuple):
+    """One expert: gate_up [2 * width, hidden], the gate's rows first, down [hidden, width], and their biases [rows]."""
+
+    gate_up: Floats
+    down: Floats
+    gate_up_bias: Floats | None = None
+    down_bias: Floats | None = None
+
+
+def expert_rows(x: Floats, expert: ExpertWeights, activate: Callable[[Floats, Floats], Floats]) -> Floats:
+    """down(activate(gate, up)) of rows [tokens, hidden], as `mixed_rows` takes it; each matrix's sums are of float64
+    and rounded once, with the bias, to the dtype of `x`."""
+
+    def linear(rows: Floats, matrix: Floats, bias: Floats | None) -> Floats:
+        sums = rows.astype(np.float64) @ matrix.astype(np.float64).T
+        return (sums if bias is None else sums + bias.astype(np.float64)).astype(x.dtype)
+
+    gate, up = np.split(linear(x, expert.gate_up, expert.gate_up_bias), 2, axis=1)
+    return linear(activate(gate, up), expert.down, expert.down_bias)
 
 
 def mixed_rows(

@@ -100,6 +100,7 @@ _TESTED = {
     "ernie4_5_moe": "ERNIE 4.5, mixture of experts with a bias of the choice and shared experts",
     "granitemoe": "Granite 3, mixture of experts",
     "mixtral": "Mixtral, mixture of experts",
+    "gpt_oss": "gpt-oss, mixture of experts with biases, local and global layers, attention sinks",
     "qwen2_moe": "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
     "stablelm": "partial rotary",
     "starcoder2": "sliding window, biases",
@@ -113,7 +114,6 @@ _UNTESTED = {
     "glm": "partial rotary",
     "gpt2": "learned positions",
     "gpt_bigcode": "learned positions, one key-value head",
-    "gpt_oss": "mixture of experts, attention sinks",
     "helium": "Llama's attention",
     "ministral": "local and global layers",
     "nemotron": "partial rotary",
@@ -127,8 +127,8 @@ _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm".split()
 )
 _GGUF = frozenset(
-    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe qwen3_vl qwen3_vl_text gemma "
-    "gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
+    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "
+    "qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm".split()
 )
 _OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class

@@ -14,6 +14,7 @@ __all__ = [
     "Experts",
     "ernie_experts",
     "gemma4_experts",
+    "gpt_oss_experts",
     "granite_experts",
     "mixtral_experts",
     "olmoe_experts",
@@ -60,6 +61,8 @@ class Experts:
     sparse        by layer: whether it has experts, or an MLP as other models
     beside        experts stand beside an MLP of the layer's own width: each reads the hidden state through a norm of
                   its own, has one behind it, and their sum is the layer's
+    biased        the router and every matrix of an expert have a bias
+    activation    of experts, where it is another than the model's
     """
 
     count: int
@@ -73,6 +76,8 @@ class Experts:
     scale: float = 1.0
     shared: int = 0
     beside: bool = False
+    biased: bool = False
+    activation: str = ""
 
 
 def _experts(
@@ -161,6 +166,13 @@ def granite_experts(config: Config, layers: int) -> Experts:
     """The softmax of the chosen logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
     return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
+
+
+def gpt_oss_experts(config: Config, layers: int) -> Experts:
+    """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
+    names, usual = ExpertNames("mlp.router"), (128, 4, 2880)
+    found = _experts(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
+    return dataclasses.replace(found, biased=True, activation="clamped_swiglu")
 
 
 def ernie_experts(config: Config, layers: int) -> Experts:

@@ -14,11 +14,12 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.completed import granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.experts import (
     Experts,
     ernie_experts,
     gemma4_experts,
+    gpt_oss_experts,
     granite_experts,
     mixtral_experts,
     olmoe_experts,
@@ -80,6 +81,7 @@ class Family:
     layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
     experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
                  MLPs alone
+    in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
     unless       config keys that must have one of the given values, else the family is another model
     """
 
@@ -120,6 +122,7 @@ class Family:
     sinks: bool = False
     layer_thetas: bool = False
     experts: Callable[[Config, int], Experts | None] | None = None
+    in_columns: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
@@ -238,6 +241,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "granitemoehybrid": Family(
             multipliers=True, no_rope="typed", mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
             inner="shared_intermediate_size", complete=granite_hybrid,
+        ),
+        "gpt_oss": Family(
+            biased=True, head_dim=64, eps=1e-5, theta=150000.0, sinks=True, windows=every_second,
+            experts=gpt_oss_experts, in_columns=True, complete=gpt_oss,
+            unless=(("swiglu_alpha", (None, 1.702)), ("swiglu_limit", (None, 7.0))),
         ),
         "minicpm": Family(multipliers=True, tied=True, complete=minicpm,
                           unless=(("num_experts", (None, 0)), ("sparse_config", (None,)))),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.keys import Keys
@@ -45,7 +46,9 @@ _BY_LAYER = ("gemma4_text",)
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
-            "<turn|>", "<|tool_response>")  # fmt: skip
+            "<turn|>", "<|tool_response>", "<|return|>", "<|call|>")  # fmt: skip
+# Where these are, "<|end|>" ends a message of the turn, and the answer goes on (gpt-oss).
+_TURN_ENDINGS, _MESSAGE_ENDING = {"<|return|>", "<|call|>"}, "<|end|>"
 # Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
 _SEEN_ENDINGS = ("<|tool_response>",)
 _CONTROL, _USER_DEFINED = 3, 4
@@ -93,14 +96,15 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     return config
 
 
-def gguf_generation(header: GgufHeader) -> dict[str, Any]:
-    """Fields of a generation config beside the ids that are in the config. ModelFormatError for what is no list."""
+def gguf_generation(
+    header: GgufHeader, config: Mapping[str, Any], tokenizer_eos: int | None = None
+) -> GenerationDefaults:
+    """What ends a generation, and tokens that are never generated. ModelFormatError where these are no list of ids."""
     found = header.values.get(_SUPPRESSED)
-    if found is None:
-        return {}
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+    if found is not None and (not isinstance(found, np.ndarray) or found.dtype.kind not in "iu"):
         raise ModelFormatError(f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids")
-    return {"suppress_tokens": found.tolist()}
+    fields = {} if found is None else {"suppress_tokens": found.tolist()}
+    return generation_defaults(config, fields, tokenizer_eos=tokenizer_eos, path=header.path)
 
 
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
@@ -113,7 +117,10 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
     kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    in_messages = set(vocabulary) >= _TURN_ENDINGS
     for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if in_messages and token == _MESSAGE_ENDING:
+            continue
         if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
             endings.add(index)
     if endings:

@@ -77,7 +77,18 @@ _ERNIE_MOE = {
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
     "exp_probs_b": "mlp.moe_statics.e_score_correction_bias",
 }
-_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias")  # without ".weight" in transformers
+_GPT_OSS = {
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.router",
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+}
+_BARE = (
+    "layer_scalar",
+    "mlp.moe_statics.e_score_correction_bias",
+    "self_attn.sinks",
+)  # without ".weight" in transformers
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GEMMA4_OUTER = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -194,6 +205,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "granitemoe": GgufArchitecture(
             "granitemoe", {**_MATRICES, **_PRE_NORMS, **_IN_BLOCK}, permuted=True, experts=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+        ),
+        "gpt-oss": GgufArchitecture(
+            "gpt_oss", {**_MATRICES, **_GPT_OSS}, keys=_EXPERT_KEYS | _WINDOW, experts=True
         ),
         "smollm3": GgufArchitecture("smollm3", {**_MATRICES, **_PRE_NORMS}, permuted=True),
     }

@@ -265,6 +265,9 @@ def _experts_plan(experts: Experts, kind: str, source: str, to: str, hidden: int
     plan.append(PackEntry(f"{to}experts_gate_up", kind, _named(source, both, "weight"), hidden))
     last = tuple((f"{one}{down}", hidden) for one in every)
     plan.append(PackEntry(f"{to}experts_down", kind, _named(source, last, "weight"), experts.width))
+    if experts.biased:
+        biases = (("router", ((names.router, experts.count),)), ("experts_gate_up", both), ("experts_down", last))
+        plan += [PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")) for name, parts in biases]
     return plan
 
 

@@ -76,14 +76,15 @@ def _all_experts(out: Emitter, layer: str, experts: Experts, to: Rows, *, add: b
     out.add(lt.OP_SPREAD, {**each, **spread, lt.F_COUNT: spec.hidden_size})
     runs = experts.width // GROUP
     weights = out.weights(gate_up, runs, runs * experts.used, lt.B_SPREAD)
-    act = {lt.F_COUNT: experts.width, lt.F_ACT: ACTIVATIONS[spec.activation]}
+    act = {lt.F_COUNT: experts.width, lt.F_ACT: ACTIVATIONS[experts.activation or spec.activation]}
+    act[lt.F_BIAS] = out.packed.address(f"{gate_up}_bias")
     quant = {lt.F_QUANT: out.kind(down) if out.is_quantized(down) else 0}
     out.add(lt.OP_EXPERTS_GATED, {**each, **weights, **act, **step, **quant})
     weights = out.weights(down, MAX_TILES, spec.hidden_size // LANES, lt.B_EXPERTS_INNER)
     into = {lt.F_DST: to[0], lt.F_DST_STEP: to[1], lt.F_SRC_STEP: experts.width, lt.F_ADD: int(add)}
     out.add(
         lt.OP_EXPERTS_DOWN,
-        {**each, **weights, **into, lt.F_COUNT: spec.hidden_size},
+        {**each, **weights, **into, lt.F_COUNT: spec.hidden_size, lt.F_BIAS: out.packed.address(f"{down}_bias")},
         factor=spec.residual_factor,
     )
 

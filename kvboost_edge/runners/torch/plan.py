@@ -31,7 +31,7 @@ AUTO_BACKEND_REASON = ""
 BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
-_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel")}
+_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel"), "mxfp4": ("accelerate",)}
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
