@@ -278,6 +278,12 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
          "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
     ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {name: value for name, value in FAMILIES["gemma4-moe"].items() if name != "model_type"},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+    ),
     "gemma4_unified": (
         "gemma4_unified_text",
         {name: value for name, value in FAMILIES["gemma4-wide"].items() if name not in _OF_TABLE},

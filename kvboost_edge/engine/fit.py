@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.ledger import check_weights_fit, memory_beside, plan_num_blocks, planned_pool_bytes
-from kvboost_edge.engine.selection import Selection, planned_info
-from kvboost_edge.engine.state_budget import plan_states
+from kvboost_edge.engine.selection import Selection, available_on, planned_info, select_path
+from kvboost_edge.engine.state_budget import plan_states, planned_state_bytes
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.fingerprint import are_remembered
+from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import free_bytes, packed_path
 from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS
 from kvboost_edge.models.packed.stream import packing_bytes
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import RunnerInfo
 
-__all__ = ["Fit", "PackedPlace", "format_bytes", "packed_place", "plan_fit"]
+__all__ = ["Fit", "PackedPlace", "PlannedMemory", "format_bytes", "packed_place", "plan_fit", "planned_memory"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,17 +69,41 @@ def plan_fit(
     on a CUDA device is not known ahead, and nothing is refused."""
     info = planned_info(checkpoint, config, selected, summary)
     is_known = not selected.backend.device.startswith("cuda")
-    beside, states, refusal = memory_beside(available, info.weight_bytes) if is_known else available, 0, ""
+    beside, refusal = memory_beside(available, info.weight_bytes) if is_known else available, ""
+    states = pool = 0
     try:
         if is_known:
             check_weights_fit(info.weight_bytes, available)
         if selected.runner.weights and info.stores_kv:
-            sizes, _ = plan_states(config, info, plan_num_blocks(config, info, beside), beside)
-            states = 0 if sizes is None else sizes.num_slots * info.kv_spec.bytes_per_state
+            plan_states(config, info, plan_num_blocks(config, info, beside), beside)
     except CapacityError as error:
         refusal = str(error)
-    pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside) if info.stores_kv else 0
+    if info.stores_kv:
+        pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
+        with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
+            states = planned_state_bytes(config, info, beside)
     return Fit(info, available, beside, pool, states, refusal)
+
+
+class PlannedMemory(NamedTuple):
+    """Bytes that weights, pool and states of a model will take, and the device where."""
+
+    nbytes: int
+    device: str
+
+
+def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
+    """What a model would take if it were loaded now; its files are looked at, and nothing is loaded. A hub's model is
+    fetched. Raises what loading it would, but for memory that lacks."""
+    path = locate_model(
+        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
+    )
+    cache_dir = None if config.pack_cache else NO_CACHE
+    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    selected = select_path(checkpoint, config)
+    device = selected.backend.device
+    fit = plan_fit(checkpoint, config, selected, checkpoint.summary(), available_on(device))
+    return PlannedMemory(fit.info.weight_bytes + fit.pool + fit.states, device)
 
 
 def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:

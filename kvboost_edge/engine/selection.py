@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import memory_beside, planned_pool_bytes
-from kvboost_edge.engine.state_budget import planned_state_bytes
-from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.engine.ledger import planned_pool_bytes
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
-from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
@@ -28,8 +24,7 @@ from kvboost_edge.runners.onnx.plan import onnx_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
 
 __all__ = [
-    "PlannedMemory", "Selection", "available_on", "loaded_bytes", "planned_info", "planned_kv_spec", "planned_memory",
-    "select_path", "usable_context",
+    "Selection", "available_on", "loaded_bytes", "planned_info", "planned_kv_spec", "select_path", "usable_context",
 ]  # fmt: skip
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,37 +65,6 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     if weights:
         runner = dataclasses.replace(runner, weights=weights, reason=f"{runner.reason}; weights: {why}")
     return Selection(backend, runner)
-
-
-class PlannedMemory(NamedTuple):
-    """Bytes that a model will take, and the device where."""
-
-    weight_bytes: int
-    pool_bytes: int
-    state_bytes: int
-    device: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight_bytes + self.pool_bytes + self.state_bytes
-
-
-def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
-    """What a model would take if it were loaded now; its files are looked at, and nothing is loaded. A hub's model is
-    fetched. Raises what loading it would."""
-    path = locate_model(
-        path_or_id, revision=config.revision, token=config.token, local_files_only=config.local_files_only
-    )
-    cache_dir = None if config.pack_cache else NO_CACHE
-    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
-    selected = select_path(checkpoint, config)
-    device = selected.backend.device
-    info = planned_info(checkpoint, config, selected, checkpoint.summary())
-    beside = memory_beside(available_on(device), info.weight_bytes)
-    if not info.stores_kv:
-        return PlannedMemory(info.weight_bytes, 0, 0, device)
-    pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
-    return PlannedMemory(info.weight_bytes, pool, planned_state_bytes(config, info, beside), device)
 
 
 def planned_info(

@@ -14,7 +14,6 @@ from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.config.families import FAMILIES, describe_model
 from kvboost_edge.models.config.file import (
     GenerationDefaults,
-    generation_defaults,
     read_config,
     read_generation_config,
     stored_dtype,
@@ -301,8 +300,7 @@ class _GgufFile(Checkpoint):
         }
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
-        fields = gguf_generation(self._header)
-        return generation_defaults(self.config, fields, tokenizer_eos=tokenizer_eos, path=self.path)
+        return gguf_generation(self._header, self.config, tokenizer_eos)
 
     def summary(self) -> WeightSummary:
         return check_gguf(self._header, self.config, cache_dir=self.cache_dir)

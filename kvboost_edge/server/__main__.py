@@ -23,7 +23,7 @@ from kvboost_edge.server.work.prepare import prepare
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.engine.selection import PlannedMemory
+    from kvboost_edge.engine.fit import PlannedMemory
 
 __all__ = ["main", "serve"]
 
@@ -129,7 +129,7 @@ def _budget(options: ServeOptions) -> int | None:
 
 def _planned(model: str, options: ServeOptions) -> PlannedMemory:
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.selection import planned_memory
+    from kvboost_edge.engine.fit import planned_memory
 
     return planned_memory(model, EngineConfig.from_options(**options.engine))
 

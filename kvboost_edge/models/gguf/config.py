@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.keys import Keys
@@ -115,14 +116,15 @@ def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
     return keys.size("feed_forward_length")
 
 
-def gguf_generation(header: GgufHeader) -> dict[str, Any]:
-    """Fields of a generation config beside the ids that are in the config. ModelFormatError for what is no list."""
+def gguf_generation(
+    header: GgufHeader, config: Mapping[str, Any], tokenizer_eos: int | None = None
+) -> GenerationDefaults:
+    """What ends a generation, and tokens that are never generated. ModelFormatError where these are no list of ids."""
     found = header.values.get(_SUPPRESSED)
-    if found is None:
-        return {}
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+    if found is not None and (not isinstance(found, np.ndarray) or found.dtype.kind not in "iu"):
         raise ModelFormatError(f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids")
-    return {"suppress_tokens": found.tolist()}
+    fields = {} if found is None else {"suppress_tokens": found.tolist()}
+    return generation_defaults(config, fields, tokenizer_eos=tokenizer_eos, path=header.path)
 
 
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:

@@ -331,7 +331,7 @@ class Loader:
 def reserved_bytes(engine: Engine) -> int:
     """Bytes that a loaded model's weights, pool and states take, read or not yet read, written or not yet written."""
     stats = engine.paged_stats()
-    return sum(int(stats[f"{owner}_bytes"]) for owner in ("weight", "pool", "state"))
+    return sum(int(stats[name]) for name in ("weight_bytes", "pool_bytes", "state_bytes"))
 
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,33 +22,38 @@ from tiny_checkpoints import save_tiny_checkpoint
 
 # GGUF types -> what their tensors become; widths of 256 for those in blocks.
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
-
-
 # Biases of experts, windows and sinks: its directories as floats and as MXFP4.
 GPT_OSS = {"gpt-oss int4": "int4", "gpt-oss int8": "int8", "gpt-oss f32": "f32", "gpt-oss MXFP4": "auto"}
+# Experts beside MLPs: a directory, and a GGUF file of it.
+GEMMA4 = {"gemma4 int4": "int4", "gemma4 f32": "f32", "gemma4 Q8_0": "auto"}
+FORMATS = {**{name: name for name in ("int4", "int4-asym", "int8", "bf16", "f32")}, **dict.fromkeys(STORED, "auto")}
 
 
 def _save(name: str, directory: Path) -> Path:
     """A directory, or a GGUF file of one. Rows that are no multiple of 32 where the form allows it."""
     if name in GPT_OSS:
         return save_gpt_oss(directory, mxfp4=name.endswith("MXFP4"))
-    if name not in STORED:
+    if name not in STORED and name not in GEMMA4:
         return save_tiny_checkpoint("qwen3_moe", directory, hidden_size=80, num_hidden_layers=2)
     from gguf_models import write_gguf
+    from tiny_models import save_tiny_model
 
+    if name in GEMMA4:
+        model, kind = save_tiny_model("gemma4-moe", directory / "model"), name.removeprefix("gemma4 ")
+        return write_gguf(model, directory / "m.gguf", kind=kind) if kind in STORED else model
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6, "num_experts_per_tok": 2}
     (directory / "model").mkdir()
     model = save_tiny_checkpoint("qwen3_moe", directory / "model", num_hidden_layers=2, **sizes)
     return write_gguf(model, directory / "m.gguf", kind=name)
 
 
-@pytest.fixture(scope="module", params=["int4", "int4-asym", "int8", "bf16", "f32", *STORED, *GPT_OSS])
+@pytest.fixture(scope="module", params=[*FORMATS, *GPT_OSS, *GEMMA4])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwiceThreaded]:
-    if request.param in STORED:
+    if request.param in STORED or request.param in GEMMA4:
         pytest.importorskip("gguf")
         pytest.importorskip("torch")
     path = _save(request.param, tmp_path_factory.mktemp("mixture"))
-    model = TwiceThreaded(path, "auto" if request.param in STORED else GPT_OSS.get(request.param, request.param))
+    model = TwiceThreaded(path, {**FORMATS, **GPT_OSS, **GEMMA4}[request.param])
     yield model
     model.close()
 
