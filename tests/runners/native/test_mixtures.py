@@ -24,8 +24,11 @@ from tiny_checkpoints import save_tiny_checkpoint
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 
 
-# Biases of experts, windows and sinks: its directories as floats and as MXFP4.
-GPT_OSS = {"gpt-oss int4": "int4", "gpt-oss int8": "int8", "gpt-oss f32": "f32", "gpt-oss MXFP4": "auto"}
+# Biases of experts, windows and sinks: its directories as floats and as MXFP4, with floats in the pool or codes.
+GPT_OSS = {
+    "gpt-oss int4": "int4", "gpt-oss int8": "int8", "gpt-oss f32": "f32", "gpt-oss codes MXFP4": "auto",
+    "gpt-oss MXFP4": "auto",
+}  # fmt: skip
 
 
 def _save(name: str, directory: Path) -> Path:
@@ -48,7 +51,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.importorskip("gguf")
         pytest.importorskip("torch")
     path = _save(request.param, tmp_path_factory.mktemp("mixture"))
-    model = TwiceThreaded(path, "auto" if request.param in STORED else GPT_OSS.get(request.param, request.param))
+    weights = "auto" if request.param in STORED else GPT_OSS.get(request.param, request.param)
+    model = TwiceThreaded(path, weights, kv_bits=(8, 4) if "codes" in request.param else (16, 16))
     yield model
     model.close()
 
