@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-_CONFIG, _FAMILIES, _TOKENS = "models/config/gemma4.py", "models/config/families.py", "kernels/program/tokens.py"
+from hybrid_faults import HYBRID_FAULTS
+
+_CONFIG, _FAMILIES, _TOKENS = (
+    "models/config/special/gemma4.py",
+    "models/config/families.py",
+    "kernels/program/tokens.py",
+)
 _PROGRAM, _CPU = "runners/native/program.py", "backends/cpu.py"
 _FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformers"
 _EQUAL = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
@@ -283,4 +289,5 @@ LAYER_FAULTS = (
         "[] if not required else [[*self._head",
         *_OF_CHANNELS,
     ),
+    *HYBRID_FAULTS,
 )
