@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from engine.hand_mover import DictTier
 from engine.hostile_drafts import KINDS, hostile
 from engine.native_bench import BLOCK, ROOT, Bits, Machine, NativeBench
+from gpt_oss_files import save_gpt_oss
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import Request, SamplingParams
@@ -185,8 +186,14 @@ def test_random_schedules_equal_uncached_single_runs(
     assert hits["drafted"] > hits["accepted"] > 50
 
 
-def test_random_schedules_of_a_mixture_of_experts(tmp_path: Path, scale: Callable[[int, int], int]) -> None:
-    save_tiny_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=2, hidden_size=48)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_random_schedules_of_a_mixture_of_experts(
+    family: str, tmp_path: Path, scale: Callable[[int, int], int]
+) -> None:
+    if family == "gpt_oss":  # windows, sinks and biases of experts on top
+        save_gpt_oss(tmp_path, num_hidden_layers=2)
+    else:
+        save_tiny_checkpoint(family, tmp_path, num_hidden_layers=2, hidden_size=48)
     machine = Machine(tmp_path)
     truth, tiers = Truth(machine), {bits: DictTier(losses=0.1, seed=0) for bits in ALL_BITS}
     outcomes = [run_schedule(machine, truth, seed, tiers) for seed in range(scale(20, 200))]

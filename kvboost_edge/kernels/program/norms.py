@@ -60,8 +60,7 @@ __all__ = [
 ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID = 0, 1, 2, 3
 _VECTOR = 4 * LANES
 _TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
-_GELU_INNER, _GELU_CUBIC = 0.7978845608028654, 0.044715
-_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
+_GELU_INNER, _GELU_CUBIC, _SWIGLU_ALPHA, _SWIGLU_LIMIT = 0.7978845608028654, 0.044715, 1.702, 7.0
 _MAX_EXPONENT = 88.0
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
@@ -313,8 +312,7 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
 
 def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
     """No further from 0 than that on its side; NaN stays."""
-    order = ">" if limit > 0 else "<"
-    return b.select(b.fcmp_ordered(order, x, _splat(limit)), _splat(limit), x)
+    return b.select(b.fcmp_ordered(">" if limit > 0 else "<", x, _splat(limit)), _splat(limit), x)
 
 
 def _emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:

@@ -22,8 +22,11 @@ from tiny_checkpoints import save_tiny_checkpoint
 
 # GGUF types -> what their tensors become; widths of 256 for those in blocks.
 STORED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
-# Biases of experts, windows and sinks: its directories as floats and as MXFP4.
-GPT_OSS = {"gpt-oss int4": "int4", "gpt-oss int8": "int8", "gpt-oss f32": "f32", "gpt-oss MXFP4": "auto"}
+# Biases of experts, windows and sinks: its directories as floats and as MXFP4, with floats in the pool or codes.
+GPT_OSS = {
+    "gpt-oss int4": "int4", "gpt-oss int8": "int8", "gpt-oss f32": "f32", "gpt-oss codes MXFP4": "auto",
+    "gpt-oss MXFP4": "auto",
+}  # fmt: skip
 # Experts beside MLPs: a directory, and a GGUF file of it.
 GEMMA4 = {"gemma4 int4": "int4", "gemma4 f32": "f32", "gemma4 Q8_0": "auto"}
 FORMATS = {**{name: name for name in ("int4", "int4-asym", "int8", "bf16", "f32")}, **dict.fromkeys(STORED, "auto")}
@@ -53,7 +56,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.importorskip("gguf")
         pytest.importorskip("torch")
     path = _save(request.param, tmp_path_factory.mktemp("mixture"))
-    model = TwiceThreaded(path, {**FORMATS, **GPT_OSS, **GEMMA4}[request.param])
+    weights = {**FORMATS, **GPT_OSS, **GEMMA4}[request.param]
+    model = TwiceThreaded(path, weights, kv_bits=(8, 4) if "codes" in request.param else (16, 16))
     yield model
     model.close()
 

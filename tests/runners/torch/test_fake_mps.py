@@ -56,6 +56,7 @@ def error(logits: np.ndarray, family: str) -> float:
 AMPLIFYING = ("gemma4-wide",)
 NOT_ON_THE_DOUBLE = (
     "olmoe", "ernie4_5_moe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "ministral3", "gemma4-moe",
+    "gpt_oss",
 )  # fmt: skip
 
 
