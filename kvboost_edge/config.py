@@ -87,6 +87,9 @@ class EngineConfig:
     Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks` (blocks) size the
     pool, at most one of them; none given: min(25% of the memory available, context x max_num_seqs, 16 if not given).
     `max_num_seqs` None: as many sequences run together as the pool has 512 tokens for, at least 1 and at most 64.
+    `max_state_bytes` (bytes, floats too): room for the states of models that have layers with a state instead of keys
+    and values (LFM2, Qwen3.5); None: a quarter of the pool's bytes, and 4 + 2 x max_num_seqs states at least. Where
+    `max_num_seqs` is not given there run no more sequences together than have room for theirs.
     `max_pinned_blocks` None: half of the pool, which is also the most that can be given; 0: nothing can be pinned.
     `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is float32, bfloat16 for bfloat16
     models, else float16. 8, 4 or a pair (bits of keys, bits of values) such as (8, 4) quantizes; the native runner does
@@ -127,6 +130,7 @@ class EngineConfig:
     dtype: str = "auto"
     weights: str = "auto"
     max_cache_bytes: int | None = None
+    max_state_bytes: int | None = None
     num_blocks: int | None = None
     max_chunks: int | None = None
     block_size: int = 16
@@ -196,13 +200,16 @@ class EngineConfig:
             raise ConfigError(f"token must be a string or None, not {type(self.token).__name__}")
 
     def _check_sizes(self) -> None:
-        for name in ("max_cache_bytes", "max_disk_bytes"):
+        for name in ("max_cache_bytes", "max_state_bytes", "max_disk_bytes"):
             value = getattr(self, name)
             if isinstance(value, float):
                 if not math.isfinite(value):
                     raise ConfigError(f"{name}={value!r} must be a finite number of bytes")
                 object.__setattr__(self, name, int(value))
-        for name in ("max_cache_bytes", "max_disk_bytes", "num_blocks", "max_chunks", "num_threads", "max_num_seqs"):
+        for name in (
+            *("max_cache_bytes", "max_state_bytes", "max_disk_bytes", "num_blocks", "max_chunks"),
+            *("num_threads", "max_num_seqs"),
+        ):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=1)

@@ -19,7 +19,7 @@ __all__ = ["run_warmup"]
 
 _PROMPTS = ("one two three four five six seven eight nine ten " * 8, "one two three")
 _WEIGHTS = ("int8", "int4", "int4-asym", "bf16", "f32")
-_SIZES = ("num_blocks", "max_cache_bytes", "max_chunks")
+_SIZES = ("num_blocks", "max_cache_bytes", "max_state_bytes", "max_chunks")
 _OF_ONE_MODEL = (*_SIZES, "revision", "token", "local_files_only", "strict")
 
 

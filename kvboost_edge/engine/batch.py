@@ -6,7 +6,7 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.engine.sequence import Floats, Sequence
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.kernels.attention.parts import Part, Parts
@@ -41,6 +41,7 @@ def build_batch(
         block_tables=block_tables,
         slot_mapping=np.array(slots, np.int64),
         parts=_parts_of(work, tables),
+        states=_states_of(work, tables, manager),
     )
     return ForwardBatch(
         token_ids=np.concatenate([np.array(one.token_ids, np.int64) for one in work]),
@@ -63,6 +64,21 @@ def split_rows(work: Several[ScheduledTokens[Sequence]], logits: Floats, states:
         ends[wants_states] = first + one.num_rows
         found.append((states if wants_states else logits)[first : ends[wants_states]])
     return found
+
+
+def _states_of(
+    work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable], manager: KVCacheManager
+) -> PassStates | None:
+    """The slots of the tables' states; None where the model keeps none."""
+    if manager.states is None:
+        return None
+    plans = [manager.states.plan(table, one.start, one.stop) for one, table in zip(work, tables, strict=True)]
+    saves = [(i, rows, slot) for i, plan in enumerate(plans) for rows, slot in plan.saves]
+    return PassStates(
+        state_in=np.array([plan.read for plan in plans], np.int32),
+        state_out=np.array([plan.write for plan in plans], np.int32),
+        saves=np.array(saves, np.int32).reshape(-1, 3),
+    )
 
 
 def _parts_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Parts:

@@ -12,8 +12,10 @@ from typing import Any
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, most_sequences, num_open_blocks, plan_num_blocks
-from kvboost_edge.engine.selection import Selection, available_on, loaded_bytes, select_path
+from kvboost_edge.engine.fit import plan_fit
+from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.selection import Selection, available_on, select_path
+from kvboost_edge.engine.state_budget import check_options, plan_states, tiers_refusal
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
@@ -49,7 +51,8 @@ _DEFAULTS = EngineConfig()
 class EngineParts:
     """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
     others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
-    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that.
+    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that. `suppressed`:
+    tokens that are never an answer's.
     """
 
     runner: Runner
@@ -65,6 +68,7 @@ class EngineParts:
     tiers: tuple[Tier, ...] = ()
     pooling: Pooling = UNSAID
     dense: Matrices = ()
+    suppressed: tuple[int, ...] = ()
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
@@ -86,17 +90,18 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
         _check_both_ways(checkpoint, config)
     dense = checkpoint.dense()
     selected = select_path(checkpoint, config)
-    device = selected.backend.device
+    device, beside = selected.backend.device, None
     if not device.startswith("cuda"):
-        check_weights_fit(
-            loaded_bytes(checkpoint, summary, selected.runner, config.dtype, device), available_on(device)
-        )
+        fit = plan_fit(checkpoint, config, selected, summary, available_on(device))
+        fit.check()
+        beside = fit.beside
     tokenizer = load_tokenizer(checkpoint)
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
-    parts = _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
-    return dataclasses.replace(parts, pooling=pooling, dense=dense)
+    eos = frozenset(defaults.eos_token_ids)
+    parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside)
+    return dataclasses.replace(parts, pooling=pooling, dense=dense, suppressed=defaults.suppressed_token_ids)
 
 
 def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -176,7 +181,8 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
         torch.set_num_threads(config.num_threads)
     runner = TorchRunner(model, block_size=config.block_size, kv_bits=config.kv_bits)
     fingerprint = fingerprint_of_module(model, tokenizer)
-    return _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
+    parts = _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
+    return dataclasses.replace(parts, suppressed=defaults.suppressed_token_ids)
 
 
 def _assemble(
@@ -186,16 +192,22 @@ def _assemble(
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
     fingerprint: str,
+    beside: int | None = None,
 ) -> EngineParts:
+    """beside: memory for the pool, as it was planned before the weights were loaded."""
     info = runner.info
     with _closed_on_error(runner):
-        available = available_on(choice.device)
+        available = available_on(choice.device) if beside is None else min(beside, available_on(choice.device))
         num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
-        backend = make_backend(choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open)
+        check_options(config, info)
+        state_sizes, max_num_seqs = plan_states(config, info, num_blocks, available)
+        num_slots = 0 if state_sizes is None else state_sizes.num_slots
+        backend = make_backend(
+            choice, info.kv_spec, num_blocks, config.num_threads, num_open=num_open, num_state_slots=num_slots
+        )
         with _closed_on_error(backend):
             runner.bind(backend)
-    max_num_seqs = most_sequences(config, num_blocks, config.block_size)
     # What nobody asked for and is slower is said where everybody sees it.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
@@ -210,7 +222,7 @@ def _assemble(
     if config.rope_range != "short":
         kv_format += f"/rope {config.rope_range}"
     with _closed_on_error(runner), _closed_on_error(backend):
-        tiers = open_tiers(config, fingerprint, kv_format, info.architecture)
+        tiers = open_tiers(config, fingerprint, kv_format, info.architecture, tiers_refusal(info))
     return EngineParts(
         runner=runner,
         backend=backend,
@@ -220,6 +232,7 @@ def _assemble(
             whole_blocks=info.kv_spec.is_quantized,
             policy=TenantFloors,
             max_pinned_blocks=config.max_pinned_blocks,
+            state_sizes=state_sizes,
         ),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
@@ -227,7 +240,11 @@ def _assemble(
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=MemoryLedger(
-            info.weight_bytes, backend.pool_bytes, lambda: _regions(runner, backend), lambda: runner.copied_bytes
+            info.weight_bytes,
+            backend.pool_bytes,
+            lambda: _regions(runner, backend),
+            lambda: runner.copied_bytes,
+            num_slots * info.kv_spec.bytes_per_state,
         ),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
@@ -236,9 +253,10 @@ def _assemble(
 
 
 def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
-    """Where weights and pool lie; empty unless it is known of both."""
+    """Where weights, pool and states lie; empty unless it is known of all."""
     weights, pool = runner.info.weight_region, backend.describe().pool_regions
-    return (weights, *pool) if weights.nbytes and pool else ()
+    states = () if backend.states is None else (backend.states.region,)
+    return (weights, *pool, *states) if weights.nbytes and pool else ()
 
 
 def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:

@@ -26,11 +26,13 @@ class Unwatched:
 
 class BlockWatch(Unwatched):
     """New blocks are filled with NaN, so that reading what was never written shows; those that nobody may write (shared
-    and idle cached ones) are compared before and after a pass; an idle engine's bookkeeping is recomputed."""
+    and idle cached ones) are compared before and after a pass; an idle engine's bookkeeping is recomputed. The same of
+    slots of states, where there are some: snapshots may not be written."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend) -> None:
         self._manager, self._backend = manager, backend
         self._checksums: dict[int, int] = {}
+        self._snapshots: dict[tuple[int, int], int] = {}  # (block, slot) -> checksum of the state
 
     def idle(self) -> None:
         """CacheCorruption where blocks are held although nothing runs."""
@@ -42,6 +44,15 @@ class BlockWatch(Unwatched):
         states = self._manager.block_states()
         blocks = [block for block, state in enumerate(states) if state in (BLOCK_CACHED, BLOCK_SHARED)]
         self._checksums = dict(zip(blocks, self._backend.checksum_blocks(blocks), strict=True))
+        if self._manager.states is not None and self._backend.states is not None:
+            self._backend.states.poison(self._manager.states.unwritten())
+            self._snapshots = self._states_now()
+
+    def _states_now(self) -> dict[tuple[int, int], int]:
+        if self._manager.states is None or self._backend.states is None:
+            return {}
+        kept = self._manager.states.slots.snapshots()
+        return dict(zip(kept.items(), self._backend.states.checksums(list(kept.values())), strict=True))
 
     def after(self) -> None:
         """CacheCorruption where a block was written that was not to be."""
@@ -49,3 +60,6 @@ class BlockWatch(Unwatched):
         for (block, old), new in zip(self._checksums.items(), found, strict=True):
             if old != new:
                 raise CacheCorruption(f"block {block} was written while it was shared or cached")
+        for (block, slot), checksum in self._states_now().items():
+            if self._snapshots.get((block, slot), checksum) != checksum:
+                raise CacheCorruption(f"the state behind block {block}, in slot {slot}, was written while it was kept")

@@ -30,6 +30,7 @@ from kvboost_edge.engine.residency import TellsResidency
 from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.scheduler import Scheduler
 from kvboost_edge.engine.sequences import Sequences
+from kvboost_edge.engine.state_budget import states_refusal
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tiering import make_tiering
 from kvboost_edge.engine.verify import verify
@@ -113,7 +114,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
     @property
     def reuse_refusal(self) -> str | None:
         """Why requests with mode="chunk_kv_reuse" are refused here; None: they are not."""
-        return self._parts.runner.moved_keys_refusal
+        return states_refusal(self._parts.runner.info) or self._parts.runner.moved_keys_refusal
 
     # Generation.
 
@@ -276,7 +277,8 @@ class CPUPagedEngine(Embeds, TellsResidency):
 
     def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
         """The token ids of this tenant's answers; chat messages given as a prompt use them by themselves."""
-        return KeptAnswers(self._core.answers, self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt)))
+        owner, root = (self._intake.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt))
+        return KeptAnswers(self._core.answers, owner, root)
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
         """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal paged path.

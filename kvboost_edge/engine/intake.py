@@ -18,10 +18,12 @@ from kvboost_edge.engine.grammars import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float, as_int, check_mode, resolve_sampling
 from kvboost_edge.engine.seeds import Seeds
+from kvboost_edge.engine.state_budget import speculation_refusal, states_refusal
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import narrowed_root, shared_root
+from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
 from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.text.borders import user_starts
 
 __all__ = ["Intake", "Terms"]
 
@@ -53,6 +55,9 @@ class Terms:
                  done, where other pins leave room; where not, nothing fails, and the handle says what was pinned
     pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the same for all its
                  requests. Below 1 there are other tenants, and no error tells of what they pinned
+    snapshot_hints   positions of the prompt, in tokens, where others that begin alike may go on differently, such as
+                 starts of messages: a model that keeps states beside keys and values keeps one before each. None given:
+                 where the chat template begins messages of the user
     recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of the engine's
     speculation, max_draft_tokens   in place of the engine's
     """
@@ -70,6 +75,7 @@ class Terms:
     ttl: float | None = None
     pins: tuple[tuple[int, float], ...] = ()
     pin_share: float = 1.0
+    snapshot_hints: tuple[int, ...] = ()
     recompute_strategy: RecomputeStrategy | str | None = None
     recompute_overlap: int | None = None
     recompute_ratio: float | None = None
@@ -97,6 +103,8 @@ class Terms:
         for num_tokens, seconds in self.pins:
             if as_int("pins", num_tokens) < 0 or not 0 < as_float("pins", seconds) <= _MAX_TTL:
                 raise RequestError(f"pins={self.pins!r} must be pairs of tokens and of (0, {_MAX_TTL:g}] seconds")
+        if any(as_int("snapshot_hints", position) < 0 for position in self.snapshot_hints):
+            raise RequestError(f"snapshot_hints={self.snapshot_hints!r} must be positions in the prompt, from 0 on")
         priority = as_int("priority", self.priority)
         if abs(priority) > _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}")
@@ -245,6 +253,7 @@ class Intake:
             stores_nothing=not info.stores_kv,
             prefill_only=prefill_only,
             root=root,
+            suppressed=self._parts.suppressed,
             tenant=tenant,
             weight=terms.weight,
             priority=terms.priority,
@@ -256,12 +265,30 @@ class Intake:
             ttl=terms.ttl,
             pins=terms.pins,
             pin_share=terms.pin_share,
+            snapshot_hints=self._hints(terms, ids),
             repair=repair,
             gate="" if repair is None else _GATES[self._config.reuse_gate],
             max_draft_tokens=0 if prefill_only or logits_start is not None else self._most_drafted(terms),
             grammar=self._grammar(params, needs_logits=prefill_only or logits_start is not None),
             always_drafts=(terms.speculation or self._config.speculation) == "on",
+            prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
         )
+
+    def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:
+        """Hashes of blocks that the prompt has; whether they are right nobody needs to know."""
+        full = num_tokens // self._config.block_size
+        if len(known) % HASH_BYTES or len(known) > full * HASH_BYTES:
+            raise RequestError(
+                f"prefix_hashes has {len(known)} bytes; the prompt has {full} full blocks of {self._config.block_size} "
+                f"tokens, each with a hash of {HASH_BYTES} bytes"
+            )
+        return known
+
+    def _hints(self, terms: Terms, ids: Sequence[int]) -> tuple[int, ...]:
+        """Where states are kept besides where they are in any case: where the user's messages begin."""
+        if not self._parts.runner.info.kv_spec.states:
+            return ()
+        return terms.snapshot_hints or user_starts(self._parts.tokenizer, ids)
 
     def _grammar(self, params: SamplingParams, *, needs_logits: bool) -> Grammar | None:
         """What the answer has to fit; RequestError where there will be none."""
@@ -274,6 +301,11 @@ class Intake:
         """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there only who asks for it
         has drafts."""
         chosen = terms.speculation or self._config.speculation
+        refusal = speculation_refusal(self._parts.runner.info)
+        if refusal is not None:
+            if chosen == "on":
+                raise RequestError(f"speculation='on' is refused: {refusal}")
+            return 0
         if chosen == "off" or (chosen == "auto" and self._parts.runner.info.name != "native"):
             return 0
         prepare_drafts()
@@ -305,7 +337,7 @@ class Intake:
                 f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs exact keys and "
                 "values; use mode='prefix_cache'"
             )
-        refusal = self._parts.runner.moved_keys_refusal
+        refusal = states_refusal(self._parts.runner.info) or self._parts.runner.moved_keys_refusal
         if refusal is not None:
             raise RequestError(f"mode='chunk_kv_reuse' is refused: {refusal}")
         prepare_search()

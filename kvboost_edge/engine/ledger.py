@@ -15,6 +15,7 @@ from kvboost_edge.runners.base import RunnerInfo
 __all__ = [
     "MemoryLedger",
     "check_weights_fit",
+    "memory_beside",
     "most_sequences",
     "num_open_blocks",
     "plan_num_blocks",
@@ -29,10 +30,10 @@ _COUNTED_TIMES = 100  # a count of pages stands for so many times as long as it 
 
 
 class MemoryLedger:
-    """Bytes by owner. weight_bytes and pool_bytes are reserved, copied_bytes are of keys and values that the runner
-    holds beside the pool; `other_bytes` is what is resident beside all these: the interpreter and its packages (numba
-    and its compiler foremost), compiled kernels, the tokenizer, activations, what drafts are guessed from (`Memory`
-    bounds it), the vocabulary of a grammar's parsers (75 MB for 151,000 tokens).
+    """Bytes by owner. weight_bytes, pool_bytes and state_bytes are reserved, copied_bytes are of keys and values that
+    the runner holds beside the pool; `other_bytes` is what is resident beside all these: the interpreter and its
+    packages (numba and its compiler foremost), compiled kernels, the tokenizer, activations, what drafts are guessed
+    from (`Memory` bounds it), the vocabulary of a grammar's parsers (75 MB for 151,000 tokens).
 
     Weights that were mapped and not yet read, and pages of the pool never written, are not resident: they are counted
     page by page where the system tells (Linux), in at most 1% of the time. Elsewhere, and for weights and pools of
@@ -45,19 +46,22 @@ class MemoryLedger:
         pool_bytes: int,
         regions: Callable[[], Sequence[Region]] = tuple,
         copied: Callable[[], int] = int,
+        state_bytes: int = 0,
     ) -> None:
-        """regions: where weights and pool lie in this process's memory as of now; empty: not known.
+        """regions: where weights, pool and states lie in this process's memory as of now; empty: not known.
         copied: bytes of the runner's copies as of now."""
-        self.weight_bytes, self.pool_bytes = weight_bytes, pool_bytes
+        self.weight_bytes, self.pool_bytes, self.state_bytes = weight_bytes, pool_bytes, state_bytes
         self._regions, self._copied = regions, copied
         self._counted, self._counted_until = 0, -math.inf
 
     def snapshot(self) -> dict[str, int]:
-        """weight_bytes, pool_bytes, copied_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of now."""
+        """weight_bytes, pool_bytes, state_bytes, copied_bytes, other_bytes, process_rss_bytes, process_peak_bytes as of
+        now."""
         rss, copied = process_rss(), self._copied()
         return {
             "weight_bytes": self.weight_bytes,
             "pool_bytes": self.pool_bytes,
+            "state_bytes": self.state_bytes,
             "copied_bytes": copied,
             "other_bytes": max(0, rss - self._resident() - copied),
             "process_rss_bytes": rss,
@@ -69,7 +73,7 @@ class MemoryLedger:
         if start >= self._counted_until:
             regions = self._regions()
             found = resident_bytes(regions) if regions else None
-            self._counted = self.weight_bytes + self.pool_bytes if found is None else found
+            self._counted = self.weight_bytes + self.pool_bytes + self.state_bytes if found is None else found
             end = time.perf_counter()
             self._counted_until = end + _COUNTED_TIMES * (end - start)
         return self._counted
@@ -80,12 +84,19 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     if weight_bytes > available:
         raise CapacityError(
             f"the weights take {_gb(weight_bytes)}, {_gb(available)} of memory are available; "
-            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'"
+            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'; `kvboost-edge doctor MODEL` "
+            "shows what each format takes"
         )
 
 
+def memory_beside(available: int, weight_bytes: int) -> int:
+    """What is left for a pool of the memory that was available before the weights were loaded. Weights of a mapped file
+    go on counting as available once they are: a pool made of that would drive them out again and again."""
+    return max(0, available - weight_bytes)
+
+
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
-    """Blocks of the pool. `available` is memory free now, after the weights were loaded.
+    """Blocks of the pool. `available` is memory beside the weights, see `memory_beside`.
 
     Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that is None), at least
     one block. The buffers of open blocks that a quantized pool needs come out of the same bytes.

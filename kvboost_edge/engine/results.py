@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvboost_edge.config import GenerationMode
 
 __all__ = [
     "CorrectnessReport",
     "GenerationResult",
+    "Missed",
     "PromptCheck",
     "TokenLogprobs",
     "WarmResult",
@@ -27,6 +29,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Missed(NamedTuple):
+    """Why a prompt was not served further, see `GenerationResult`."""
+
+    miss_reason: str
+    evicted_from: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
     """The outcome of one request.
@@ -42,11 +51,15 @@ class GenerationResult:
     generated_tokens     number of output tokens
     finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
     cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by tier
+    matched_tokens       prompt tokens whose KV was in the cache: more than `cached_tokens` where a state was missing
     kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
     miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen" no block of it was
                          ever cached for this tenant and salt; "evicted" one was, and was dropped; "tail" it lies in a
-                         last block that is not full, and only full ones are kept; "bypassed" the mode or
-                         prompt_logprobs ask for computing; "not_started" the request ended while it waited
+                         last block that is not full, and only full ones are kept; "state" its KV is cached and the
+                         state before it, of a model that has such, is not: the deepest is behind `cached_tokens`, KV
+                         up to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for computing; "not_started"
+                         the request ended while it waited
+    evicted_from         the pool and tiers that had its block and dropped it, the nearest first; () unless "evicted"
     ttft_ms              entry of the call to the first token (the whole time if none came)
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
@@ -71,6 +84,7 @@ class GenerationResult:
     kv_reuse_ratio: float
     hit_tokens: Mapping[str, int]
     miss_reason: str
+    evicted_from: tuple[str, ...] = ()
     ttft_ms: float
     total_ms: float
     tokens_per_sec: float
@@ -85,6 +99,7 @@ class GenerationResult:
     gate: str = ""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    matched_tokens: int = 0
 
     @property
     def approximate(self) -> bool:

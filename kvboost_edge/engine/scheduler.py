@@ -209,7 +209,9 @@ class Scheduler:
         """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
         when what it waited for has come, or will not come any more."""
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
-            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)
+            request = sequence.request
+            awaited = self.manager.awaited_hash(sequence.cacheable_ids, request.root, request.prefix_hashes)
+            sequence.awaited_hash = awaited
         return sequence.awaited_hash is not None
 
     def _is_loading(self, sequence: Sequence) -> bool:
@@ -249,13 +251,15 @@ class Scheduler:
                 count=first,
                 owner=sequence.tenant,
                 again=sequence.request.expect_reuse,
+                known=sequence.request.prefix_hashes,
+                hints=sequence.request.snapshot_hints,
             )
             try:
                 if self._has_room(sequence, table, use_spans=use_spans):
                     self._extend(sequence, table, sequence.num_tokens, plan)
                     self.waiting.remove(sequence)
                     bisect.insort(self.running, sequence, key=_BY_RANK)
-                    sequence.admit(table)
+                    sequence.admit(table, self.loads.missed(table))
                     self.loads.used(table)
                     return True
             except BaseException:
@@ -280,7 +284,9 @@ class Scheduler:
         yield False, False
 
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
-        """Whether blocks for all its tokens are free; with spans they are taken then."""
+        """Whether blocks for all its tokens are free, and a slot for its state; with spans they are taken then."""
+        if self.manager.states is not None and not self.manager.states.has_room(table):
+            return False
         spare = self._spare_blocks_of(sequence)
         if use_spans and (placed := self.sharing.place(sequence, table, spare)) is not None:
             return placed

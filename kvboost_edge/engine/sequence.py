@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.loaded import Loaded
 from kvboost_edge.engine.phases import phase_times
 from kvboost_edge.engine.request import Request
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.results import GenerationResult, Missed, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.reuse.probe import Probe
@@ -83,7 +84,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids = list(request.prompt_ids)
         self.table: BlockTable | None = None
-        self.num_computed_tokens = self.num_cached_tokens = self.num_charged_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_charged_tokens = self.num_matched_tokens = 0
         self.preemptions = 0
         self.last_turn = -1
         self.blocked_at: int | None = None
@@ -99,17 +100,16 @@ class Sequence:
         self._num_shared = 0  # their tokens
         self.looked_up_at: float | None = None
         self.admitted_at: float | None = None
-        self.miss_reason = "not_started"
+        self.missed = Missed("not_started")
         self.logits: list[Floats] = []
-        self._sample = make_sampler(request.params, request.seed)
+        self._sample = make_sampler(request.params, request.seed, request.suppressed)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopChecker(request.params.stop)
         self._text: list[str] = []
         self._token_times: list[float] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self._loaded_tokens: dict[str, int] = {}
-        self._load_seconds = 0.0
+        self._loaded = Loaded()
 
     @property
     def index(self) -> int:
@@ -261,8 +261,8 @@ class Sequence:
         if self.admitted_at is None:
             self.looked_up_at = time.perf_counter()
 
-    def admit(self, table: BlockTable) -> None:
-        """Start or resume on a fresh table; what the cache served counts as computed."""
+    def admit(self, table: BlockTable, missed: Missed) -> None:
+        """Start or resume on a fresh table; what the cache served counts as computed, `missed` is why no more was."""
         self.table = table
         self.status = SequenceStatus.RUNNING
         self._take_spans(table)
@@ -270,8 +270,9 @@ class Sequence:
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
             self.handle.cached_tokens = self.num_cached_tokens = table.num_cached_tokens
+            self.num_matched_tokens = table.num_matched_tokens
             bypassed = not self.uses_cache or self.logits_from is not None
-            self.miss_reason = "bypassed" if bypassed else table.miss_reason
+            self.missed = Missed("bypassed") if bypassed else missed
 
     def forget_computed(self) -> None:
         """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
@@ -285,9 +286,7 @@ class Sequence:
     def note_loaded(self, tokens: Mapping[str, int], seconds: float) -> None:
         """So many tokens came from tiers, by name, while the sequence waited."""
         if self.admitted_at is None:
-            for tier, count in tokens.items():
-                self._loaded_tokens[tier] = self._loaded_tokens.get(tier, 0) + count
-            self._load_seconds += seconds
+            self._loaded.note(tokens, seconds)
 
     def read_prompt(self, first: int, logits: Floats) -> None:
         """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts the one after it."""
@@ -352,7 +351,7 @@ class Sequence:
             admitted=self.admitted_at,
             repaired=self._repaired_at,
             first_token=self._token_times[0] if self._token_times else None,
-            load_seconds=self._load_seconds,
+            load_seconds=self._loaded.seconds,
             probe_seconds=self._probe_seconds,
         )
         total_ms = sum(phases.values())
@@ -367,8 +366,9 @@ class Sequence:
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
             kv_reuse_ratio=(self.num_cached_tokens + self.num_span_tokens) / request.num_prompt_tokens,
-            hit_tokens=self._hit_tokens(),
-            miss_reason=self.miss_reason,
+            hit_tokens=self._loaded.split(self.num_cached_tokens),
+            matched_tokens=self.num_matched_tokens,
+            **self.missed._asdict(),
             ttft_ms=times[0] if times else total_ms,
             total_ms=total_ms,
             tokens_per_sec=len(output_ids) / total_ms * 1e3,
@@ -389,12 +389,3 @@ class Sequence:
         """What ran: without a span shared, what was asked for as approximate is exact."""
         is_exact = self.request.repair is not None and not self.num_span_tokens
         return GenerationMode.PREFIX_CACHE if is_exact else self.request.mode
-
-    def _hit_tokens(self) -> dict[str, int]:
-        """The cached tokens by the tier that had them. Of a block that was cached to its end the last token may have
-        to be computed, and what arrived may have been dropped again before it was taken."""
-        rest, found = self.num_cached_tokens, {}
-        for tier, count in self._loaded_tokens.items():
-            found[tier] = min(count, rest)
-            rest -= found[tier]
-        return {"pool": rest, **found}

@@ -86,6 +86,9 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
     from, 118 MB at most; max_num_seqs sequences run together. isa
     is what the processor has, kernel_path and attention_path which forms of the project's own kernels run ("none":
     torch's do).
+    state_slots are those of a model that keeps states beside keys and values (0: of any other), state_slots_used of
+    them hold one, state_snapshots says how many are snapshots that prompts go on from, by the reason they were kept
+    for; replayed_tokens were computed again for their state alone, and state_bytes is the size of all slots.
     tiers: of each tier outside the pool the fields of `TierStats`; staging_bytes are of blocks on their way between it
     and the pool, lost_blocks were evicted before any tier could take them."""
     manager, backend = parts.manager, parts.backend.describe()
@@ -114,6 +117,7 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "hit_tokens": manager.hit_tokens,
         "span_tokens": manager.spans.num_tokens,
         "miss_tokens": _miss_tokens(manager),
+        **_state_stats(manager),
         "preemptions": scheduler.num_preemptions,
         "generated_tokens": scheduler.num_generated_tokens,
         "drafted_tokens": scheduler.speculation.num_drafted,
@@ -133,6 +137,16 @@ def paged_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig, 
         "tiers": {name: dataclasses.asdict(stat) for name, stat in tiering.stats().items()},
         "staging_bytes": tiering.staging_bytes,
         "lost_blocks": tiering.num_lost,
+    }
+
+
+def _state_stats(manager: KVCacheManager) -> dict[str, Any]:
+    states = manager.states
+    return {
+        "state_slots": 0 if states is None else states.slots.num_slots,
+        "state_slots_used": 0 if states is None else states.slots.num_used,
+        "state_snapshots": {} if states is None else states.slots.counts(),
+        "replayed_tokens": 0 if states is None else states.num_replayed,
     }
 
 

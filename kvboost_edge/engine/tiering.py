@@ -22,6 +22,7 @@ from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
+from kvboost_edge.tiers.holdings import Held
 from kvboost_edge.tiers.mover import Mover, Piece
 
 __all__ = ["MoverShelf", "Tiering", "Untiered", "check_tiers", "make_tiering", "open_tiers", "tier_places"]
@@ -35,9 +36,17 @@ _IDLE_BYTES = 4 << 20  # at a time while nothing runs: a request that comes mean
 _CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
 
 
-def open_tiers(config: EngineConfig, fingerprint: str, kv_format: str, architecture: str) -> tuple[Tier, ...]:
+def open_tiers(
+    config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, refusal: str | None = None
+) -> tuple[Tier, ...]:
     """The tiers that a config asks for, the nearest first. One that cannot be used says so in the log and in its
-    statistics, and the engine does without. Raises ConfigError and BackendUnavailable as `check_tiers`."""
+    statistics, and the engine does without; refusal: why that holds for all. Raises ConfigError and BackendUnavailable
+    as `check_tiers`."""
+    if refusal is not None:
+        names = [name for name, given in (("disk", config.disk_cache_dir), ("redis", config.redis_url)) if given]
+        for name in names:
+            _LOG.warning("no blocks are kept in the tier %s: %s", name, refusal)
+        return tuple(ClosedTier(name, refusal) for name in names)
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
     shared = () if config.redis_url is None else (_redis_tier(config, space),)  # first: it may raise
@@ -87,6 +96,7 @@ class MoverShelf:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
+        self.dropped_from = mover.dropped_from
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey]) -> None:
         """Bring consecutive blocks of a chain."""
@@ -126,6 +136,10 @@ class Untiered:
 
     def stats(self) -> Mapping[str, TierStats]:
         """Of each tier, by name."""
+        return {}
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        """What came to each tier and left it since the last call, by name; from any thread, for one asker."""
         return {}
 
     @property
@@ -260,6 +274,9 @@ class Tiering(Untiered):
 
     def stats(self) -> Mapping[str, TierStats]:
         return self._mover.stats()
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        return self._mover.take_held(whole)
 
     @property
     def num_lost(self) -> int:

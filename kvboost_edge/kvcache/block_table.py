@@ -112,12 +112,14 @@ class BlockTable:
     block_ids            ids of the blocks; grows at the end, an entry changes only by copy-on-write
     parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
+    num_matched_tokens   tokens whose keys and values were there then: more than those where a state was missing
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
     spans                what it shares at other positions, in order
     reserve              own blocks that are in no part yet: what is computed of the spans after all goes there
     owner                whose blocks they are, for the eviction policy
     miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
+    missed_hash          prefix hash of the full block it lies in; None where it lies in none, or nobody looked
     """
 
     __slots__ = (
@@ -134,8 +136,10 @@ class BlockTable:
         "_withdrawn",
         "block_ids",
         "miss_reason",
+        "missed_hash",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_matched_tokens",
         "owner",
         "parts",
         "reserve",
@@ -148,11 +152,12 @@ class BlockTable:
         self.parts: list[TablePart] = [WHOLE]
         self.spans: tuple[Span, ...] = ()
         self.reserve: list[int] = []
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_matched_tokens = 0
         self.num_computed_tokens = 0
         self.root = root
         self.owner = owner
         self.miss_reason = "bypassed"
+        self.missed_hash: bytes | None = None
         self._serial = serial
         # The chain so far: how many full blocks it covers, the hash and the identity of the last of them.
         self._num_chained = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
@@ -16,16 +16,27 @@ _FORGOTTEN_PER_BLOCK = 2
 
 
 class Lookup:
-    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of its chain.
+    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of its chain, `known`
+    the hashes of its first blocks that need not be computed, see `PrefixIndex.match`.
 
     `whole_blocks`: for storage whose full blocks cannot be written into again (quantized ones): the block of the last
-    token is then never served, where other storage serves all of it but that token.
+    token is then never served, where other storage serves all of it but that token. `deepest`: of a model with states,
+    how many blocks of a published prefix lie before the deepest state that was kept; what is behind is not shared.
     """
 
-    __slots__ = ("_block_size", "_forgotten", "_hash_fn", "_index", "_most_forgotten", "whole_blocks")
+    __slots__ = ("_block_size", "_deepest", "_forgotten", "_hash_fn", "_index", "_most_forgotten", "whole_blocks")
 
-    def __init__(self, index: PrefixIndex, num_blocks: int, block_size: int, hash_fn: HashFn, whole_blocks: bool):
+    def __init__(
+        self,
+        index: PrefixIndex,
+        num_blocks: int,
+        block_size: int,
+        hash_fn: HashFn,
+        whole_blocks: bool,
+        deepest: Callable[[Sequence[int]], int] = len,
+    ) -> None:
         self.whole_blocks = whole_blocks
+        self._deepest = deepest
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
@@ -39,38 +50,48 @@ class Lookup:
         """Bytes of a block's encoded tokens."""
         return self._block_size * TOKEN_BYTES
 
-    def match(self, data: bytes, root: bytes) -> PrefixMatch:
+    def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
         """The longest published prefix that may be shared."""
-        found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn)
+        found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
         covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
-        return self._without_last(found, root) if self.whole_blocks and found.block_ids and covers_all else found
+        if self.whole_blocks and found.block_ids and covers_all:
+            # Nothing is left to wait for: the last block is there, it may just not be written into.
+            found = self._cut(found, root, len(found.block_ids) - 1)._replace(next_hash=None)
+        depth = self._deepest(found.block_ids)
+        beyond = len(found.block_ids) - depth
+        return found if not beyond else self._cut(found, root, depth)._replace(beyond=beyond)
 
-    def _without_last(self, found: PrefixMatch, root: bytes) -> PrefixMatch:
-        """The match without its last block. Nothing is left to wait for: that block is there, it may just not be
-        written into."""
-        *block_ids, last = found.block_ids
-        last_entry = self._index.entry(last)
-        parent = self._index.entry(block_ids[-1]) if block_ids else None
-        if last_entry is None or (block_ids and parent is None):
-            raise CacheCorruption(f"block {last} was matched and is not published")
-        prefix_hash = root if parent is None else parent.prefix_hash
-        return PrefixMatch(block_ids, prefix_hash, last_entry.parent_serial, None)
+    def _cut(self, found: PrefixMatch, root: bytes, depth: int) -> PrefixMatch:
+        """The first `depth` blocks of a match, fewer than it has."""
+        following = self._index.entry(found.block_ids[depth])
+        last = self._index.entry(found.block_ids[depth - 1]) if depth else None
+        if following is None or (depth and last is None):
+            raise CacheCorruption(f"block {found.block_ids[depth]} was matched and is not published")
+        prefix_hash = root if last is None else last.prefix_hash
+        return PrefixMatch(found.block_ids[:depth], prefix_hash, following.parent_serial, following.prefix_hash)
 
     def servable(self, match: PrefixMatch, num_tokens: int) -> int:
         """Tokens a match serves: at least the last one is left to compute."""
         return min(len(match.block_ids) * self._block_size, max(num_tokens - 1, 0))
 
-    def rest(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+    def rest(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
         """Hashes of the full blocks after the match."""
-        return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn)
+        return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn, known)
 
-    def awaitable(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+    def awaitable(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
         """Those of them that would be served once they are there."""
-        rest = self.rest(data, match)
+        rest = self.rest(data, match, known)
         if not self.whole_blocks:
             return rest
         servable_blocks = max(len(data) // TOKEN_BYTES - 1, 0) // self._block_size
         return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
+
+    def named(self, data: bytes, match: PrefixMatch) -> PrefixMatch:
+        """A match whose hashes are all computed here, whatever was known of its chain."""
+        if match.next_hash is None:
+            return match
+        start = len(match.block_ids) * self.block_bytes
+        return match._replace(next_hash=self._hash_fn(match.prefix_hash, data[start : start + self.block_bytes]))
 
     def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
         """Remember that a published block was dropped; evicted after more than one use, or after one."""
@@ -91,9 +112,12 @@ class Lookup:
         return counts[0], counts[1]
 
     def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
-        """Why the token after what is served is not: "" if only the last one is left, else "first_seen", "evicted" (or
-        reset), or "tail" for a block that is not full or may not be written into. Hashes start at the tenant's root,
-        so nothing here depends on what other tenants did."""
+        """Why the token after what is served is not: "" if only the last one is left, else "state" where its keys and
+        values are there and no state before it, "first_seen", "evicted" (or reset), or "tail" for a block that is not
+        full or may not be written into. Hashes start at the tenant's root, so nothing here depends on what other
+        tenants did."""
+        if match.beyond:
+            return "state"
         if match.next_hash is not None:
             return "evicted" if match.next_hash in self._forgotten else "first_seen"
         return "" if self.servable(match, num_tokens) >= num_tokens - 1 else "tail"

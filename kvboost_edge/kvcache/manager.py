@@ -29,6 +29,7 @@ from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Publisher
 from kvboost_edge.kvcache.spans import Spans
+from kvboost_edge.kvcache.table_states import StateSizes, TableStates
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
@@ -47,6 +48,7 @@ class KVCacheManager(BlockCounts):
     content        what blocks hold, for whoever keeps copies of them elsewhere
     events         which prefixes came and left, for whoever sends requests where they are
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
+    states         of a model with states, which `state_sizes` says, their slots, see `TableStates`; None otherwise
     """
 
     def __init__(
@@ -58,16 +60,23 @@ class KVCacheManager(BlockCounts):
         whole_blocks: bool = False,
         policy: Callable[[Iterable[int]], EvictionPolicy] = LeastRecentlyUsed,
         max_pinned_blocks: int | None = None,
+        state_sizes: StateSizes | None = None,
     ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
         self._pool = BlockPool(num_blocks, policy)
         self._index = PrefixIndex(num_blocks)
-        self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
         self._hash_fn = hash_fn
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._claims = Claims()
+        self.states: TableStates | None = None
+        if state_sizes is None:
+            self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
+        else:
+            self.states = TableStates(state_sizes, block_size, self._index, self._pool.held())
+            # A state is behind a block's last token, so the block of a prompt's last token is never shared.
+            self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, True, self.states.deepest)
         self._uses = Uses(num_blocks)
         self.pins = Pins(self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks)
         self.content = Content(self._index, self._lookup)
@@ -89,6 +98,8 @@ class KVCacheManager(BlockCounts):
         count: bool = True,
         owner: bytes = b"",
         again: bool = False,
+        known: bytes = b"",
+        hints: Iterable[int] = (),
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
@@ -98,22 +109,24 @@ class KVCacheManager(BlockCounts):
         the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
         nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is
         whose blocks they are for the eviction policy; tables of one root have one owner; with `again` all of them
-        count as used again, see `Uses`. Takes no free block outside the match, so it cannot fail for lack of room.
+        count as used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that begins alike may go on
+        otherwise; states are kept there. Takes no free block outside the match, so it cannot fail for lack of room.
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
         table = BlockTable(self._next_table, root, owner, again)
-        if use_cache:
-            match = self._lookup.match(data, root)
+        match = self._lookup.match(data, root, known) if use_cache else None
+        if match is not None:
             for block_id in match.block_ids:
                 self._pool.touch(block_id)
             table.block_ids = match.block_ids
             table._num_chained = len(match.block_ids)
             table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
             table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
-            table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
+            table.num_matched_tokens = table.num_cached_tokens + match.beyond * self.block_size
+            table.miss_reason, table.missed_hash = self._lookup.miss_reason(match, len(token_ids)), match.next_hash
             table.num_computed_tokens = table.num_cached_tokens
-            rest = list(self._lookup.rest(data, match))
+            rest = list(self._lookup.rest(data, match, known))
             for index, prefix_hash in enumerate(rest, len(match.block_ids)):
                 self._claims.make(table, index, prefix_hash)
             if count:
@@ -122,6 +135,8 @@ class KVCacheManager(BlockCounts):
                 lost = self._lookup.lost(rest)
                 if any(lost):
                     self._pool.missed(once=lost[0], again=lost[1])
+        if self.states is not None:
+            self.states.open(table, len(token_ids), match, hints)
         self._next_table += 1
         self._live[table._serial] = table
         return table
@@ -130,15 +145,19 @@ class KVCacheManager(BlockCounts):
         """Number of tokens `open_table` would serve now. Changes nothing; valid until the next change of the pool."""
         return self._lookup.servable(self._lookup.match(encode_tokens(token_ids), root), len(token_ids))
 
-    def awaited_hash(self, token_ids: Sequence[int], root: bytes) -> bytes | None:
+    def awaited_hash(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> bytes | None:
         """Hash of the last of the blocks after the longest published prefix that live tables are computing, or None.
 
         The caller then waits while `is_in_flight`: blocks appear as a table commits, its claims go when it is freed.
-        Changes nothing. Claims compare hashes alone: a collision makes a request wait, never read another's KV.
+        Who computes it is asked to keep the state behind it, where there are states; else nothing changes. Claims
+        compare hashes alone: a collision makes a request wait, never read another's KV. `known`: see `Lookup`.
         """
         data = encode_tokens(token_ids)
-        rest = self._lookup.awaitable(data, self._lookup.match(data, root))
-        return self._claims.last_promised(rest)
+        rest = self._lookup.awaitable(data, self._lookup.match(data, root, known), known)
+        if (found := self._claims.last_promised(rest)) is not None and self.states is not None:
+            holder = self._live[self._claims.holders[found]]
+            self.states.ask(holder, next(index for index, claim in holder._claims.items() if claim == found))
+        return found
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
         """Whether a live table is still computing the block of this hash."""
@@ -169,7 +188,7 @@ class KVCacheManager(BlockCounts):
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
 
-        All or nothing: raises CapacityError, and changes nothing, when fewer blocks are free than needed. Apply the
+        All or nothing: raises CapacityError, and changes nothing, when too few blocks, or states, are free. Apply the
         returned copies in order before the next forward pass, before `drain_new_blocks` are poisoned.
         """
         needed = self.blocks_needed(table, num_tokens)
@@ -178,6 +197,8 @@ class KVCacheManager(BlockCounts):
                 f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, {self._pool.num_free} of "
                 f"{self._pool.num_blocks} are free; enlarge max_cache_bytes or num_blocks"
             )
+        if self.states is not None:
+            self.states.prepare(table)
         if table._uncounted_misses:
             self.hit_tokens += table.num_cached_tokens
             self.miss_tokens += table._uncounted_misses
@@ -260,6 +281,8 @@ class KVCacheManager(BlockCounts):
                 first = max(0, table._num_chained - 1)
                 self._progress += self._publisher.publish(table, token_ids, num_full)
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
+        if self.states is not None:
+            self.states.commit(table, num_computed)
         table.num_computed_tokens = num_computed
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
@@ -299,6 +322,8 @@ class KVCacheManager(BlockCounts):
         child._num_chained, child._publishes = table._num_chained, table._publishes
         child._chain_hash, child._chain_serial = table._chain_hash, table._chain_serial
         child._twins = table._twins.copy()
+        if self.states is not None:
+            self.states.fork(table, child)
         self._live[child._serial] = child
         return child
 
@@ -309,6 +334,8 @@ class KVCacheManager(BlockCounts):
         before or belongs to another manager. The table is empty afterwards.
         """
         self._check_live(table)
+        if self.states is not None:
+            self.states.free(table)
         self._claims.drop_all(table)
         if table._goes_on:
             self._uses.mark(table.block_ids)
@@ -342,16 +369,7 @@ class KVCacheManager(BlockCounts):
     @property
     def progress(self) -> int:
         """Counts tables freed, blocks published, pins ended: while it stands, a table that found no room finds none."""
-        return self._progress + self.pins.num_ended
-
-    def protected_block_count(self, owner: bytes) -> int:
-        """Free blocks that the eviction policy would rather keep from this owner; they can be taken all the same."""
-        return self._pool.num_protected(owner)
-
-    @property
-    def usable_block_count(self) -> int:
-        """Blocks that requests can ever get: all but the pinned ones."""
-        return self._pool.num_blocks - len(self._pool.held())
+        return self._progress + self.pins.num_ended + (0 if self.states is None else self.states.num_released)
 
     def drain_new_blocks(self) -> list[int]:
         """Ids `extend` appended to tables since the last call, targets of copies left out: they hold nothing yet."""
@@ -374,6 +392,8 @@ class KVCacheManager(BlockCounts):
         self.pins.check()
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)
+        if self.states is not None:
+            self.states.check(tables)
 
     def _check_live(self, table: BlockTable) -> None:
         if self._live.get(table._serial) is not table:

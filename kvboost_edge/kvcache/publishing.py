@@ -12,7 +12,18 @@ from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.hashing import HashFn, LoneRoot, encode_tokens
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
-__all__ = ["Claims", "Publisher"]
+__all__ = ["Claims", "Publisher", "standing_for"]
+
+
+def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
+    """The published block with the content of a table's block: itself, or its equal; None where there is none."""
+    if index >= table._num_chained:
+        return None
+    if published.entry(table.block_ids[index]) is not None:
+        return table.block_ids[index]
+    twin, serial = table._twins.get(index, (0, -1))
+    entry = published.entry(twin)
+    return twin if entry is not None and entry.serial == serial else None
 
 
 class Claims:

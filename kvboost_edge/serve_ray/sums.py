@@ -18,6 +18,9 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, value in summed.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
             summed[name] = sum(one[name] for one in stats)
+    summed["state_snapshots"] = {
+        reason: sum(one["state_snapshots"].get(reason, 0) for one in stats) for reason in summed["state_snapshots"]
+    }
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
     summed["tiers"] = {
         name: _summed_tier(name, [one["tiers"][name] for one in stats if name in one["tiers"]])

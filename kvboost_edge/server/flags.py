@@ -135,6 +135,7 @@ _ENGINE_FLAGS = (
     _Flag("weights", str, "format of the native runner: auto, int8, int4, int4-asym, bf16, f32"),
     _Flag("rope_range", str, "short, or long: context of longrope models beyond their original length (short)"),
     _Flag("max_cache_bytes", _bytes, "size of the pool in bytes, such as 4e9"),
+    _Flag("max_state_bytes", _bytes, "room for states of models that keep some, such as Qwen3.5; default: 1/4 of that"),
     _Flag("block_size", int, "tokens of a block"),
     _Flag("num_blocks", int, "size of the pool in blocks"),
     _Flag("kv_cache_bits", _kv_bits, "16, 8, 4, or keys and values apart: 8,4"),

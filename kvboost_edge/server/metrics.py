@@ -288,7 +288,7 @@ class _EngineCollector(Collector):
 
     def _of_pool(self, stats: dict[str, Any]) -> Iterator[Metric]:
         memory = GaugeMetricFamily("kvboost:memory_bytes", "Memory by owner.", labels=["model_name", "owner"])
-        for owner in ("weight", "pool", "copied", "other"):
+        for owner in ("weight", "pool", "state", "copied", "other"):
             memory.add_metric([self._model_name, owner], stats[f"{owner}_bytes"])
         yield memory
         yield self._gauge("kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"])
@@ -303,6 +303,17 @@ class _EngineCollector(Collector):
         yield blocks
         yield self._gauge("kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"])
         yield self._gauge("kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"])
+        slots = GaugeMetricFamily("kvboost:state_slots", "Slots of states.", labels=["model_name", "state"])
+        kept = sum(stats["state_snapshots"].values())
+        for state, count in (
+            ("free", stats["state_slots"] - stats["state_slots_used"]),
+            ("running", stats["state_slots_used"] - kept),
+            *stats["state_snapshots"].items(),
+        ):
+            slots.add_metric([self._model_name, state], count)
+        yield slots
+        replayed = "Prompt tokens computed again for their state: their keys and values were cached."
+        yield self._counter("kvboost:replayed_tokens", replayed, stats["replayed_tokens"])
         yield self._counter("kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"])
         yield self._counter("kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"])
 

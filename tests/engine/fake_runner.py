@@ -73,12 +73,12 @@ class FakeBackend:
     name = "fake"
     array_kind = "numpy"
     device = "cpu"
+    states: Any = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")  # 8 bytes a token: its id and its position
         self.num_blocks = num_blocks
-        self.tokens = np.full((num_blocks, block_size), POISON, np.int64)
-        self.positions = np.full((num_blocks, block_size), POISON, np.int64)
+        self.tokens, self.positions = (np.full((num_blocks, block_size), POISON, np.int64) for _ in range(2))
         self.closed = False
 
     @property
@@ -268,10 +268,10 @@ class Bench:
         max_batch_tokens: int = 64,
         debug_checks: bool = True,
         tiers: Sequence[Tier] = (),
+        parts: EngineParts | None = None,
     ) -> None:
-        self.parts = fake_parts(num_blocks)
-        self.manager = self.parts.manager
-        self.runner = self.parts.runner
+        self.parts = parts or fake_parts(num_blocks)
+        self.manager, self.runner = self.parts.manager, self.parts.runner
         self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block)
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
         self.scheduler = Scheduler(

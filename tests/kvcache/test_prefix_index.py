@@ -7,7 +7,7 @@ import pytest
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import PrefixEntry
 from kvboost_edge.kvcache.hashing import chain_hash, encode_tokens
-from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL, PrefixIndex
+from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL, PrefixIndex, PrefixMatch
 
 
 def test_a_hit_needs_hash_tokens_and_parent() -> None:
@@ -69,12 +69,12 @@ def test_match_follows_the_chain_and_names_the_next_hash() -> None:
     hashes = [chain_hash(root, blocks[0])]
     hashes += [chain_hash(hashes[0], blocks[1])]
     hashes += [chain_hash(hashes[1], blocks[2])]
-    assert index.match(data, root, 8, chain_hash) == ([], root, ROOT_SERIAL, hashes[0])
+    assert index.match(data, root, 8, chain_hash) == PrefixMatch([], root, ROOT_SERIAL, hashes[0])
     first = index.publish(3, hashes[0], root + blocks[0], ROOT_SERIAL)
     second = index.publish(1, hashes[1], blocks[1], first)
-    assert index.match(data, root, 8, chain_hash) == ([3, 1], hashes[1], second, hashes[2])
+    assert index.match(data, root, 8, chain_hash) == PrefixMatch([3, 1], hashes[1], second, hashes[2])
     third = index.publish(0, hashes[2], blocks[2], second)
-    assert index.match(data, root, 8, chain_hash) == ([3, 1, 0], hashes[2], third, None)
+    assert index.match(data, root, 8, chain_hash) == PrefixMatch([3, 1, 0], hashes[2], third, None)
     index.withdraw(1)  # a hole ends the match, whatever is published behind it
     assert index.match(data, root, 8, chain_hash).block_ids == [3]
 

@@ -89,13 +89,15 @@ def _only_when_asked(name: str) -> ConfigDict:
 
 class Costs(_Answer):
     """What ran, where the time went, and where the cached tokens came from. `approximate`: some tokens were shared at
-    other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same."""
+    other positions, `reused_span_tokens` of them; `recomputed_tokens` were found there and computed all the same. Of
+    `matched_tokens` the keys and values were cached: of models with states more than those of `hit_tokens`."""
 
     mode: str
     approximate: bool
     reused_span_tokens: int
     recomputed_tokens: int
     hit_tokens: dict[str, int]
+    matched_tokens: int
     miss_reason: str
     tokenize_ms: float
     queue_ms: float
@@ -295,9 +297,22 @@ class Throughput(_Answer):
     generated_tokens_per_second: float
 
 
+class ReplicaStats(_Answer):
+    """One replica's part of them."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    cache: dict[str, float]
+    pool: dict[str, Any]
+    tiers: dict[str, TierFigures]
+    memory: dict[str, int]
+
+
 class Stats(_Answer):
     """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and memory are the engine's
-    own names. models: which are loaded, and what they take."""
+    own names. replicas: of each, by name, where several serve the model and the others are their sums. models: which
+    are loaded, and what they take."""
 
     object: Literal["stats"]
     model: str
@@ -307,6 +322,7 @@ class Stats(_Answer):
     tiers: dict[str, TierFigures]
     memory: dict[str, int]
     throughput: Throughput
+    replicas: dict[str, ReplicaStats]
     models: ModelsMemory
 
 
@@ -323,6 +339,7 @@ class BlockCounts(_Answer):
 class Memory(_Answer):
     weight_bytes: int
     pool_bytes: int
+    state_bytes: int
     process_rss_bytes: int
     process_peak_bytes: int
 
@@ -339,8 +356,22 @@ class TierView(_Answer):
     recent_hit_tokens: int
 
 
+class ReplicaPool(_Answer):
+    """One replica's pool: its blocks, those of them that can be matched, and their bytes of all."""
+
+    num_blocks: int
+    blocks: int
+    bytes: int
+    max_bytes: int
+    running: int
+    waiting: int
+    hit_rate: float | None
+
+
 class Blocks(_Answer):
-    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block."""
+    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block. The
+    slots are those of a model that keeps states beside keys and values. replicas: by name, where several serve the
+    model; the pool is then theirs in a row, in this order."""
 
     num_blocks: int
     block_size: int
@@ -361,3 +392,7 @@ class Blocks(_Answer):
     generated_tokens_total: int
     evictions: int
     preemptions: int
+    state_slots: int
+    state_slots_used: int
+    replayed_tokens: int
+    replicas: dict[str, ReplicaPool]

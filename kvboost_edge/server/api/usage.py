@@ -51,6 +51,7 @@ def costs(results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: flo
             "reused_span_tokens": sum(result.reused_span_tokens for result in shared),
             "recomputed_tokens": sum(result.recomputed_tokens for result in shared),
             "hit_tokens": _by_tier(firsts),
+            "matched_tokens": sum(result.matched_tokens for result in firsts),
             "miss_reason": next((result.miss_reason for result in firsts if result.miss_reason), ""),
             **{f"{name}_ms": round(milliseconds, 3) for name, milliseconds in phases.items()},
             "ttft_ms": round(min(result.ttft_ms for result in results), 3),

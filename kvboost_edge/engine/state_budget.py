@@ -1,0 +1,96 @@
+"""How many states there is room for, and how many sequences run together because of that."""
+
+from __future__ import annotations
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.ledger import most_sequences, num_open_blocks
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.kvcache.table_states import StateSizes
+from kvboost_edge.runners.base import RunnerInfo
+
+__all__ = ["check_options", "plan_states", "speculation_refusal", "states_refusal", "tiers_refusal"]
+
+_POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
+_SPARE, _PER_SEQUENCE = 4, 2  # and at least so many slots: a running sequence writes one, and may read another
+_WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
+_SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
+
+
+def plan_states(
+    config: EngineConfig, info: RunnerInfo, num_blocks: int, available: int
+) -> tuple[StateSizes | None, int]:
+    """(slots of states beside a pool of `num_blocks` blocks, None where the model keeps none; sequences that run
+    together). `available` is the memory that pool and states share.
+
+    Given by max_state_bytes, else a quarter of the pool's bytes, and 4 + 2 x max_num_seqs slots at least. Raises
+    ConfigError for max_state_bytes where there are no states, CapacityError where the slots do not suffice for the
+    sequences, or do not fit.
+    """
+    spec, most = info.kv_spec, most_sequences(config, num_blocks, info.kv_spec.block_size)
+    given = config.max_state_bytes
+    if not spec.states:
+        if given is not None:
+            raise ConfigError(
+                f"max_state_bytes={given} has no effect: the model has no layer with a state beside its keys and "
+                "values; leave it out"
+            )
+        return None, most
+    size = spec.bytes_per_state
+    num_open = num_open_blocks(config, num_blocks, spec.block_size)
+    pool_bytes = num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
+    if given is not None:
+        num_slots = given // size
+        num_seqs = config.max_num_seqs or max(1, min(most, num_slots // _PER_SEQUENCE))
+        if num_slots < num_seqs + 1:
+            raise CapacityError(
+                f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}: {num_seqs} sequences need "
+                f"{num_seqs} x {_mib(size)} and one more to begin from, {(num_seqs + 1) * size} bytes; enlarge "
+                "max_state_bytes or lower max_num_seqs"
+            )
+    else:
+        share, fitting = pool_bytes // _POOL_SHARE // size, (available - pool_bytes) // size
+        wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
+        num_seqs = config.max_num_seqs or max(1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE))
+        num_slots = max(min(share, num_blocks), _SPARE + _PER_SEQUENCE * num_seqs)
+    if pool_bytes + num_slots * size > available:
+        raise CapacityError(
+            f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x {_mib(size)}) and a pool of "
+            f"{_mib(pool_bytes)} exceed memory: {_mib(available)} are available beside the weights; lower "
+            "max_num_seqs, max_state_bytes, max_cache_bytes or num_blocks"
+        )
+    return StateSizes(num_slots, every_block=size <= _SMALL * spec.bytes_per_block), num_seqs
+
+
+def states_refusal(info: RunnerInfo) -> str | None:
+    """Why what a model computed cannot be used at other positions because of its states; None: it keeps none."""
+    if not info.kv_spec.states:
+        return None
+    return (
+        f"the model is recurrent: {len(info.kv_spec.states)} of its layers keep a state, which is a function of all "
+        "tokens before, so nothing that was computed can stand at another position; use mode='prefix_cache'"
+    )
+
+
+def speculation_refusal(info: RunnerInfo) -> str | None:
+    """Why nothing is guessed ahead; None: it may be."""
+    if not info.kv_spec.states:
+        return None
+    return "the model is recurrent: a state that took in a wrong guess cannot be taken back; leave speculation='auto'"
+
+
+def check_options(config: EngineConfig, info: RunnerInfo) -> None:
+    """ConfigError for options that do not go with states."""
+    refusal = speculation_refusal(info)
+    if refusal is not None and config.speculation == "on":
+        raise ConfigError(f"speculation='on' is refused: {refusal}")
+
+
+def tiers_refusal(info: RunnerInfo) -> str | None:
+    """Why blocks of a model are kept in the pool alone; None: they may be kept elsewhere."""
+    if not info.kv_spec.states:
+        return None
+    return "the model keeps states beside keys and values, and tiers do not keep those yet"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f} MiB"

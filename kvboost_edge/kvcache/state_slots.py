@@ -1,0 +1,215 @@
+"""The slots that hold states: who has a reference on each, and which of them are snapshots. Integers only.
+
+A state is what a layer without keys and values keeps of all tokens before. A *snapshot* is the state behind the last
+token of a published block: whoever shares the blocks up to there goes on from it. It never changes, and it goes with
+its block, or before it, when its slot is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from kvboost_edge.errors import CacheCorruption, ConfigError
+
+__all__ = ["ANSWER", "BACKBONE", "HINT", "JUNCTION", "PROMPT", "REASONS", "StateSlots"]
+
+PROMPT, ANSWER, JUNCTION, HINT, BACKBONE = "prompt", "answer", "junction", "hint", "backbone"
+
+# Why a state was kept -> its class: those of a higher one count as used later than they were, see `StateSlots`.
+REASONS = {BACKBONE: 0, JUNCTION: 1, HINT: 1, PROMPT: 2, ANSWER: 2}
+
+
+class _Snapshot(NamedTuple):
+    """The published block whose end it stands behind, and why it was kept."""
+
+    block_id: int
+    reason: str
+
+
+class StateSlots:
+    """Slots 0 .. num_slots-1, all free at first. A slot that somebody references is never handed out; of the snapshots
+    nobody reads the one that was used longest ago goes first.
+
+    Age is counted in snapshots made or read. Those at junctions and message borders count as younger by as many as
+    there are slots, those at the ends of prompts and answers by twice as many: what several prompts begin with, and
+    where a conversation goes on, is asked for again; the backbone is for what nobody foresaw. Nothing stays for ever.
+
+    pinned   blocks that are pinned: their snapshots go only to running sequences, and last
+    """
+
+    __slots__ = ("_by_block", "_clock", "_free", "_num_idle", "_pinned", "_queues", "_read", "_refs", "_snapshots")
+
+    def __init__(self, num_slots: int, pinned: Collection[int] = ()) -> None:
+        if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+            raise ConfigError(f"num_state_slots={num_slots!r} must be an integer of at least 1")
+        self._refs = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._snapshots: dict[int, _Snapshot] = {}  # by slot
+        self._by_block: dict[int, int] = {}
+        # By class: slot -> when it was used last, the longest ago first.
+        self._queues: tuple[OrderedDict[int, int], ...] = tuple(OrderedDict() for _ in range(3))
+        self._num_idle = 0  # snapshots that nobody reads
+        self._read: set[int] = set()  # those that somebody read
+        self._clock = 0
+        self._pinned = pinned
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, in any state."""
+        return len(self._refs)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a snapshot or a running sequence's state."""
+        return len(self._refs) - len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Slots that a running sequence could get now: free ones, and snapshots that nobody reads."""
+        return len(self._free) + self._num_idle
+
+    def free_ids(self) -> list[int]:
+        """Slots that hold nothing."""
+        return self._free.copy()
+
+    def counts(self) -> dict[str, int]:
+        """Snapshots by the reason they were kept for; every reason is there."""
+        found = dict.fromkeys(REASONS, 0)
+        for snapshot in list(self._snapshots.values()):
+            found[snapshot.reason] += 1
+        return found
+
+    def of_block(self, block_id: int) -> int | None:
+        """The slot of the snapshot behind a published block."""
+        return self._by_block.get(block_id)
+
+    def snapshots(self) -> dict[int, int]:
+        """Block -> slot, of all snapshots."""
+        return dict(self._by_block)
+
+    def is_own(self, slot: int) -> bool:
+        """Whether whoever references the slot may write into it: nobody else does, and it is no snapshot."""
+        return self._refs[slot] == 1 and slot not in self._snapshots
+
+    def is_passed(self, block_id: int) -> bool:
+        """Whether a block's snapshot is of an answer that went on, and nobody went on from it."""
+        slot = self._by_block.get(block_id)
+        return slot is not None and self._snapshots[slot].reason == ANSWER and slot not in self._read
+
+    def take(self, reason: str | None = None) -> int | None:
+        """A slot, with one reference: for a running sequence, or to keep a state for some reason. The oldest snapshot
+        makes room, for a state that is to be kept only if it counts as older than that will. None: there is none."""
+        if not self._free:
+            victim = self._victim(spares_pinned=True)
+            if victim is None and reason is None:
+                victim = self._victim(spares_pinned=False)
+            if victim is None or (reason is not None and self._age_of(victim) > self._clock + self._grace(reason)):
+                return None
+            self.drop(self._snapshots[victim].block_id)
+        slot = self._free.pop()
+        self._refs[slot] = 1
+        return slot
+
+    def share(self, slot: int) -> None:
+        """One more reference on a slot that has some; a snapshot is used by it."""
+        if not self._refs[slot]:
+            raise CacheCorruption(f"slot {slot} of states is shared and holds nothing")
+        if slot in self._snapshots:
+            self._num_idle -= self._refs[slot] == 1
+            self._read.add(slot)
+            self._use(slot)
+        self._refs[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """One reference less; without any the slot is free."""
+        if not self._refs[slot]:
+            raise CacheCorruption(f"slot {slot} of states is released and holds nothing")
+        self._refs[slot] -= 1
+        if not self._refs[slot]:
+            self._free.append(slot)
+        elif slot in self._snapshots:
+            self._num_idle += self._refs[slot] == 1
+
+    def attach(self, slot: int, block_id: int, reason: str) -> bool:
+        """Make a slot of the caller's the snapshot behind a published block; its reference goes along. Where there is
+        one already that one stays, and counts as kept for the better reason: False."""
+        known = self._by_block.get(block_id)
+        if known is not None:
+            self.release(slot)
+            if reason != ANSWER and REASONS[reason] >= REASONS[self._snapshots[known].reason]:
+                self._give_reason(known, reason)
+            return False
+        if not self.is_own(slot):
+            raise CacheCorruption(f"slot {slot} of states becomes a snapshot and is not its owner's alone")
+        self._by_block[block_id] = slot
+        self._snapshots[slot] = _Snapshot(block_id, reason)
+        self._num_idle += 1
+        self._use(slot)
+        return True
+
+    def drop(self, block_id: int) -> None:
+        """The block is forgotten, or its snapshot not wanted: who still reads it keeps the slot."""
+        slot = self._by_block.pop(block_id, None)
+        if slot is not None:
+            del self._queues[REASONS[self._snapshots.pop(slot).reason]][slot]
+            self._num_idle -= self._refs[slot] == 1
+            self._read.discard(slot)
+            self.release(slot)
+
+    def check(self, references: Iterable[int]) -> None:
+        """Recount from `references`, one slot for each that a table holds; CacheCorruption on any difference."""
+        counted = [0] * self.num_slots
+        for slot in (*references, *self._by_block.values()):
+            counted[slot] += 1
+        if counted != self._refs:
+            raise CacheCorruption(f"slots of states count {self._refs} references, their holders hold {counted}")
+        if sorted(self._free) != [slot for slot, count in enumerate(counted) if not count]:
+            raise CacheCorruption(f"the list of free slots of states is {sorted(self._free)}, references are {counted}")
+        if {slot: one.block_id for slot, one in self._snapshots.items()} != {s: b for b, s in self._by_block.items()}:
+            raise CacheCorruption("snapshots and their blocks disagree")
+        queued = {slot: rank for rank, queue in enumerate(self._queues) for slot in queue}
+        if queued != {slot: REASONS[one.reason] for slot, one in self._snapshots.items()}:
+            raise CacheCorruption("the order in which snapshots go is not of those there are")
+        if not self._read <= set(self._snapshots):
+            raise CacheCorruption(
+                f"slots {sorted(self._read - set(self._snapshots))} count as snapshots that were read"
+            )
+        if self._num_idle != sum(counted[slot] == 1 for slot in self._snapshots):
+            raise CacheCorruption(f"{self._num_idle} snapshots count as read by nobody")
+
+    def _give_reason(self, slot: int, reason: str) -> None:
+        block_id, before = self._snapshots[slot]
+        del self._queues[REASONS[before]][slot]
+        self._snapshots[slot] = _Snapshot(block_id, reason)
+        self._use(slot)
+
+    def _use(self, slot: int) -> None:
+        self._clock += 1
+        queue = self._queues[REASONS[self._snapshots[slot].reason]]
+        queue[slot] = self._clock
+        queue.move_to_end(slot)
+
+    def _grace(self, reason: str) -> int:
+        return REASONS[reason] * self.num_slots
+
+    def _age_of(self, slot: int) -> int:
+        """When it counts as used."""
+        reason = self._snapshots[slot].reason
+        return self._queues[REASONS[reason]][slot] + self._grace(reason)
+
+    def _victim(self, *, spares_pinned: bool) -> int | None:
+        """The snapshot that goes first, of those that nobody reads."""
+        oldest = [self._oldest(queue, spares_pinned=spares_pinned) for queue in self._queues if self._num_idle]
+        return min((slot for slot in oldest if slot is not None), key=self._age_of, default=None)
+
+    def _oldest(self, queue: OrderedDict[int, int], *, spares_pinned: bool) -> int | None:
+        for _ in range(len(queue)):
+            slot = next(iter(queue))
+            snapshot = self._snapshots[slot]
+            spared = spares_pinned and snapshot.reason != BACKBONE and snapshot.block_id in self._pinned
+            if self._refs[slot] == 1 and not spared:
+                return slot
+            self._use(slot)  # somebody reads it, or it is pinned: it would be in the way of the next look too
+        return None

@@ -1,0 +1,284 @@
+"""The states of the sequences that tables belong to: which slot a pass reads and writes, and where a snapshot is kept.
+
+Keys and values can be taken up behind any token; a state only where it was kept. A table whose model has layers with
+states shares the blocks up to the deepest snapshot. Its first pass reads that snapshot and writes a slot of the table's
+own, every later one reads and writes that slot: nothing is copied, and a snapshot never changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
+from kvboost_edge.kvcache.publishing import standing_for
+from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+
+__all__ = ["PassSlots", "StateSizes", "TableStates"]
+
+_BACKBONE_SHARE = 8  # a prompt whose backbone would take more than one in so many slots has a thinner one
+
+
+class StateSizes(NamedTuple):
+    """num_slots     states that there is room for
+    interval      tokens between the snapshots of a prompt's backbone
+    every_block   a state is no larger than a few blocks: one is kept behind each
+    """
+
+    num_slots: int
+    interval: int = 1024
+    every_block: bool = False
+
+
+class PassSlots(NamedTuple):
+    """What a pass does with one table's state: the slot it reads (-1: zeros), the one it writes, and (rows, slot) for
+    each state that is kept behind so many rows of the pass."""
+
+    read: int
+    write: int
+    saves: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _State:
+    """Of one table. Each slot named here is one reference.
+
+    slot        holds the state behind `position` tokens; -1: the zeros before the first
+    following   where the next pass writes, if not into `slot`; -1: none was taken
+    wanted      position -> why a snapshot is to be kept there
+    known       tokens known when the table was opened: what comes behind is the answer
+    planned     the position behind the pass that runs, None: none runs
+    saves       (position, slot, reason) of that pass
+    tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
+    replayed    tokens whose keys and values are there, and which are computed again for their state
+    """
+
+    slot: int = -1
+    position: int = 0
+    following: int = -1
+    wanted: dict[int, str] = dataclasses.field(default_factory=dict)
+    known: int = 0
+    planned: int | None = None
+    saves: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    tail: tuple[int, int] | None = None
+    replayed: int = 0
+
+    def references(self) -> list[int]:
+        return [slot for slot in (self.slot, self.following, *(slot for _, slot, _ in self.saves)) if slot >= 0]
+
+
+class TableStates:
+    """The states of one manager's tables; `pinned` as in `StateSlots`.
+
+    num_replayed   tokens computed again though their keys and values were there, since the start
+    num_released   counts tables' references that ended: while it stands, who found no slot finds none
+    """
+
+    def __init__(self, sizes: StateSizes, block_size: int, index: PrefixIndex, pinned: Collection[int]) -> None:
+        self.slots = StateSlots(sizes.num_slots, pinned)
+        self._sizes, self._size = sizes, block_size
+        self._index = index
+        self._states: dict[int, _State] = {}
+        self.num_replayed = self.num_released = 0
+        index.watch(self)
+
+    # What the index tells.
+
+    def entered(self, block_id: int, entry: object) -> None:
+        """A block is published: whatever was said of it before is over by now."""
+
+    def left(self, block_id: int) -> None:
+        """A block can be found no more, nor can its state."""
+        self.slots.drop(block_id)
+
+    # A table's life.
+
+    def deepest(self, block_ids: Sequence[int]) -> int:
+        """How many blocks of a published prefix lie before its deepest snapshot."""
+        of_block = self.slots.of_block
+        return next((n for n in range(len(block_ids), 0, -1) if of_block(block_ids[n - 1]) is not None), 0)
+
+    def open(self, table: BlockTable, num_tokens: int, match: PrefixMatch | None, hints: Iterable[int]) -> None:
+        """A table was opened for so many tokens on a match that ends with a snapshot, which it reads; None: on none."""
+        state = self._states[table._serial] = _State(known=num_tokens)
+        size, matched = self._size, 0
+        if match is not None:
+            matched = (len(match.block_ids) + match.beyond) * size
+            if match.block_ids:
+                slot = self.slots.of_block(match.block_ids[-1])
+                if slot is None:
+                    raise CacheCorruption(f"block {match.block_ids[-1]} ends a match and has no state")
+                self.slots.share(slot)
+                state.slot, state.position = slot, len(match.block_ids) * size
+            state.replayed = match.beyond * size
+        wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
+        wanted |= {position // size * size: HINT for position in hints if position <= num_tokens}
+        if matched > state.position:
+            wanted[matched] = JUNCTION
+        # The same prompt again is served up to the block of its last token, one that goes on with all full blocks.
+        for position in (max(num_tokens - 1, 0) // size * size, num_tokens // size * size):
+            wanted[position] = PROMPT
+        state.wanted = {position: why for position, why in wanted.items() if position > state.position}
+
+    def _backbone(self, start: int, stop: int) -> Iterable[int]:
+        """Positions of a prompt's backbone in (start, stop): every `interval` tokens, or every block. Where those are
+        many, only those at doubling distances from the end: a prompt that branches off late finds one near."""
+        interval = self._size if self._sizes.every_block else -(-self._sizes.interval // self._size) * self._size
+        every = range((start // interval + 1) * interval, stop, interval)
+        if self._sizes.every_block or len(every) <= self._sizes.num_slots // _BACKBONE_SHARE:
+            return every
+        return [every[0], *(every[-(1 << n)] for n in range(len(every).bit_length()))]
+
+    def ask(self, table: BlockTable, index: int) -> None:
+        """Another prompt has this table's blocks up to `index` in common: the state behind that is wanted."""
+        state, position = self._states[table._serial], (index + 1) * self._size
+        if position > (state.planned or state.position) and REASONS[state.wanted.get(position, BACKBONE)] < 1:
+            state.wanted[position] = JUNCTION
+
+    def has_room(self, table: BlockTable) -> bool:
+        """Whether the table has a slot to write into, or one can be had."""
+        return self._has_own(self._states[table._serial]) or self.slots.num_available > 0
+
+    def prepare(self, table: BlockTable) -> None:
+        """Take the slot that the table's next pass writes, unless it has one; CapacityError where none can be had."""
+        state = self._states[table._serial]
+        if self._has_own(state):
+            return
+        slot = self.slots.take()
+        if slot is None:
+            raise CapacityError(
+                f"all {self.slots.num_slots} slots of states belong to running sequences; lower max_num_seqs or "
+                "enlarge max_state_bytes"
+            )
+        state.following = slot
+        self.num_replayed += state.replayed
+        state.replayed = 0
+
+    def _has_own(self, state: _State) -> bool:
+        return state.following >= 0 or (state.slot >= 0 and self.slots.is_own(state.slot))
+
+    def plan(self, table: BlockTable, start: int, stop: int) -> PassSlots:
+        """The slots of a pass over tokens start .. stop - 1. It ends with `commit`, or with `free` if it failed."""
+        state = self._states[table._serial]
+        if state.planned is not None or state.position != start or stop <= start:
+            raise CacheCorruption(f"a pass from {start} to {stop} does not go on from the state at {state.position}")
+        write = state.following if state.following >= 0 else state.slot
+        if write < 0 or (write == state.slot and not self.slots.is_own(write)):
+            raise CacheCorruption(f"the state behind {start} tokens is not the table's own, and no slot was taken")
+        state.planned = stop
+        if table._publishes:
+            for position in sorted(self._save_points(state, start, stop)):
+                self._save(state, position)
+        return PassSlots(state.slot, write, tuple((position - start, slot) for position, slot, _ in state.saves))
+
+    def _save_points(self, state: _State, start: int, stop: int) -> set[int]:
+        found = {position for position in state.wanted if start < position <= stop}
+        last, size = stop // self._size * self._size, self._size
+        if last > max(start, state.known):
+            first = max(start, state.known) // size * size + size
+            found |= set(range(first, last + 1, size)) if self._sizes.every_block else {last}
+        return found
+
+    def _save(self, state: _State, position: int) -> None:
+        """Keep the state there if a slot can be had; nobody waits for one."""
+        reason = state.wanted.pop(position, ANSWER)
+        slot = self.slots.take(reason)
+        if slot is None and reason == ANSWER:  # the answer's snapshot moves
+            self._drop_tail(state)
+            slot = self.slots.take(reason)
+        if slot is not None:
+            state.saves.append((position, slot, reason))
+
+    def commit(self, table: BlockTable, num_computed: int) -> None:
+        """The pass is over and its blocks are published: so are the snapshots behind them."""
+        state = self._states[table._serial]
+        if num_computed != (state.position if state.planned is None else state.planned):
+            raise CacheCorruption(
+                f"a state is behind {state.position} tokens, its pass ends at {state.planned}, and {num_computed} are "
+                "committed"
+            )
+        if state.planned is None:
+            return
+        if state.following >= 0:
+            self._release(state.slot)
+            state.slot, state.following = state.following, -1
+        saves, state.saves = state.saves, []
+        state.position, state.planned = num_computed, None
+        for position, slot, reason in saves:
+            self._keep(state, table, position, slot, reason)
+
+    def _keep(self, state: _State, table: BlockTable, position: int, slot: int, reason: str) -> None:
+        block_id = standing_for(table, position // self._size - 1, self._index) if table._publishes else None
+        if block_id is None:
+            self._release(slot)
+            return
+        is_new = self.slots.attach(slot, block_id, reason)
+        if reason == ANSWER and not self._sizes.every_block:
+            self._drop_tail(state)
+            entry = self._index.entry(block_id)
+            state.tail = (block_id, entry.serial) if entry is not None and is_new else None
+
+    def _drop_tail(self, state: _State) -> None:
+        """Of an answer one snapshot is enough, the last; what others went on from stays."""
+        if state.tail is not None:
+            block_id, serial = state.tail
+            entry = self._index.entry(block_id)
+            if entry is not None and entry.serial == serial and self.slots.is_passed(block_id):
+                self.slots.drop(block_id)
+            state.tail = None
+
+    def fork(self, table: BlockTable, child: BlockTable) -> None:
+        """A second table goes on from where this one is."""
+        state = self._states[table._serial]
+        if state.planned is not None:
+            raise CacheCorruption("a table is forked while its state is being computed")
+        if state.slot >= 0:
+            self.slots.share(state.slot)
+        wanted = dict(state.wanted)
+        self._states[child._serial] = _State(state.slot, state.position, wanted=wanted, known=state.known)
+
+    def free(self, table: BlockTable) -> None:
+        """Give a table's slots back. A state that stands behind a published block is kept there: the same sequence goes
+        on from it if it was preempted. That of a pass that failed is not."""
+        state = self._states.pop(table._serial)
+        slot, at_border = state.slot, state.position > 0 and state.position % self._size == 0
+        block_id = None
+        if state.planned is None and at_border and table._publishes and slot >= 0 and self.slots.is_own(slot):
+            block_id = standing_for(table, state.position // self._size - 1, self._index)
+        if block_id is not None and self.slots.of_block(block_id) is None:
+            self.slots.attach(slot, block_id, ANSWER)
+            state.slot = -1
+        for one in state.references():
+            self._release(one)
+        self.num_released += 1
+
+    def _release(self, slot: int) -> None:
+        if slot >= 0:
+            self.slots.release(slot)
+            self.num_released += 1
+
+    def unwritten(self) -> list[int]:
+        """Slots that hold nothing yet: free ones, and those that a table's first pass will write."""
+        return self.slots.free_ids() + [one.following for one in self._states.values() if one.following >= 0]
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Recompute the references from all live tables, and look each snapshot's block up; CacheCorruption on any
+        difference."""
+        tables = list(tables)
+        if {table._serial for table in tables} != set(self._states):
+            raise CacheCorruption(f"{len(tables)} tables are live, {len(self._states)} have a state")
+        for table in tables:
+            state = self._states[table._serial]
+            if state.position != table.num_computed_tokens:
+                raise CacheCorruption(
+                    f"a state is behind {state.position} tokens of a table that has {table.num_computed_tokens}"
+                )
+            if (state.slot < 0) != (state.position == 0):
+                raise CacheCorruption(f"the state behind {state.position} tokens is in slot {state.slot}")
+        self.slots.check(slot for state in self._states.values() for slot in state.references())
+        for block_id in self.slots.snapshots():
+            if self._index.entry(block_id) is None:
+                raise CacheCorruption(f"block {block_id} has a snapshot and is not published")

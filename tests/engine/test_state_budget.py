@@ -1,0 +1,140 @@
+"""Room for states: how many slots, how many sequences, and what is refused with the arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.fake_runner import fake_parts
+from engine.fake_states import hybrid_parts
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.state_budget import check_options, plan_states
+from kvboost_edge.engine.tiering import open_tiers
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+from kvboost_edge.runners.base import RunnerInfo
+
+MIB = 1 << 20
+# 8 heads of 128: 64 KiB to a block of 16 tokens in float16.
+LAYER = LayerKVSpec(8, 128)
+LARGE, SMALL = LayerStateSpec(3, 8192, 32, 128, 128), LayerStateSpec(2, 2048)  # 2 MiB + 96 KiB; 16 KiB
+
+
+def info_of(states: tuple[LayerStateSpec, ...]) -> RunnerInfo:
+    spec = KVSpec((LAYER,), 16, "float16", states=states)
+    return RunnerInfo("native", "toy", "float32", 100, 4096, 10 * MIB, spec)
+
+
+def test_the_sizes_of_the_models_that_the_defaults_were_made_for() -> None:
+    assert 24 * LARGE.nbytes == int(50.25 * MIB)
+    assert 10 * SMALL.nbytes == 160 * 1024
+
+
+@pytest.mark.parametrize(
+    ("states", "num_blocks", "max_num_seqs", "expected"),
+    [
+        # A quarter of 256 MiB has room for 30 states of 2.1 MiB.
+        ((LARGE,), 4096, 4, (30, False, 4)),
+        # 13 = (30 - 4) / 2 sequences, where the pool alone would have 64.
+        ((LARGE,), 4096, None, (30, False, 13)),
+        # A quarter of 4 MiB is not one: 4 + 2 x 3 at least.
+        ((LARGE,), 64, 3, (10, False, 3)),
+        # Small states are kept behind every block: no more than there are blocks, a quarter of the bytes at most.
+        ((SMALL,), 256, 4, (256, True, 4)),
+        ((SMALL,) * 8, 256, 4, (32, True, 4)),
+        ((SMALL,) * 9, 256, 4, (28, False, 4)),
+    ],
+)
+def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
+    states: tuple[LayerStateSpec, ...], num_blocks: int, max_num_seqs: int | None, expected: tuple[int, bool, int]
+) -> None:
+    config = EngineConfig(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+    sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
+    assert sizes is not None
+    assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
+
+
+def test_where_memory_is_short_fewer_sequences_run_together() -> None:
+    config = EngineConfig(num_blocks=256)
+    pool = 256 * 64 * 1024
+    for room, expected in ((12, 4), (10, 3), (6, 1)):
+        _, num_seqs = plan_states(config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes)
+        assert num_seqs == expected
+    with pytest.raises(CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\) and a pool"):
+        plan_states(config, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes)
+
+
+def test_a_given_size_holds_what_it_holds() -> None:
+    config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + 1, max_num_seqs=4)
+    sizes, num_seqs = plan_states(config, info_of((LARGE,)), 256, 1 << 34)
+    assert sizes is not None
+    assert (sizes.num_slots, num_seqs) == (5, 4)
+    free = EngineConfig(num_blocks=256, max_state_bytes=5e6)  # type: ignore[arg-type]
+    assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
+    small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes - 1, max_num_seqs=4)
+    with pytest.raises(
+        CapacityError, match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more"
+    ):
+        plan_states(small, info_of((LARGE,)), 256, 1 << 34)
+    with pytest.raises(CapacityError, match="holds 1 states"):
+        plan_states(dataclasses.replace(free, max_state_bytes=LARGE.nbytes), info_of((LARGE,)), 256, 1 << 34)
+
+
+def test_a_model_without_states_has_no_room_for_them() -> None:
+    assert plan_states(EngineConfig(num_blocks=256), info_of(()), 256, 1 << 34) == (None, 8)
+    with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
+        plan_states(EngineConfig(max_state_bytes=5), info_of(()), 256, 1 << 34)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "5", float("inf")])
+def test_a_size_is_a_number_of_bytes(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="max_state_bytes"):
+        EngineConfig(max_state_bytes=wrong)  # type: ignore[arg-type]
+
+
+def test_speculation_is_refused_by_name_where_it_is_asked_for() -> None:
+    check_options(EngineConfig(), info_of((LARGE,)))
+    check_options(EngineConfig(speculation="on"), info_of(()))
+    with pytest.raises(ConfigError, match="speculation='on' is refused: the model is recurrent"):
+        check_options(EngineConfig(speculation="on"), info_of((LARGE,)))
+
+
+def test_tiers_say_that_they_keep_no_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(disk_cache_dir=tmp_path / "blocks")
+    with caplog.at_level(logging.WARNING):
+        (tier,) = open_tiers(config, "f" * 64, "kv", "toy", "tiers do not keep states")
+    assert "no blocks are kept in the tier disk: tiers do not keep states" in caplog.text
+    assert (tier.name, tier.stat().state) == ("disk", "tiers do not keep states")
+    assert not (tmp_path / "blocks").exists()
+
+
+def test_an_engine_with_states_refuses_what_needs_none_and_counts_them() -> None:
+    parts = hybrid_parts(64, 12)
+    with CPUPagedEngine._from_parts(parts, EngineConfig(num_blocks=64, debug_checks=True)) as engine:
+        engine.generate(list(range(40)), max_new_tokens=3)
+        stats = engine.paged_stats()
+        assert (stats["state_slots"], stats["state_slots_used"]) == (12, 1)
+        assert stats["state_snapshots"]["prompt"] == 1
+        assert stats["replayed_tokens"] == 0
+        result = engine.generate([*range(20), 1, 1], max_new_tokens=1)
+        assert (result.miss_reason, result.matched_tokens, result.cached_tokens) == ("state", 16, 0)
+        assert engine.paged_stats()["replayed_tokens"] == 16
+        with pytest.raises(RequestError, match="recurrent: 1 of its layers keep a state"):
+            engine.generate([1, 2, 3], mode="chunk_kv_reuse")
+        with pytest.raises(RequestError, match="speculation='on' is refused: the model is recurrent"):
+            engine.generate([1, 2, 3], speculation="on")
+        assert engine.reuse_refusal is not None
+        with pytest.raises(RequestError, match="snapshot_hints"):
+            engine.generate([1, 2, 3], snapshot_hints=(-1,))
+
+
+def test_an_engine_without_states_says_so() -> None:
+    with CPUPagedEngine._from_parts(fake_parts(8), EngineConfig()) as engine:
+        stats = engine.paged_stats()
+        assert [stats[name] for name in ("state_slots", "state_slots_used", "state_snapshots", "state_bytes")] == [
+            0, 0, {}, 0,
+        ]  # fmt: skip

@@ -1,0 +1,236 @@
+"""States of tables under random operations, against a simulated memory of blocks and of slots.
+
+Each slot of a block holds the prefix that its keys and values would stand for, each slot of states the prefix that its
+state would. Passes of several tables run at once: all read before one writes. A state of another prefix, one token
+ahead, of a pass that failed, or in a slot that somebody else got shows as a slot with other content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvboost_edge.errors import CapacityError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.table_states import PassSlots, StateSizes, TableStates
+from kvcache.pool_model import POISON, ROOTS, Prefix, picks, tokens_lists
+
+LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
+NUM_EXAMPLES = int(os.environ.get("KVBOOST_TEST_SCALE", "10000" if LONG else "60" if QUICK else "400"))
+
+
+@dataclasses.dataclass(eq=False)
+class Open:
+    """A live table and the tokens of its sequence."""
+
+    table: BlockTable
+    tokens: list[int]
+    root: bytes
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        return self.root, tuple(self.tokens[:num_tokens])
+
+
+class StatesMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(4, 12),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_slots=st.integers(2, 9),
+        interval=st.sampled_from([1, 4, 1024]),
+        every_block=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, num_slots: int, interval: int, every_block: bool) -> None:
+        self.size = block_size
+        sizes = StateSizes(num_slots, interval, every_block)
+        self.manager = KVCacheManager(num_blocks, block_size, state_sizes=sizes)
+        self.memory: list[Prefix] = [POISON] * (num_blocks * block_size)
+        self.held: list[Prefix] = [POISON] * num_slots
+        self.live: list[Open] = []
+
+    @property
+    def states(self) -> TableStates:
+        assert self.manager.states is not None
+        return self.manager.states
+
+    # ---- the model -----------------------------------------------------------------------------------------------
+
+    def block_of(self, prefix: Prefix) -> int | None:
+        """The published block at whose end a prefix is."""
+        for block_id in self.manager._index.entries():
+            if self.memory[(block_id + 1) * self.size - 1] == prefix:
+                return block_id
+        return None
+
+    def served(self, tokens: list[int], root: bytes) -> tuple[int, int]:
+        """(tokens up to the deepest state, tokens of keys and values), found without any hash."""
+        cached = matched = 0
+        for stop in range(self.size, len(tokens), self.size):
+            block_id = self.block_of((root, tuple(tokens[:stop])))
+            if block_id is None:
+                break
+            matched = stop
+            if block_id in self.states.slots.snapshots():
+                cached = stop
+        return cached, matched
+
+    def pick(self, number: int) -> Open:
+        return self.live[number % len(self.live)]
+
+    def extend(self, one: Open, stop: int) -> bool:
+        """Whether there was room; new blocks hold nothing."""
+        try:
+            copies = self.manager.extend(one.table, stop)
+        except CapacityError:
+            return False
+        assert copies == [] or len(one.table) * self.size > one.table.num_computed_tokens
+        for src, dst in copies:
+            self.memory[dst * self.size : (dst + 1) * self.size] = self.memory[src * self.size : (src + 1) * self.size]
+        for block_id in self.manager.drain_new_blocks():
+            self.memory[block_id * self.size : (block_id + 1) * self.size] = [POISON] * self.size
+        return True
+
+    def write(self, one: Open, start: int, plan: PassSlots, stop: int) -> None:
+        """What a pass over tokens start .. stop - 1 writes."""
+        for position, slot in enumerate(self.manager.slots(one.table, start, stop), start):
+            self.memory[slot] = one.prefix(position + 1)
+        self.held[plan.write] = one.prefix(stop)
+        for count, slot in plan.saves:
+            self.held[slot] = one.prefix(start + count)
+
+    # ---- operations ----------------------------------------------------------------------------------------------
+
+    @rule(
+        tokens=tokens_lists,
+        root=st.sampled_from(ROOTS),
+        use_cache=st.sampled_from([True, True, True, False]),
+        hints=st.lists(st.integers(0, 20), max_size=2),
+    )
+    def open(self, tokens: list[int], root: bytes, use_cache: bool, hints: list[int]) -> None:
+        if len(self.live) == 5:
+            self.free(0)
+        served = self.served(tokens, root)
+        assert self.manager.peek(tokens, root) == served[0]
+        self.manager.awaited_hash(tokens, root)
+        table = self.manager.open_table(tokens, root, use_cache=use_cache, hints=hints)
+        assert (table.num_cached_tokens, table.num_matched_tokens) == (served if use_cache else (0, 0))
+        assert (table.miss_reason == "state") == (use_cache and served[0] < served[1])
+        self.live.append(Open(table, list(tokens), root))
+
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), answer=st.lists(st.integers(0, 1), max_size=9))
+    def prefill_and_answer(self, tokens: list[int], root: bytes, answer: list[int]) -> None:
+        self.open(tokens, root, True, [])
+        for token in (*answer, None):
+            self.compute([-1], 99, fails=False)
+            if token is not None:
+                self.append(-1, token)
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks, token=st.integers(0, 1))
+    def append(self, number: int, token: int) -> None:
+        one = self.pick(number)
+        if one.table.num_computed_tokens == len(one.tokens):
+            one.tokens.append(token)
+
+    @precondition(lambda self: self.live)
+    @rule(
+        numbers=st.lists(picks, min_size=1, max_size=4),
+        count=st.integers(1, 12),
+        fails=st.sampled_from([False] * 5 + [True]),
+    )
+    def compute(self, numbers: list[int], count: int, fails: bool) -> None:
+        """A pass over the next tokens of several tables: all states are read before one is written."""
+        members = list(dict.fromkeys(self.pick(number) for number in numbers))
+        starts = {one: one.table.num_computed_tokens for one in members}
+        stops = {one: min(len(one.tokens), starts[one] + count) for one in members}
+        members = [one for one in members if stops[one] > starts[one] and self.extend(one, stops[one])]
+        for slot in self.states.unwritten():
+            self.held[slot] = POISON
+        plans = {one: self.states.plan(one.table, starts[one], stops[one]) for one in members}
+        written = [slot for plan in plans.values() for slot in (plan.write, *(slot for _, slot in plan.saves))]
+        assert len(set(written)) == len(written)
+        for one, plan in plans.items():
+            assert one.prefix(starts[one]) == (self.held[plan.read] if plan.read >= 0 else (one.root, ()))
+            assert plan.read not in written or plan.read == plan.write
+            own = self.manager.slots(one.table, 0, starts[one])
+            assert [self.memory[slot] for slot in own] == [one.prefix(n + 1) for n in range(starts[one])]
+        for one, plan in plans.items():
+            self.write(one, starts[one], plan, stops[one])
+        for one in members:
+            if fails:
+                self.free(self.live.index(one))
+            else:
+                self.manager.commit(one.table, one.tokens, stops[one])
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks)
+    def fork(self, number: int) -> None:
+        one = self.pick(number)
+        if len(self.live) < 5 and len(one.table) * self.size < one.table.num_computed_tokens + self.size:
+            self.live.append(dataclasses.replace(one, table=self.manager.fork(one.table), tokens=one.tokens.copy()))
+
+    @precondition(lambda self: self.live)
+    @rule(number=picks)
+    def free(self, number: int) -> None:
+        """Done, cancelled, preempted, or half way."""
+        self.manager.free(self.live.pop(number % len(self.live)).table)
+
+    @rule(share=st.integers(1, 4))
+    def evict(self, share: int) -> None:
+        """Somebody else takes the oldest free blocks, and goes."""
+        one = Open(self.manager.open_table([], b"evict", use_cache=False), [], b"evict")
+        self.extend(one, self.manager.free_block_count * share // 4 * self.size)
+        self.manager.free(one.table)
+
+    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS))
+    def pin(self, tokens: list[int], root: bytes) -> None:
+        published = self.manager.pins.published(tokens, root)
+        if published and len(published) + self.manager.pins.num_blocks <= self.manager.pins.max_blocks:
+            self.manager.pins.add(tokens[: len(published) * self.size], root, until=1)
+
+    @rule()
+    def unpin(self) -> None:
+        self.manager.pins.expire(2)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset()
+
+    # ---- what holds after every operation ------------------------------------------------------------------------
+
+    @invariant()
+    def bookkeeping_agrees(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_invariants(one.table for one in self.live)
+
+    @invariant()
+    def a_snapshot_is_the_state_behind_its_block(self) -> None:
+        if hasattr(self, "manager"):
+            for block_id, slot in self.states.slots.snapshots().items():
+                assert self.held[slot] == self.memory[(block_id + 1) * self.size - 1] != POISON
+
+    def teardown(self) -> None:
+        for one in getattr(self, "live", []):
+            self.manager.free(one.table)
+        if hasattr(self, "manager"):
+            self.manager.check_invariants([])
+            self.unpin()
+            self.manager.reset()
+            assert self.states.slots.num_used == 0
+
+
+def test_random_operations_keep_every_state_where_it_belongs() -> None:
+    run_state_machine_as_test(
+        StatesMachine, settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=40, deadline=None)
+    )

@@ -1,0 +1,167 @@
+"""Slots of states by themselves: references, snapshots, and which of them goes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kvcache.state_slots import ANSWER, BACKBONE, HINT, JUNCTION, PROMPT, REASONS, StateSlots
+
+
+def kept(slots: StateSlots, block_id: int, reason: str) -> int:
+    """A snapshot behind a block; its slot."""
+    slot = slots.take(reason)
+    assert slot is not None
+    assert slots.attach(slot, block_id, reason)
+    return slot
+
+
+def blocks(slots: StateSlots) -> set[int]:
+    return set(slots.snapshots())
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "3"])
+def test_a_pool_has_slots(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="num_state_slots"):
+        StateSlots(wrong)  # type: ignore[arg-type]
+
+
+def test_slots_are_handed_out_once_and_come_back() -> None:
+    slots = StateSlots(3)
+    taken = [slots.take() for _ in range(3)]
+    assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2]
+    assert (slots.take(), slots.num_available, slots.num_used) == (None, 0, 3)
+    slots.release(taken[1])  # type: ignore[arg-type]
+    assert slots.take() == taken[1]
+    with pytest.raises(CacheCorruption, match="holds nothing"):
+        StateSlots(1).release(0)
+    with pytest.raises(CacheCorruption, match="holds nothing"):
+        StateSlots(1).share(0)
+
+
+def test_a_snapshot_that_is_read_is_not_handed_out() -> None:
+    slots = StateSlots(2)
+    first, second = kept(slots, 10, PROMPT), kept(slots, 11, PROMPT)
+    slots.share(first)
+    assert slots.num_available == 1
+    assert slots.take() == second
+    assert slots.take() is None
+    assert blocks(slots) == {10}
+    slots.release(first)
+    assert slots.take() == first
+    assert blocks(slots) == set()
+
+
+def test_a_dropped_snapshot_stays_with_who_reads_it() -> None:
+    slots = StateSlots(1)
+    slot = kept(slots, 10, PROMPT)
+    slots.share(slot)
+    slots.drop(10)
+    assert slots.of_block(10) is None
+    assert slots.take() is None
+    assert slots.is_own(slot), "nobody else can find it any more"
+    slots.check([slot])
+    slots.release(slot)
+    assert slots.take() == slot
+
+
+def test_the_least_recently_used_goes_first_within_a_class() -> None:
+    slots = StateSlots(3)
+    for block_id in (10, 11, 12):
+        kept(slots, block_id, JUNCTION)
+    reader = slots.of_block(10)
+    assert reader is not None
+    slots.share(reader)
+    slots.release(reader)
+    kept(slots, 13, HINT)
+    assert blocks(slots) == {10, 12, 13}
+
+
+def test_a_backbone_goes_before_junctions_and_those_before_ends() -> None:
+    slots = StateSlots(3)
+    kept(slots, 10, PROMPT)
+    kept(slots, 11, JUNCTION)
+    kept(slots, 12, BACKBONE)
+    for expected in ({10, 11}, {10}, set()):
+        assert slots.take() is not None
+        assert blocks(slots) == expected
+
+
+def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more() -> None:
+    slots = StateSlots(2)
+    kept(slots, 10, PROMPT)
+    kept(slots, 11, ANSWER)
+    assert slots.take(BACKBONE) is None
+    assert slots.take(JUNCTION) is None
+    assert blocks(slots) == {10, 11}
+    assert kept(slots, 12, PROMPT) is not None
+    assert blocks(slots) == {11, 12}
+
+
+def test_nothing_stays_for_ever() -> None:
+    """An end that nobody came back to makes room for junctions after so many snapshots as the rule says."""
+    slots = StateSlots(4)
+    kept(slots, 10, ANSWER)
+    for count in range(1, 20):
+        kept(slots, 100 + count, JUNCTION)
+        if 10 not in blocks(slots):
+            break
+    assert count == 8, "four of grace, then those that are younger than the three others there were"
+
+
+def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs() -> None:
+    slots = StateSlots(2, pinned={10, 11})
+    kept(slots, 10, PROMPT)
+    kept(slots, 11, BACKBONE)
+    kept(slots, 12, PROMPT)
+    assert blocks(slots) == {10, 12}, "of a pinned prompt the backbone is not promised"
+    kept(slots, 13, PROMPT)
+    assert blocks(slots) == {10, 13}
+    assert [slots.take(PROMPT) is None, slots.take() is None, slots.take() is None] == [False, False, True]
+
+
+def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason() -> None:
+    slots = StateSlots(3)
+    first = kept(slots, 10, BACKBONE)
+    second = slots.take()
+    assert second is not None
+    assert not slots.attach(second, 10, PROMPT)
+    assert (slots.of_block(10), slots.num_used) == (first, 1)
+    assert slots.counts() == {**dict.fromkeys(REASONS, 0), "prompt": 1}
+    third = slots.take()
+    assert third is not None
+    assert not slots.attach(third, 10, ANSWER), "the end of a prompt stays one"
+    assert slots.counts()["prompt"] == 1
+    slots.check([])
+
+
+def test_an_answer_that_went_on_is_passed_unless_somebody_read_it() -> None:
+    slots = StateSlots(4)
+    slot = kept(slots, 10, ANSWER)
+    kept(slots, 11, PROMPT)
+    assert [slots.is_passed(block_id) for block_id in (10, 11, 12)] == [True, False, False]
+    slots.share(slot)
+    slots.release(slot)
+    assert not slots.is_passed(10)
+
+
+def test_a_shared_slot_does_not_become_a_snapshot() -> None:
+    slots = StateSlots(2)
+    slot = slots.take()
+    assert slot is not None
+    slots.share(slot)
+    with pytest.raises(CacheCorruption, match="not its owner's alone"):
+        slots.attach(slot, 10, PROMPT)
+
+
+def test_check_finds_a_lost_reference() -> None:
+    slots = StateSlots(3)
+    slot = slots.take()
+    assert slot is not None
+    slots.check([slot])
+    with pytest.raises(CacheCorruption, match="count"):
+        slots.check([])
+    kept(slots, 10, PROMPT)
+    slots._num_idle = 0
+    with pytest.raises(CacheCorruption, match="read by nobody"):
+        slots.check([slot])

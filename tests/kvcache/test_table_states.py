@@ -1,0 +1,245 @@
+"""The states of tables: which slot a pass reads and writes, and where snapshots are kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.table_states import PassSlots, StateSizes, TableStates
+from kvcache_cases import OTHER, ROOT, B
+
+
+def manager_of(
+    num_blocks: int = 40, num_slots: int = 12, interval: int = 1024, every_block: bool = False
+) -> KVCacheManager:
+    return KVCacheManager(num_blocks, B, state_sizes=StateSizes(num_slots, interval, every_block))
+
+
+def states_of(manager: KVCacheManager) -> TableStates:
+    assert manager.states is not None
+    return manager.states
+
+
+def run_pass(manager: KVCacheManager, table: BlockTable, tokens: list[int], stop: int | None = None) -> PassSlots:
+    """One pass up to `stop`, all there are without one."""
+    stop = len(tokens) if stop is None else stop
+    manager.extend(table, stop)
+    plan = states_of(manager).plan(table, table.num_computed_tokens, stop)
+    manager.commit(table, tokens, stop)
+    return plan
+
+
+def cold(manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints: tuple[int, ...] = ()) -> PassSlots:
+    """A whole prompt in one pass, and its table freed; `others` are live."""
+    table = manager.open_table(tokens, ROOT, hints=hints)
+    plan = run_pass(manager, table, tokens)
+    manager.free(table)
+    manager.check_invariants(others)
+    return plan
+
+
+def rows(plan: PassSlots) -> list[int]:
+    return [count for count, _ in plan.saves]
+
+
+def test_a_first_pass_reads_zeros_and_later_ones_their_own_slot() -> None:
+    manager, tokens = manager_of(), list(range(3 * B))
+    table = manager.open_table(tokens, ROOT)
+    first = run_pass(manager, table, tokens, 5)
+    second = run_pass(manager, table, tokens, 9)
+    assert first.read == -1
+    assert first.write == second.read == second.write
+
+
+def test_a_hit_reads_the_snapshot_and_writes_another_slot() -> None:
+    manager, tokens = manager_of(), list(range(2 * B + 1))
+    plan = cold(manager, tokens)
+    assert rows(plan) == [2 * B]
+    table = manager.open_table(tokens, ROOT)
+    assert (table.num_cached_tokens, table.num_matched_tokens, table.miss_reason) == (2 * B, 2 * B, "")
+    manager.extend(table, len(tokens))
+    again = states_of(manager).plan(table, 2 * B, len(tokens))
+    assert again.read == plan.saves[0][1]
+    assert again.write != again.read
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, []), (B, [B]), (B + 1, [B]), (2 * B, [B, 2 * B])])
+def test_the_end_of_a_prompt_is_kept_for_itself_and_for_what_goes_on(length: int, expected: list[int]) -> None:
+    assert rows(cold(manager_of(), list(range(length)))) == expected
+
+
+def test_hints_are_kept_at_the_border_before_them() -> None:
+    assert rows(cold(manager_of(), list(range(41)), hints=(0, 3, 9, 21, 22, 44, 999))) == [8, 20, 40]
+
+
+def test_a_backbone_is_thinned_where_slots_are_few() -> None:
+    assert rows(cold(manager_of(num_slots=80, interval=8), list(range(83)))) == [*range(8, 81, 8)]
+    assert rows(cold(manager_of(num_slots=40, interval=8), list(range(83)))) == [8, 24, 56, 72, 80]
+    assert rows(cold(manager_of(num_slots=40, every_block=True), list(range(41)))) == [*range(B, 41, B)]
+
+
+def test_a_snapshot_is_found_once_its_pass_has_ended_and_not_before() -> None:
+    manager, tokens = manager_of(), list(range(2 * B + 1))
+    table = manager.open_table(tokens, ROOT)
+    manager.extend(table, len(tokens))
+    states_of(manager).plan(table, 0, len(tokens))
+    assert manager.peek(tokens, ROOT) == 0
+    manager.commit(table, tokens, len(tokens))
+    assert manager.peek(tokens, ROOT) == 2 * B
+    assert manager.peek(tokens, OTHER) == 0
+
+
+def test_a_pass_that_failed_leaves_no_snapshot() -> None:
+    manager, tokens = manager_of(), list(range(4 * B))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens, 2 * B)
+    manager.extend(table, 3 * B)
+    states_of(manager).plan(table, 2 * B, 3 * B)
+    manager.free(table)  # its slot holds what the failed pass wrote
+    manager.check_invariants([])
+    assert states_of(manager).slots.num_used == 0
+    assert manager.peek(tokens, ROOT) == 0
+
+
+def test_a_preempted_table_leaves_its_state_where_a_block_ends() -> None:
+    manager, tokens = manager_of(), list(range(4 * B))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens, 2 * B)
+    manager.free(table)
+    manager.check_invariants([])
+    assert manager.open_table(tokens, ROOT).num_cached_tokens == 2 * B
+
+
+def test_a_junction_is_kept_where_the_keys_and_values_end() -> None:
+    manager, tokens = manager_of(), list(range(5 * B + 1))
+    cold(manager, tokens)
+    branch = [*tokens[: 3 * B], 7, 7, 7, 7, 7, 7]
+    table = manager.open_table(branch, ROOT)
+    assert (table.num_cached_tokens, table.num_matched_tokens, table.miss_reason) == (0, 3 * B, "state")
+    assert rows(run_pass(manager, table, branch)) == [3 * B, 4 * B]
+    assert states_of(manager).num_replayed == 3 * B
+    assert manager.peek([*tokens[: 3 * B], 8], ROOT) == 3 * B, "behind the published block, not its equal"
+    manager.free(table)
+    manager.check_invariants([])
+
+
+def test_who_waits_asks_for_the_state_behind_what_it_waits_for() -> None:
+    manager, tokens = manager_of(), list(range(5 * B + 1))
+    first = manager.open_table(tokens, ROOT)
+    branch = [*tokens[: 3 * B], 7, 7, 7]
+    assert manager.is_in_flight(manager.awaited_hash(branch, ROOT))
+    assert rows(run_pass(manager, first, tokens)) == [3 * B, 5 * B]
+    assert manager.awaited_hash(branch, ROOT) is None
+    assert manager.open_table(branch, ROOT).num_cached_tokens == 3 * B
+
+
+def test_an_answer_leaves_one_snapshot_that_moves() -> None:
+    manager, tokens = manager_of(), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    run_pass(manager, table, tokens)
+    kept = []
+    for token in range(30):
+        tokens.append(token)
+        kept += [len(tokens) for _ in run_pass(manager, table, tokens).saves]
+        manager.check_invariants([table])
+    assert kept == [*range(8, 37, B)]
+    assert states_of(manager).slots.counts()["answer"] == 1
+    manager.free(table)
+    assert manager.peek([*tokens, 1], ROOT) == 36
+
+
+def test_what_somebody_went_on_from_stays_when_the_answer_goes_on() -> None:
+    manager, tokens = manager_of(), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    tokens += range(4)
+    run_pass(manager, table, tokens)
+    other = manager.open_table([*tokens[:8], 9], ROOT)
+    assert other.num_cached_tokens == 8
+    tokens += range(8)
+    run_pass(manager, table, tokens)
+    assert manager.peek([*tokens[:8], 9], ROOT) == 8
+
+
+def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free() -> None:
+    manager, tokens = manager_of(num_slots=2), list(range(6))
+    table = manager.open_table(tokens, ROOT)
+    for token in range(20):
+        run_pass(manager, table, tokens)
+        tokens.append(token)
+    assert manager.peek(tokens, ROOT) == 24
+
+
+def test_nobody_evicts_a_snapshot_between_lookup_and_pass() -> None:
+    manager, tokens = manager_of(num_slots=3), list(range(2 * B + 1))
+    plan = cold(manager, tokens)
+    reader = manager.open_table(tokens, ROOT)
+    manager.reset()
+    for number in range(3):
+        cold(manager, [100 + number] * (2 * B + 1), reader)
+    manager.extend(reader, len(tokens))
+    assert states_of(manager).plan(reader, 2 * B, len(tokens)).read == plan.saves[0][1]
+    assert plan.saves[0][1] not in states_of(manager).unwritten()
+
+
+def test_a_table_without_a_slot_fails_and_changes_nothing() -> None:
+    manager = manager_of(num_slots=1)
+    first, second = (manager.open_table([number] * B, ROOT) for number in (1, 2))
+    manager.extend(first, B)
+    assert not states_of(manager).has_room(second)
+    with pytest.raises(CapacityError, match="max_state_bytes"):
+        manager.extend(second, B)
+    assert second.block_ids == []
+    progress = manager.progress
+    manager.free(first)
+    assert manager.progress > progress
+    assert states_of(manager).has_room(second)
+
+
+def test_a_fork_reads_what_its_parent_had_and_neither_writes_it() -> None:
+    manager, tokens = manager_of(), list(range(B + 2))
+    table = manager.open_table(tokens, ROOT)
+    before = run_pass(manager, table, tokens)
+    child = manager.fork(table)
+    manager.check_invariants([table, child])
+    tokens.append(1)
+    plans = []
+    for one in (table, child):
+        manager.extend(one, len(tokens))
+        plans.append(states_of(manager).plan(one, B + 2, B + 3))
+    assert [plan.read for plan in plans] == [before.write] * 2
+    assert len({before.write, plans[0].write, plans[1].write}) == 3
+    for one in (table, child):
+        manager.commit(one, tokens, len(tokens))
+    manager.check_invariants([table, child])
+
+
+def test_passes_that_do_not_go_on_from_the_state_are_refused() -> None:
+    manager, tokens = manager_of(), list(range(3 * B))
+    table = manager.open_table(tokens, ROOT)
+    manager.extend(table, len(tokens))
+    with pytest.raises(CacheCorruption, match="does not go on"):
+        states_of(manager).plan(table, 1, 4)
+    with pytest.raises(CacheCorruption, match="are committed"):
+        manager.commit(table, tokens, 4)
+    states_of(manager).plan(table, 0, 5)
+    with pytest.raises(CacheCorruption, match="does not go on"):
+        states_of(manager).plan(table, 0, 5)
+    with pytest.raises(CacheCorruption, match="are committed"):
+        manager.commit(table, tokens, 4)
+    with pytest.raises(CacheCorruption, match="being computed"):
+        manager.fork(table)
+
+
+def test_check_finds_a_snapshot_of_a_block_that_is_gone() -> None:
+    manager = manager_of()
+    cold(manager, list(range(B + 1)))
+    slots = states_of(manager).slots
+    (block_id, slot) = next(iter(slots.snapshots().items()))
+    slots.drop(block_id)
+    other = slots.take()
+    assert other == slot
+    slots.attach(other, 39, "prompt")
+    with pytest.raises(CacheCorruption, match="is not published"):
+        manager.check_invariants([])

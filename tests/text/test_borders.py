@@ -1,0 +1,71 @@
+"""Where the user's messages begin, for templates of several families."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from kvboost_edge.text.borders import user_starts
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.tokenizer import Tokenizer
+from turn_families import HERMES
+
+LLAMA = """{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' + m.content + '<|eot|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"""
+MISTRAL = """{{ '<|begin|>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{ m.content + '<|eot|>' }}{% endif %}{% endfor %}"""
+PLAIN = """{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"""
+STRICT = """{{ raise_exception('no messages please') }}"""
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>", "[INST]", "[/INST]"]
+
+CHAT = [
+    {"role": "system", "content": "You are kind."},
+    {"role": "user", "content": "Say <|im_start|>user, <|head|>user<|/head|> or [INST]."},
+    {"role": "assistant", "content": "No: user\nand <|im_start|>user."},
+    {"role": "user", "content": "\n\nWhy?"},
+    {"role": "assistant", "content": "So."},
+    {"role": "user", "content": ""},
+]
+
+
+def tokenizer_of(template: str | None) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(SPECIALS)
+    return Tokenizer(FastCodec(raw), name="toy", chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [(HERMES, "<|im_start|>user"), (LLAMA, "<|head|>user<|/head|>"), (MISTRAL, "[INST]")],
+    ids=["chatml", "llama", "mistral"],
+)
+def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(template: str, header: str) -> None:
+    tokenizer = tokenizer_of(template)
+    chat = CHAT[1:] if template is MISTRAL else CHAT
+    ids = tokenizer.encode_chat(chat)
+    starts = user_starts(tokenizer, ids)
+    contents = [message["content"] for message in chat if message["role"] == "user"]
+    assert len(starts) == len(contents)
+    for start, content in zip(starts, contents, strict=True):
+        text = tokenizer.decode(ids[start:], False)
+        assert text.startswith(header)
+        assert text.removeprefix(header).lstrip().startswith(content.lstrip())
+    # What stands before a message of the user does not depend on what it says.
+    other = tokenizer.encode_chat([*chat[:-1], {"role": "user", "content": "Something else."}])
+    assert ids[: starts[-1]] == other[: starts[-1]]
+
+
+@pytest.mark.parametrize("template", [None, PLAIN, STRICT], ids=["none", "no special token", "refuses"])
+def test_a_template_that_begins_them_with_no_special_token_has_none(template: str | None) -> None:
+    tokenizer = tokenizer_of(template)
+    assert user_starts(tokenizer, tokenizer.encode("user: <|im_start|>user")) == ()
+
+
+def test_a_short_prompt_has_none() -> None:
+    tokenizer = tokenizer_of(HERMES)
+    assert user_starts(tokenizer, []) == ()
+    assert user_starts(tokenizer, tokenizer.encode("<|im_start|>us")) == ()
