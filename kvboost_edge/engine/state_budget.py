@@ -8,7 +8,7 @@ from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kvcache.table_states import StateSizes
 from kvboost_edge.runners.base import RunnerInfo
 
-__all__ = ["check_options", "plan_states", "speculation_refusal", "states_refusal", "tiers_refusal"]
+__all__ = ["check_options", "plan_states", "redis_refusal", "speculation_refusal", "states_refusal"]
 
 _POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
 _SPARE, _PER_SEQUENCE = 4, 2  # and at least so many slots: a running sequence writes one, and may read another
@@ -85,11 +85,11 @@ def check_options(config: EngineConfig, info: RunnerInfo) -> None:
         raise ConfigError(f"speculation='on' is refused: {refusal}")
 
 
-def tiers_refusal(info: RunnerInfo) -> str | None:
-    """Why blocks of a model are kept in the pool alone; None: they may be kept elsewhere."""
+def redis_refusal(info: RunnerInfo) -> str | None:
+    """Why blocks of a model are not shared through a server; None: they may be."""
     if not info.kv_spec.states:
         return None
-    return "the model keeps states beside keys and values, and tiers do not keep those yet"
+    return "the model keeps states beside keys and values, and only a tier that knows what it holds can keep those"
 
 
 def _mib(num_bytes: int) -> str:
