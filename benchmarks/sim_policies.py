@@ -27,8 +27,9 @@ class Policy(Protocol):
 
     alive: list[int]
 
-    def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int]:
-        """(replica, prompt tokens believed to be missing there); `load`: requests of each that are not done."""
+    def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int, int]:
+        """(replica, prompt tokens believed to be missing there, and to be read there); `load`: requests of each that
+        are not done."""
         ...
 
 
@@ -40,8 +41,8 @@ class Blind:
         self.rng = random.Random(seed)
         self._next = 0
 
-    def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int]:
-        return self.pick(chain, load), chain.num_tokens
+    def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int, int]:
+        return self.pick(chain, load), chain.num_tokens, 0
 
     def pick(self, chain: PromptChain, load: Sequence[int]) -> int:
         return self.rng.choice(self.alive)
@@ -122,7 +123,10 @@ class CacheAware(_Remembers):
 
 
 class Ours:
-    """The package's own router, and the processor time it takes."""
+    """The package's own router, and the processor time it takes. tells_at_once: replicas tell it everything before each
+    request, which no network can: what is left between that and `floor` is no message's fault."""
+
+    tells_at_once = False
 
     def __init__(self, num_replicas: int, seed: int = 0) -> None:
         self.alive = list(range(num_replicas))
@@ -131,12 +135,16 @@ class Ours:
         self.cpu_seconds: list[float] = []
         self.last: Choice | None = None
 
-    def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int]:
+    def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int, int]:
         began = time.process_time()
         choice = self.router.choose(chain, now)[0]
         self.router.note_routed(choice, chain, now)
         self.cpu_seconds.append(time.process_time() - began)
-        return int(choice.replica_id), choice.missing_tokens
+        return int(choice.replica_id), choice.missing_tokens, choice.restored_tokens
+
+
+class ToldAtOnce(Ours):
+    tells_at_once = True
 
 
 POLICIES = {
@@ -146,4 +154,5 @@ POLICIES = {
     "ray prefix": RayPrefix,
     "sglang": CacheAware,
     "ours": Ours,
+    "told at once": ToldAtOnce,
 }

@@ -3,22 +3,28 @@
 Costs are of the 0.5B shape in Q4_0 on two cores (LOG.md): a prompt token 1.8 ms, a step that decodes one sequence
 10 ms and 7.5% more for each other. A step computes at most 512 tokens of prompts, first come first served, beside one
 token of each running request. A block of the manager stands for one id of the trace.
+
+With a `Shared` tier what was computed anywhere is there at once, for ever; a prompt is read from where its pool ends,
+while others are computed, and computed from where the tier ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from eviction_traces import Access
 from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
+from kvboost_edge.serve_ray.routing.records import Place
 
-__all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "pool_tokens"]
+__all__ = ["DECODE_STEP", "POOL_TOKENS", "PROMPT_TOKEN", "Job", "Replica", "Shared", "pool_tokens"]
 
 PROMPT_TOKEN = 1.8e-3
 DECODE_STEP, DECODE_MORE = 10e-3, 0.075
@@ -33,6 +39,16 @@ def pool_tokens(ids: Sequence[int]) -> list[int]:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Shared:
+    """A tier that all replicas read and write. token_seconds: a prompt token that is read; is_told: whether replicas
+    tell the router what is there."""
+
+    token_seconds: float
+    is_told: bool = True
+    blocks: set[bytes] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Job:
     """A request on its way through a replica.
 
@@ -40,6 +56,8 @@ class Job:
     root        where its tenant's chains start
     arrived_at  when the router got it
     missing     prompt tokens that the router believed to be missing
+    restored    and those it believed to be in the tier
+    read_blocks, read_until   how far the prompt will have been read, and when
     """
 
     access: Access
@@ -47,6 +65,9 @@ class Job:
     arrived_at: float
     block_tokens: int
     missing: int = 0
+    restored: int = 0
+    read_blocks: int = 0
+    read_until: float | None = None
     first_at: float | None = None
     hit_tokens: int = 0
     to_prefill: int = 0
@@ -69,10 +90,16 @@ class Job:
 class Replica:
     """Steps through its requests. Who drives it calls `put`, and `step_done` at the time that `next_end` says."""
 
-    def __init__(self, num_blocks: int, done: Callable[[Job, Replica, float], None]) -> None:
+    def __init__(
+        self, num_blocks: int, done: Callable[[Job, Replica, float], None], shared: Shared | None = None
+    ) -> None:
         self.manager = KVCacheManager(num_blocks, POOL_TOKENS, policy=TenantFloors)
         self.journal = Journal()
-        self.meter = Meter(seconds_per_token=PROMPT_TOKEN, step_tokens=STEP_TOKENS, max_running=PLACES)
+        tiers = {Place.SHARED: shared.token_seconds} if shared and shared.is_told else None
+        self.meter = Meter(seconds_per_token=PROMPT_TOKEN, step_tokens=STEP_TOKENS, max_running=PLACES, tiers=tiers)
+        self.shared, self.read_tokens = shared, 0
+        self._seen: dict[bytes, None] = {}
+        self._is_idle = False  # until something was read
         self.waiting: deque[Job] = deque()
         self.prefilling: list[Job] = []
         self.running: list[Job] = []
@@ -85,13 +112,38 @@ class Replica:
 
     def put(self, job: Job, now: float) -> None:
         """A request arrives. A run of steps that only decode is cut at the end of the one that runs."""
-        self.meter.begin(job, job.missing, now)
+        self.meter.begin(job, job.missing, now, job.restored)
         self.waiting.append(job)
-        if self.next_end is None:
+        if self.next_end is None or self._is_idle:
             self._begin(now)
         elif self._num_steps > 1:
             self._num_steps = min(self._num_steps, int((now - self._began) / self._step_seconds) + 1)
             self.next_end = self._began + self._num_steps * self._step_seconds
+
+    def tier_events(self) -> CacheEvents | None:
+        """What it has written to the tier, or read there, since the last call; None where nobody is told."""
+        seen, self._seen = self._seen, {}
+        return CacheEvents(False, tuple(seen), ()) if self.shared is not None and self.shared.is_told else None
+
+    def _keep(self, job: Job) -> None:
+        """What was computed of it is in the tier."""
+        if self.shared is not None:
+            assert job.table is not None
+            hashes = self.manager.content.chain(job.table)
+            self.shared.blocks.update(hashes)
+            self._seen.update(dict.fromkeys(hashes))
+
+    def _reads(self, job: Job, now: float) -> bool:
+        """Whether a part of its prompt is on its way from the tier; asked for when it is looked at first."""
+        if self.shared is None:
+            return False
+        if job.read_until is None:
+            first, keys = self.manager.content.keys_after(job.prompt, job.root)
+            there = itertools.takewhile(self.shared.blocks.__contains__, (key.prefix_hash for key in keys))
+            count = sum(1 for _ in there)
+            job.read_blocks = first + count
+            job.read_until = now + count * job.block_tokens * self.shared.token_seconds
+        return job.read_until > now
 
     def drain_out(self) -> list[Job]:
         """It dies: what has had no first token may go elsewhere."""
@@ -101,7 +153,7 @@ class Replica:
 
     def step_done(self, now: float) -> None:
         """The step, or the run of steps, ends."""
-        self.busy_seconds += now - self._began
+        self.busy_seconds += 0.0 if self._is_idle else now - self._began
         for job in list(self.running):
             job.to_answer -= self._num_steps
             if job.to_answer <= 0:
@@ -113,6 +165,7 @@ class Replica:
                 self.running.append(job)
                 assert job.table is not None
                 self.manager.commit(job.table, job.tokens, len(job.prompt) - 1)
+                self._keep(job)
                 job.first_at = now
                 job.to_answer -= 1
                 self.meter.first_token(job, now)
@@ -122,16 +175,17 @@ class Replica:
         assert job.table is not None
         self.running.remove(job)
         self.manager.commit(job.table, job.tokens, len(job.tokens) - 1)
+        self._keep(job)
         self.manager.free(job.table)
         self.meter.end(job, now, 24 + len(job.access.output_ids) * job.block_tokens)
         self._done(job, self, now)
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         """Let in who has a place and room, in order; who would compute what is being computed waits for it."""
         passed: list[Job] = []
         while self.waiting and len(self.running) + len(self.prefilling) < PLACES:
             job = self.waiting.popleft()
-            if self.manager.awaited_hash(job.prompt, job.root) is not None:
+            if self.manager.awaited_hash(job.prompt, job.root) is not None or self._reads(job, now):
                 passed.append(job)
                 continue
             table = self.manager.open_table(job.prompt, job.root, owner=job.root)
@@ -142,13 +196,17 @@ class Replica:
             self.manager.extend(table, len(job.tokens))
             job.table = table
             job.hit_tokens = table.num_cached_tokens // POOL_TOKENS * job.block_tokens
+            read = max(0, job.read_blocks * job.block_tokens - job.hit_tokens)
+            self.read_tokens += read
+            job.hit_tokens += read
             job.to_prefill = job.num_tokens - job.hit_tokens
             self.prefilling.append(job)
         self.waiting.extendleft(reversed(passed))
 
     def _begin(self, now: float) -> None:
         """Start the next step; nothing to do: wait."""
-        self._admit()
+        self._admit(now)
+        self._is_idle = False
         self._prefilled, left = [], STEP_TOKENS - len(self.running)
         for job in self.prefilling:
             if left > 0:
@@ -156,7 +214,9 @@ class Replica:
                 left -= self._prefilled[-1][1]
         num_tokens = sum(tokens for _, tokens in self._prefilled)
         if not num_tokens and not self.running:
-            self.next_end = None
+            arriving = [job.read_until for job in self.waiting if job.read_until is not None and job.read_until > now]
+            self._is_idle, self._num_steps = bool(arriving), 0
+            self.next_end = min(arriving, default=None)
             return
         decode = DECODE_STEP * (1 + DECODE_MORE * (len(self.running) - 1)) if self.running else DECODE_STEP
         self._step_seconds = max(decode, PROMPT_TOKEN * (num_tokens + len(self.running)))

@@ -9,11 +9,13 @@ half of the time warms the caches and is not counted, whatever the way. See `sim
 
 hit rate     of the prompt tokens, found by the replica itself
 p50, p99     seconds from the arrival at the router to the first token
+"told at once"   our way, with replicas that tell it everything before each request: what messages cost
 "floor"      no way at all: what these were if each prompt found all that was ever computed anywhere, and nobody waited
 imbalance    the busiest replica's busy time over the mean
 messages     a second, from all replicas to the router: events and figures, every 200 ms if there is anything new
 lost, late   shares of the messages that never come, or one second late
 unknown      replicas of which the router believes, once all messages have come, anything else than they hold
+read         share of the tokens found that came from a tier all replicas share (`--shared`: seconds to read a token)
 stray        requests sent to a replica that had been removed or was draining
 CPU          of this process in `choose` and `note_routed`, mean and 99th percentile, in ms; prefix hashes are not in it
 memory       MB that the map of beliefs takes
@@ -38,8 +40,9 @@ import harness
 from eviction_traces import TRACES, Access
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
+from kvboost_edge.serve_ray.routing.records import OUTSIDE_MASK, Place
 from sim_policies import POLICIES, Ours
-from sim_replicas import DECODE_STEP, POOL_TOKENS, PROMPT_TOKEN, Job, Replica, pool_tokens
+from sim_replicas import DECODE_STEP, POOL_TOKENS, PROMPT_TOKEN, Job, Replica, Shared, pool_tokens
 
 __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 
@@ -66,6 +69,8 @@ class Outcome:
 
     ttft: list[float] = dataclasses.field(default_factory=list)
     hit_tokens: int = 0
+    read_tokens: int = 0
+    all_hit_tokens: int = 0
     prompt_tokens: int = 0
     num_messages: int = 0
     num_done: int = 0
@@ -110,11 +115,13 @@ def _work(access: Access) -> float:
 class _Run:
     """One way to route, one trace."""
 
-    def __init__(self, trace: Sequence[Access], num_replicas: int, policy: str, faults: Faults, seed: int) -> None:
+    def __init__(
+        self, trace: Sequence[Access], num_replicas: int, policy: str, faults: Faults, seed: int, shared: Shared | None
+    ) -> None:
         self.outcome = Outcome()
         self.policy = POLICIES[policy](num_replicas, seed)
         self.ours = self.policy if isinstance(self.policy, Ours) else None
-        self.replicas = [Replica(POOL_BLOCKS, self._done) for _ in range(num_replicas)]
+        self.replicas = [Replica(POOL_BLOCKS, self._done, shared) for _ in range(num_replicas)]
         self.numbers = {id(replica): number for number, replica in enumerate(self.replicas)}
         self.load = [0] * num_replicas
         self.gone: set[int] = set()
@@ -126,6 +133,7 @@ class _Run:
             tenant: root_hash(model_fingerprint="replay", kv_format="", tenant=tenant)
             for tenant in {access.tenant for access in trace}
         }
+        self._told_of_tier: list[set[int]] = [set() for _ in range(num_replicas)]
         self._order = itertools.count()
         self._due: list[tuple[float, int, Any, tuple[Any, ...]]] = []
 
@@ -147,6 +155,7 @@ class _Run:
             what(*arguments, now)
         self.outcome.seconds = max(now, 1e-9)
         self.outcome.busy = [replica.busy_seconds for replica in self.replicas]
+        self.outcome.read_tokens = sum(replica.read_tokens for replica in self.replicas)
         if self.ours is not None:
             self._compare(now)
         return self.outcome
@@ -158,7 +167,9 @@ class _Run:
     def _route(self, job: Job, now: float) -> None:
         hashes = prefix_hashes(pool_tokens(job.access.prompt_ids), job.root, POOL_TOKENS)
         chain = PromptChain.of_hashes(hashes, job.num_tokens, BLOCK_TOKENS)
-        number, job.missing = self.policy.choose(chain, self.load, now)
+        if self.ours is not None and self.ours.tells_at_once:
+            self._tell_all(now)
+        number, job.missing, job.restored = self.policy.choose(chain, self.load, now)
         self.outcome.stray += number in self.gone
         self.load[number] += 1
         self.at(now + NETWORK, self._put, job, number)
@@ -184,6 +195,7 @@ class _Run:
     def _done(self, job: Job, replica: Replica, now: float) -> None:
         self.load[self.numbers[id(replica)]] -= 1
         outcome = self.outcome
+        outcome.all_hit_tokens += job.hit_tokens
         outcome.num_done += 1
         assert job.first_at is not None
         if job.arrived_at >= self.counted_from:
@@ -197,15 +209,34 @@ class _Run:
             return
         assert self.ours is not None
         replica = self.replicas[number]
-        batch = replica.journal.add(replica.manager.events.take())
-        if batch is not None or replica.next_end is not None:
+        batches = self._batches(replica)
+        if batches or replica.next_end is not None:
             report = self._report(number, now)
             self.outcome.num_messages += 1
             if self.rng.random() >= self.faults.lost:
                 late = self.rng.random() < self.faults.late
-                self.at(now + NETWORK + late, self._told, number, [batch] if batch else [], report)
+                self.at(now + NETWORK + late, self._told, number, batches, report)
         if self.outcome.num_done < len(self.trace):
             self.at(now + EVERY, self._tell, number)
+
+    def _batches(self, replica: Replica) -> list[Any]:
+        """What came and left since the last time, in its pool and in the tier."""
+        found = [replica.journal.add(replica.manager.events.take())]
+        events = replica.tier_events()
+        if events is not None:
+            keys = {key_of(one, Place.SHARED) for one in events.published}
+            self._told_of_tier[self.numbers[id(replica)]] |= {key for key in keys if not key & OUTSIDE_MASK}
+            found.append(replica.journal.add(events, Place.SHARED))
+        return [batch for batch in found if batch is not None]
+
+    def _tell_all(self, now: float) -> None:
+        """Everybody tells all there is, in no time."""
+        assert self.ours is not None
+        for number in self.policy.alive:
+            replica, name = self.replicas[number], str(number)
+            self.ours.router.take_events(name, self._batches(replica), now)
+            if replica.next_end is not None:
+                self.ours.router.take_report(name, self._report(number, now), now)
 
     def _report(self, number: int, now: float) -> Any:
         replica = self.replicas[number]
@@ -258,22 +289,27 @@ class _Run:
         for number, replica in enumerate(self.replicas):
             if number in self.dead:
                 continue
-            replica.journal.add(replica.manager.events.take())
+            self._batches(replica)
             router.take_events(str(number), replica.journal.since(router.cursor(str(number))), now)
         router.choose(PromptChain((), 1, 1), now + 1e6)  # what was sent and never told has expired
         router.check()
         for number, replica in enumerate(self.replicas):
             if number not in self.dead:
                 told = {key for key, is_told in router.beliefs(str(number)).items() if is_told}
-                held = set(map(key_of, replica.manager.events.take(whole=True).published))
+                held = set(map(key_of, replica.manager.events.take(whole=True).published)) | self._told_of_tier[number]
                 self.outcome.unknown += told != held or len(router.beliefs(str(number))) != len(told)
 
 
 def simulate(
-    trace: Sequence[Access], num_replicas: int, policy: str, faults: Faults = Faults(), seed: int = 0
+    trace: Sequence[Access],
+    num_replicas: int,
+    policy: str,
+    faults: Faults = Faults(),
+    seed: int = 0,
+    shared: Shared | None = None,
 ) -> tuple[Outcome, Any]:
     """Run a trace; what was counted, and the policy after it."""
-    run = _Run(trace, num_replicas, policy, faults, seed)
+    run = _Run(trace, num_replicas, policy, faults, seed, shared)
     return run.run(), run.policy
 
 
@@ -302,6 +338,7 @@ def row_of(trace_name: str, num_replicas: int, policy: str, outcome: Outcome, ma
         "hit rate": round(outcome.hit_tokens / outcome.prompt_tokens, 4),
         "p50": round(float(p50), 3),
         "p99": round(float(p99), 3),
+        "read": round(outcome.read_tokens / max(1, outcome.all_hit_tokens), 4),
         "imbalance": round(max(outcome.busy) / (sum(outcome.busy) / len(outcome.busy)), 3),
         "messages": round(outcome.num_messages / outcome.seconds, 1),
         "unknown": outcome.unknown if cpu is not None else None,
@@ -316,11 +353,14 @@ def main() -> None:
     options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--replicas", type=int, nargs="+", default=[4, 32, 256])
     options.add_argument("--traces", nargs="+", default=[*TRACES, "unique"], choices=[*TRACES, "unique"])
-    options.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    usual = [name for name in POLICIES if name != "told at once"]  # that takes hours with many replicas
+    options.add_argument("--policies", nargs="+", default=usual, choices=list(POLICIES))
     options.add_argument("--load", type=float, default=0.7, help="share of time replicas work if nothing is found")
     options.add_argument("--seconds", type=float, help="of the trace; default: 9,600 over the replicas, at least 150")
     options.add_argument("--lost", type=float, default=0.0)
     options.add_argument("--late", type=float, default=0.0)
+    options.add_argument("--shared", type=float, help="seconds a token is read in from a tier that all replicas share")
+    options.add_argument("--untold", action="store_true", help="the router is not told what the shared tier has")
     given: argparse.Namespace = options.parse_args()
     rows: list[dict[str, Any]] = []
     for num_replicas in given.replicas:
@@ -329,7 +369,8 @@ def main() -> None:
             trace = workload(name, num_replicas, given.load, seconds, 300 if given.quick else None)
             rows.append(row_of(name, num_replicas, "floor", floor(trace), None))
             for policy in given.policies:
-                outcome, made = simulate(trace, num_replicas, policy, Faults(given.lost, given.late))
+                shared = None if given.shared is None else Shared(given.shared, not given.untold)
+                outcome, made = simulate(trace, num_replicas, policy, Faults(given.lost, given.late), shared=shared)
                 rows.append(row_of(name, num_replicas, policy, outcome, made))
                 print(rows[-1], file=sys.stderr)
     harness.report("router", rows, options=given, block_tokens=BLOCK_TOKENS, pool_blocks=POOL_BLOCKS)

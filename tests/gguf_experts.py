@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 
-__all__ = ["merged_experts", "write_expert_sizes"]
+__all__ = ["dequantized", "merged_experts", "write_expert_sizes"]
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
@@ -17,6 +17,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 def merged_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """All experts of a matrix as one tensor, stacked by their numbers; Granite's gate and up apart. Other tensors lose
     axes of one."""
+    if any(name.endswith("gate_up_proj_bias") for name in tensors):
+        return _of_gpt_oss(tensors)
     found: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
@@ -36,6 +38,39 @@ def merged_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
+def _of_gpt_oss(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By its own converter: columns become rows, of gate and up the even ones and the odd ones; MXFP4 as floats."""
+    found: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        if name.endswith("_blocks"):
+            name, values = (
+                name.removesuffix("_blocks"),
+                dequantized(values, tensors[name.replace("_blocks", "_scales")]),
+            )
+        elif name.endswith(("gate_up_proj", "down_proj")):
+            values = values.swapaxes(1, 2)
+        elif name.endswith("_scales"):
+            continue
+        ending = ".bias" if name.endswith("_bias") else ".weight"
+        base = name.removesuffix("_bias")
+        if base.endswith(".gate_up_proj"):
+            found[base.replace("gate_up_proj", "gate_proj") + ending] = values[:, ::2]
+            found[base.replace("gate_up_proj", "up_proj") + ending] = values[:, 1::2]
+        elif base.endswith(".experts.down_proj") or name.endswith("sinks"):
+            found[base + ending] = values
+        else:
+            found[name] = values
+    return found
+
+
+def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """MXFP4 of safetensors, uint8 [..., groups, 16] and [..., groups], as float32 [..., 32 * groups]."""
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    values = np.where(codes > 7, -1, 1) * table[codes & 7] * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    return values.reshape(*scales.shape[:-1], -1).astype(np.float32)
+
+
 def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """What `TextModel.set_gguf_parameters` writes of any mixture, and what single converters add."""
     model_type = config["model_type"]
@@ -53,8 +88,10 @@ def write_expert_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     if not count:
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    if model_type in ("qwen2_moe", "qwen3_moe"):
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
+    if model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if model_type in ("qwen2_moe", "qwen3_moe", "gemma4_text"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])

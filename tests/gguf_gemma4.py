@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 
-__all__ = ["makers_config", "rope_freqs", "write_gemma4_sizes"]
+__all__ = ["gemma4_scale", "makers_config", "rope_freqs", "write_gemma4_sizes"]
+
+
+def gemma4_scale(name: str) -> str | None:
+    """What `Gemma4Model.modify_tensors` calls the factors of a router's inputs and of its experts; None: another
+    tensor."""
+    layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+    found = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+    target = found.get(name.partition(f".{layer}.")[2]) if layer else None
+    return None if target is None else f"blk.{layer}.{target}.scale"
 
 
 def makers_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.numpy import load_file
 
 from gguf_experts import merged_experts, write_expert_sizes
-from gguf_gemma4 import rope_freqs, write_gemma4_sizes
+from gguf_gemma4 import gemma4_scale, rope_freqs, write_gemma4_sizes
 from gguf_hybrids import HYBRID_ARCHS, HYBRID_FAMILIES, hybrid_tensors, write_hybrid_sizes
+from gpt_oss_files import ROPE as GPT_OSS_ROPE
 from hybrid_models import HYBRID_NESTED
 from tiny_checkpoints import save_tiny_checkpoint
 from tiny_models import NESTED, save_nested_model, save_tiny_model
@@ -35,7 +37,7 @@ ARCHS = {
     "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE, "qwen3_moe": MODEL_ARCH.QWEN3MOE, "olmoe": MODEL_ARCH.OLMOE,
     "mixtral": MODEL_ARCH.LLAMA, "granitemoe": MODEL_ARCH.GRANITE_MOE, "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
-    "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
+    "gpt_oss": MODEL_ARCH.GPT_OSS, "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
 }  # fmt: skip
 # What GGUF cannot say has to have the value that llama.cpp knows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -54,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
+    # llama.cpp rounds yarn's borders to whole numbers: these are the first and the last channel either way.
+    "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "beta_slow": 2.0**-20}},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
     "mistral3-ministral3": {},
@@ -66,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "gemma4": {},
     "gemma4-wide": {},
+    "gemma4-moe": {},
     "phi3": {},
     "phi3-full": {"sliding_window": None},
     "olmo2": {},
@@ -77,7 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"no_rope_layers": None},
 }
-WINDOWED = ("gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
+WINDOWED = ("gpt_oss", "gemma2", "gemma3_text", "phi3", "olmo3", "exaone4")
 PATTERNED = ("gemma3_text", "olmo3", "exaone4")
 PERMUTED = (
     "llama",
@@ -146,7 +151,10 @@ def gguf_tensors(model_dir: Path) -> dict[str, np.ndarray]:
             values = values + np.float32(1)
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        name += ".weight" if name.endswith("layer_scalar") else ""
+        if model_type == "gemma4_text" and (scale := gemma4_scale(name)) is not None:
+            found[scale] = values
+            continue
+        name += ".weight" if name.endswith("layer_scalar") or re.search(r"\.experts\.[a-z_]+$", name) else ""
         if "shared_mlp.input_linear" in name:
             layer = name.split(".")[2]
             found[f"blk.{layer}.ffn_gate.weight"], found[f"blk.{layer}.ffn_up.weight"] = np.split(values, 2)
@@ -245,7 +253,7 @@ def write_gguf(
         if values is None:
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
-        chosen = "F32" if values.ndim == 1 else chosen
+        chosen = "F32" if values.ndim == 1 or name.endswith(".bias") else chosen
         in_floats = "ffn_gate_inp" in name or name.endswith(("conv.weight", "conv1d.weight"))
         number = GGMLQuantizationType["F32" if in_floats else chosen]
         if values.ndim > 1 and values.shape[1] % gguf.GGML_QUANT_SIZES[number][0]:

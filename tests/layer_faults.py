@@ -15,6 +15,8 @@ _EQUAL = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
 _BITS = ("tests/runners/native/test_gemma4.py",)
 _ROUTE, _EXPERTS, _OF_CONFIG = "kernels/program/route.py", "kernels/program/experts.py", "models/config/experts.py"
 _ROUTED, _MIXED = ("tests/kernels/program/test_experts.py",), ("tests/runners/native/test_mixtures.py",)
+_MIXTURE = "runners/native/mixture.py"
+_BESIDE = (f"{_FAMILY}[gemma4-moe]",)
 _SPARSE = tuple(f"{_FAMILY}[{name}]" for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe"))
 
 LAYER_FAULTS = (
@@ -131,6 +133,52 @@ LAYER_FAULTS = (
         _EXPERTS,
         "op[lt.F_SCALE] + tile * groups * SCALE_BYTES",
         "op[lt.F_SCALE]",
+        *_ROUTED,
+    ),
+    (
+        "the factors of the router's inputs are dropped",
+        _MIXTURE,
+        'out.norm(f"{layer}router_in", f"{layer}router")',
+        'out.norm(f"{layer}experts_in", f"{layer}router")',
+        *_BESIDE,
+    ),
+    ("the router's root of the width is dropped", _MIXTURE, "factor=spec.hidden_size**-0.5", "factor=1.0", *_BESIDE),
+    ("factors of experts are dropped", _ROUTE, "if op[lt.F_SCALE] != 0:", "if op[lt.F_SCALE] == -1:", *_BESIDE),
+    (
+        "a share has another expert's factor",
+        _ROUTE,
+        "share *= load_f32(op[lt.F_SCALE] + 4 * load_i64(chosen + 8 * rank))",
+        "share *= load_f32(op[lt.F_SCALE] + 4 * rank)",
+        *_BESIDE,
+        *_ROUTED,
+    ),
+    (
+        "experts read what the MLP beside them reads",
+        _MIXTURE,
+        'out.norm(f"{layer}experts_in", f"{layer}router")',
+        'out.norm(f"{layer}mlp_in", f"{layer}router")',
+        *_BESIDE,
+    ),
+    (
+        "norms behind the MLP and behind the experts are exchanged",
+        "models/config/experts.py",
+        'norms=(f"{after}_1", "pre_feedforward_layernorm_2", f"{after}_2")',
+        'norms=(f"{after}_2", "pre_feedforward_layernorm_2", f"{after}_1")',
+        *_BESIDE,
+    ),
+    (
+        "experts are added to what was there",
+        _EXPERTS,
+        "if op[lt.F_ADD] == 0:",
+        "if op[lt.F_ADD] == -1:",
+        *_ROUTED,
+        *_BESIDE,
+    ),
+    (
+        "a thread clears the tiles of others",
+        _EXPERTS,
+        "for index in range(begin * LANES, end * LANES):",
+        "for index in range(op[lt.F_COUNT]):",
         *_ROUTED,
     ),
     (

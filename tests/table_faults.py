@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_MXFP4 = "models/weights/columns/mxfp4.py"
 _TABLES, _BLOCKS, _SOURCE = "models/gguf/tables.py", "models/gguf/blocks.py", "models/gguf/source.py"
 _LOADS, _TILES, _TOKENS = "kernels/linear/loads.py", "kernels/linear/int_tiles.py", "kernels/program/tokens.py"
 _PLAN, _STREAM, _HALVED = "models/packed/plan.py", "models/packed/stream.py", "models/weights/halved.py"
@@ -10,13 +11,13 @@ _OF_STREAM, _OF_HALVED = "tests/models/packed/test_stream.py", "tests/models/wei
 _OF_KERNELS, _OF_FORMS = "tests/kernels/program/test_table_format.py", "tests/kernels/linear/test_every_form.py"
 
 TABLE_FAULTS = (
-    ("table of another type", _TABLES, '("IQ4_XS", _NL)', '("IQ4_XS", _FP4)', _OF_BLOCKS),
+    ("table of another type", _TABLES, "np.array(_NL, dtype=np.int8)", "mxfp4.TABLE", _OF_BLOCKS),
     ("table: nibbles of a file in the other order", _TABLES, "[packed & np.uint8(15), packed >> np.uint8(4)]",
      "[packed >> np.uint8(4), packed & np.uint8(15)]", _OF_BLOCKS),
     ("table: scales of IQ4_XS in the other order", _TABLES, "& np.uint8(15), blocks[:, 4:8] >> np.uint8(4)]",
      ">> np.uint8(4), blocks[:, 4:8] & np.uint8(15)]", _OF_BLOCKS),
-    ("table: scales below float16 are kept", _TABLES, "_LEAST_EXPONENT = 104", "_LEAST_EXPONENT = 102", _OF_BLOCKS),
-    ("table: zeros of MXFP4 count as weights", _TABLES, "np.uint8(0x77)", "np.uint8(0xFF)", _OF_BLOCKS),
+    ("table: scales below float16 are kept", _MXFP4, "_LEAST_EXPONENT = 104", "_LEAST_EXPONENT = 102", _OF_BLOCKS),
+    ("table: zeros of MXFP4 count as weights", _MXFP4, "np.uint8(0x77)", "np.uint8(0xFF)", _OF_BLOCKS),
     ("table: scales above float16 are taken", _SOURCE, "if tensor.type in WORKED_OUT and not",
      "if tensor.type == 'Q8_0' and not", _OF_FILES),
     ("Q3_K: codes off by one", _BLOCKS, "codes + np.uint8(28)", "codes + np.uint8(27)", _OF_BLOCKS),

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from gpt_oss_files import SIZES as GPT_OSS
 from hybrid_models import HYBRID_NESTED, HYBRIDS
 from tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, VOCAB_SIZE, save_tokenizer
 
@@ -104,6 +105,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "final_logit_softcapping": 8.0,
     },
+    "gemma4-moe": {
+        **_GEMMA4,
+        "layer_types": _LOCAL_GLOBAL[:3],
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 12,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 64,
+    },
     "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
     "olmo2": {},
     "olmo3": {
@@ -187,6 +202,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.4,
     },
+    "gpt_oss": GPT_OSS,
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 12,
@@ -327,8 +343,16 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
                 weight.mul_(weight.shape[0] ** -0.5)  # its scores are not divided by sqrt(head_dim)
         elif name.endswith("A_log"):
             weight.copy_(noise - 2.5)  # states that last for some twenty tokens
+        elif name.endswith("router.scale"):
+            weight.copy_(noise * weight.shape[0] ** 0.5)  # divided by as much again
+        elif name.endswith("per_expert_scale"):
+            weight.copy_(1.0 + 0.3 * noise)
         elif weight.dim() == 1:
-            weight.copy_(0.3 * noise)
+            weight.copy_((1.0 if name.endswith("sinks") else 0.3) * noise)
+        elif name.endswith("proj_bias"):
+            weight.copy_(noise)
+        elif model.config.model_type == "gpt_oss" and "experts" in name:
+            weight.copy_(4 * noise / weight.shape[1] ** 0.5)  # so that gates are limited; columns are outputs
         elif "embed" in name:
             weight.copy_(noise if not model.config.tie_word_embeddings else 0.1 * noise)
         else:

@@ -255,12 +255,22 @@ NUMBERED = """\
 
 CHANNELS = """\
 {%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{% endif %}
-{%- for m in messages %}{{ '<|start|>' + m.role }}
-{%- if m.tool_calls %}
-{%- for call in m.tool_calls %}{{ ' to=functions.' + call.function.name + '<|channel|>commentary json<|message|>' }}
-{{- call.function.arguments | tojson + '<|call|>' }}{% endfor %}
-{%- else %}{{ '<|channel|>final' if m.role == 'assistant' else '' }}{{ '<|message|>' + m.content + '<|end|>' }}
-{%- endif %}{% endfor %}
+{%- set ns = namespace(name='') %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}{% set call = m.tool_calls[0].function %}{% set ns.name = call.name %}
+{%- if m.content and m.thinking %}{{ raise_exception('content or thinking in front of a call, not both') }}{% endif %}
+{%- if m.content or m.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- elif m.role == 'assistant' %}
+{%- if '<|channel|>final<|message|>' in m.content %}{{ raise_exception('a header in the content') }}{% endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- elif m.role == 'tool' %}
+{{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + m.content | tojson }}
+{{- '<|end|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -16,10 +18,13 @@ from kvboost_edge.cli.inspect import installed_route, shown
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.selection import available_on, select_path
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
+from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.choice import RUNNERS, plan_of
@@ -33,18 +38,21 @@ _PACKAGES = (
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print the sections; a model that cannot be found or read is reported in its section, not raised."""
+    """Print the sections. A model that cannot be read, that no runner takes or that does not fit is reported in its
+    section, and the command ends with 1."""
     config = EngineConfig.from_options(**options)
     report = doctor_report(model, options, config)
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
-        return
-    console = Console()
-    for section, figures in report.items():
-        table = Table(title=section, title_justify="left", show_header=False)
-        for name, value in figures.items():
-            table.add_row(name.replace("_", " "), shown(name, value))
-        console.print(table)
+    else:
+        console = Console()
+        for section, figures in report.items():
+            table = Table(title=section, title_justify="left", show_header=False)
+            for name, value in figures.items():
+                table.add_row(name.replace("_", " "), shown(name, value))
+            console.print(table)
+    if not report[f"Model {model}"].get("fits"):
+        raise typer.Exit(1)
 
 
 def doctor_report(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, dict[str, Any]]:
@@ -137,9 +145,14 @@ def _versions() -> dict[str, Any]:
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
         with found_model(model, options, Console(stderr=True)) as path:
-            checkpoint = Checkpoint.open(path, rope_range=config.rope_range)
+            cache_dir = None if config.pack_cache else NO_CACHE
+            checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
             found = installed_route(checkpoint, config)
-            return {**found, "chunk_reuse": _chunk_reuse(checkpoint, config, found)}
+            return {
+                **found,
+                "chunk_reuse": _chunk_reuse(checkpoint, config, found),
+                **_memory_of(checkpoint, config, found),
+            }
     except KVBoostError as error:
         return {"problem": str(error)}
 
@@ -154,3 +167,71 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
     if config.reuse_gate == "off":
         return "yes, untested: reuse_gate='off'"
     return "yes, if the model passes a test at the first request for it; `warmup --mode chunk_kv_reuse` runs it"
+
+
+def _memory_of(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the model fits, by the engine's own arithmetic; nothing of it is packed or loaded."""
+    if found["runner"] not in RUNNERS:
+        return {"fits": False, "fit_reason": found["runner_reason"]}
+    selected, summary = select_path(checkpoint, config), checkpoint.summary()
+    fit = plan_fit(checkpoint, config, selected, summary, available_on(selected.backend.device))
+    kv, weights = fit.info.kv_spec, selected.runner.weights
+    sizes = {
+        "file_bytes": checkpoint.file_bytes,
+        "weight_bytes": fit.info.weight_bytes,
+        "pool_bytes": fit.pool,
+        "pool_tokens": fit.pool_tokens,
+        "state_bytes": fit.states,
+        "context": fit.info.max_context,
+        "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
+        "needed_bytes": fit.needed,
+        "available_bytes": fit.available,
+    }
+    report = {"fits": not fit.refusal, "fit_reason": fit.refusal or _why_it_fits(fit), **sizes}
+    if not weights:
+        return report
+    packed = format_bytes(checkpoint)
+    report |= {f"packed_bytes_{name}": count for name, count in packed.items()}
+    report |= _packing(checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads)
+    return {**report, "knobs": _knobs(fit, packed)}
+
+
+def _why_it_fits(fit: Fit) -> str:
+    spare = fit.available - fit.needed
+    return (
+        f"{_gb(fit.needed)} of weights, pool and states, {_gb(fit.available)} available: {_gb(spare)} stay for the rest"
+    )
+
+
+def _packing(
+    checkpoint: Checkpoint, weights: str, size: int, files: Sequence[Path], num_threads: int | None
+) -> dict[str, Any]:
+    """What packing takes, once, of disk and of memory."""
+    place = packed_place(checkpoint, weights, files, num_threads)
+    if place.is_there:
+        return {"packed_file": f"{place.path}: there already"}
+    if place.path is None:
+        where = "none (pack_cache=False): the weights are packed into memory at every start"
+    elif place.free < size:
+        where = (
+            f"no room: it takes {_gb(size)} beside the {_gb(checkpoint.file_bytes)} of the model, and {place.path} has "
+            f"{_gb(place.free)}; the weights would be packed into memory at every start. Make room, or point "
+            "KVBOOST_EDGE_CACHE to another disk"
+        )
+    else:
+        where = f"will be written to {place.path}: {_gb(size)} beside the {_gb(checkpoint.file_bytes)} of the model"
+    return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
+
+
+def _knobs(fit: Fit, packed: Mapping[str, int]) -> str:
+    """What makes the model smaller, with what it comes to."""
+    smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
+    found = [f"weights={name!r}: {_gb(count)}" for name, count in sorted(smaller.items(), key=lambda item: item[1])]
+    if fit.info.stores_kv:
+        found.append(f"max_cache_bytes or num_blocks: the pool, at most {_gb(fit.beside)}")
+        found.append("kv_cache_bits=8 or 4: the bytes of a token")
+    return "; ".join(found)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -12,8 +12,9 @@ from typing import Any
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import MemoryLedger, check_weights_fit, num_open_blocks, plan_num_blocks
-from kvboost_edge.engine.selection import Selection, available_on, loaded_bytes, select_path
+from kvboost_edge.engine.fit import plan_fit
+from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.selection import Selection, available_on, select_path
 from kvboost_edge.engine.state_budget import check_options, plan_states, redis_refusal
 from kvboost_edge.engine.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
@@ -50,7 +51,8 @@ _DEFAULTS = EngineConfig()
 class EngineParts:
     """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and KV format from
     others, whoever uses them; `backend_reason` says why this backend was taken; `max_num_seqs` sequences run together.
-    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that.
+    `pooling` says how an embedding model makes vectors of texts, `dense` are the matrices behind that. `suppressed`:
+    tokens that are never an answer's.
     """
 
     runner: Runner
@@ -66,6 +68,7 @@ class EngineParts:
     tiers: tuple[Tier, ...] = ()
     pooling: Pooling = UNSAID
     dense: Matrices = ()
+    suppressed: tuple[int, ...] = ()
 
 
 def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None) -> EngineParts:
@@ -87,17 +90,18 @@ def build_from_path(path_or_id: str | Path, config: EngineConfig, progress: Prog
         _check_both_ways(checkpoint, config)
     dense = checkpoint.dense()
     selected = select_path(checkpoint, config)
-    device = selected.backend.device
+    device, beside = selected.backend.device, None
     if not device.startswith("cuda"):
-        check_weights_fit(
-            loaded_bytes(checkpoint, summary, selected.runner, config.dtype, device), available_on(device)
-        )
+        fit = plan_fit(checkpoint, config, selected, summary, available_on(device))
+        fit.check()
+        beside = fit.beside
     tokenizer = load_tokenizer(checkpoint)
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
-    parts = _assemble(config, selected.backend, runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)
-    return dataclasses.replace(parts, pooling=pooling, dense=dense)
+    eos = frozenset(defaults.eos_token_ids)
+    parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside)
+    return dataclasses.replace(parts, pooling=pooling, dense=dense, suppressed=defaults.suppressed_token_ids)
 
 
 def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -177,7 +181,8 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
         torch.set_num_threads(config.num_threads)
     runner = TorchRunner(model, block_size=config.block_size, kv_bits=config.kv_bits)
     fingerprint = fingerprint_of_module(model, tokenizer)
-    return _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
+    parts = _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
+    return dataclasses.replace(parts, suppressed=defaults.suppressed_token_ids)
 
 
 def _assemble(
@@ -187,10 +192,12 @@ def _assemble(
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
     fingerprint: str,
+    beside: int | None = None,
 ) -> EngineParts:
+    """beside: memory for the pool, as it was planned before the weights were loaded."""
     info = runner.info
     with _closed_on_error(runner):
-        available = available_on(choice.device)
+        available = available_on(choice.device) if beside is None else min(beside, available_on(choice.device))
         num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         check_options(config, info)

@@ -376,7 +376,7 @@ class EngineCore:
         self.scheduler.finish(sequence)
         self._pace.ended(sequence)
         if error is None and reason in ("stop", "length"):
-            self.answers.keep(sequence.request.root, *sequence.answer())
+            self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
             self.scheduler.speculation.remember(sequence)
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
 

@@ -277,7 +277,8 @@ class CPUPagedEngine(Embeds, TellsResidency):
 
     def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
         """The token ids of this tenant's answers; chat messages given as a prompt use them by themselves."""
-        return KeptAnswers(self._core.answers, self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt)))
+        owner, root = (self._intake.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt))
+        return KeptAnswers(self._core.answers, owner, root)
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
         """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal paged path.

@@ -20,7 +20,7 @@ from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_float
 from kvboost_edge.engine.seeds import Seeds
 from kvboost_edge.engine.state_budget import speculation_refusal, states_refusal
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import narrowed_root, shared_root
+from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
 from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.text.borders import user_starts
@@ -253,6 +253,7 @@ class Intake:
             stores_nothing=not info.stores_kv,
             prefill_only=prefill_only,
             root=root,
+            suppressed=self._parts.suppressed,
             tenant=tenant,
             weight=terms.weight,
             priority=terms.priority,
@@ -270,7 +271,18 @@ class Intake:
             max_draft_tokens=0 if prefill_only or logits_start is not None else self._most_drafted(terms),
             grammar=self._grammar(params, needs_logits=prefill_only or logits_start is not None),
             always_drafts=(terms.speculation or self._config.speculation) == "on",
+            prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
         )
+
+    def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:
+        """Hashes of blocks that the prompt has; whether they are right nobody needs to know."""
+        full = num_tokens // self._config.block_size
+        if len(known) % HASH_BYTES or len(known) > full * HASH_BYTES:
+            raise RequestError(
+                f"prefix_hashes has {len(known)} bytes; the prompt has {full} full blocks of {self._config.block_size} "
+                f"tokens, each with a hash of {HASH_BYTES} bytes"
+            )
+        return known
 
     def _hints(self, terms: Terms, ids: Sequence[int]) -> tuple[int, ...]:
         """Where states are kept besides where they are in any case: where the user's messages begin."""

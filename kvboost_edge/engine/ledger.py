@@ -15,6 +15,7 @@ from kvboost_edge.runners.base import RunnerInfo
 __all__ = [
     "MemoryLedger",
     "check_weights_fit",
+    "memory_beside",
     "most_sequences",
     "num_open_blocks",
     "plan_num_blocks",
@@ -83,12 +84,19 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     if weight_bytes > available:
         raise CapacityError(
             f"the weights take {_gb(weight_bytes)}, {_gb(available)} of memory are available; "
-            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'"
+            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'; `kvboost-edge doctor MODEL` "
+            "shows what each format takes"
         )
 
 
+def memory_beside(available: int, weight_bytes: int) -> int:
+    """What is left for a pool of the memory that was available before the weights were loaded. Weights of a mapped file
+    go on counting as available once they are: a pool made of that would drive them out again and again."""
+    return max(0, available - weight_bytes)
+
+
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
-    """Blocks of the pool. `available` is memory free now, after the weights were loaded.
+    """Blocks of the pool. `available` is memory beside the weights, see `memory_beside`.
 
     Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that is None), at least
     one block. The buffers of open blocks that a quantized pool needs come out of the same bytes.

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kvboost_edge.engine.results import Missed
 from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -37,6 +38,10 @@ class Shelf(Protocol):
         """Whether the block is there, or might be."""
         ...
 
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Names of the places that had the block and dropped it."""
+        ...
+
     def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
         """Bring consecutive blocks of a chain, and then the state behind them."""
         ...
@@ -55,6 +60,9 @@ class NoShelf:
 
     def may_hold(self, prefix_hash: bytes) -> bool:
         return False
+
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        return []
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
         raise AssertionError("nothing is there to be fetched")
@@ -151,21 +159,23 @@ class Loads:
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None where that is
         nothing, or where the whole sequence would find no room."""
-        return self._begin(sequence, sequence.cacheable_ids, sequence.request.root, spare_blocks, is_prefix=True)
+        request = sequence.request
+        known = request.prefix_hashes
+        return self._begin(sequence, sequence.cacheable_ids, request.root, spare_blocks, known, is_prefix=True)
 
     def begin_run(self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int) -> Load | None:
         """The same for a text of the chain of `root` that holds a run of the sequence's tokens, whole blocks."""
         # One more token, because of a quantized pool the block of the last one is never served.
-        return self._begin(sequence, [*token_ids, 0], root, spare_blocks, is_prefix=False)
+        return self._begin(sequence, [*token_ids, 0], root, spare_blocks, b"", is_prefix=False)
 
     def _begin(
-        self, sequence: Request, ids: Sequence[int], root: bytes, spare_blocks: int, *, is_prefix: bool
+        self, sequence: Request, ids: Sequence[int], root: bytes, spare_blocks: int, known: bytes, *, is_prefix: bool
     ) -> Load | None:
-        if self._is_stuck:
+        if self._is_stuck or not self.has_shelf:
             return None
         manager, size = self._manager, self._manager.block_size
-        first, keys = manager.content.keys_after(ids, root)
-        keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), keys))
+        first, after = manager.content.keys_after(ids, root, known)
+        keys = list(itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after))
         if manager.states is not None:
             # Blocks behind the deepest state are of no use; its own come again where only the state was dropped.
             held = [number for number, key in enumerate(keys, 1) if self._shelf.may_hold(key.state.prefix_hash)]
@@ -173,7 +183,7 @@ class Loads:
         if not keys:
             return None
         token_ids = list(ids[: (first + len(keys)) * size])
-        table = manager.open_table(token_ids, root, count=False, owner=sequence.tenant)
+        table = manager.open_table(token_ids, root, count=False, owner=sequence.tenant, known=known)
         behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
         lacks_slot = manager.states is not None and not manager.states.has_room(table)
         if lacks_slot or manager.blocks_needed(table, len(token_ids)) + behind > spare_blocks:
@@ -193,6 +203,14 @@ class Loads:
         if table.num_cached_tokens and self.has_shelf:
             hashes = self._manager.content.chain(table)
             self._shelf.touch(hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])])
+
+    def missed(self, table: BlockTable) -> Missed:
+        """Why the token after what the cache serves a table is not there, and where it once was."""
+        if table.missed_hash is None or table.miss_reason == "state":
+            return Missed(table.miss_reason)
+        pool = ["pool"] if table.miss_reason == "evicted" else []
+        dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))
+        return Missed("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Load) -> None:
         """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where it is under way; a

@@ -124,10 +124,13 @@ class Entry(NamedTuple):
 
     at            when the caller's call began, seconds of `time.perf_counter`
     prompt_text   what the result's `prompt` says; None: the text, or the token ids decoded
+    prefix_hashes   of the prompt's full blocks, or of the first of them, 32 bytes each in one piece, where the caller
+                  has hashed them; see `hashing.known_hash` for what becomes of wrong ones
     """
 
     at: float
     prompt_text: str | None = None
+    prefix_hashes: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +147,7 @@ class Request:
     stores_nothing   all of it is one pass whose keys and values nobody finds
     prefill_only     the prompt is computed and nothing is generated
     root             where its prefix hashes start; tenant and salt are in it
+    prefix_hashes    of the prompt's first full blocks, as the caller gave them (`Entry`)
     tenant           whose it is: the root without the salt
     weight           the tenant's share beside other tenants'
     priority         lower runs earlier
@@ -158,6 +162,7 @@ class Request:
     grammar          what its answer fits
     pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it is unpinned
     pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins leave room
+    suppressed       tokens that the model's files say are never an answer's
     pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there are other tenants
     """
 
@@ -176,6 +181,7 @@ class Request:
     wants_states: bool = False
     stores_nothing: bool = False
     prefill_only: bool = False
+    suppressed: tuple[int, ...] = ()
     tenant: bytes = b""
     weight: float = 1.0
     priority: int = 0
@@ -193,6 +199,7 @@ class Request:
     max_draft_tokens: int = 0
     grammar: Grammar | None = None
     always_drafts: bool = False
+    prefix_hashes: bytes = b""
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -29,6 +29,12 @@ class TellsResidency:
         with self._core.reading():
             return self._parts.manager.events.take(whole)
 
+    def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
+        """The same of each tier outside the pool, by name: what it is known to hold without asking a device or a
+        server. What leaves a tier is told some time later. For one asker; costs nothing before the first call."""
+        self._core.check_open()
+        return {name: CacheEvents(*held) for name, held in self._core.tiering.take_held(whole).items()}
+
     def cache_stats(self) -> dict[str, float]:
         """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
         with self._core.reading():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvboost_edge.config import GenerationMode
 
 __all__ = [
     "CorrectnessReport",
     "GenerationResult",
+    "Missed",
     "PromptCheck",
     "TokenLogprobs",
     "WarmResult",
@@ -25,6 +27,13 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class Missed(NamedTuple):
+    """Why a prompt was not served further, see `GenerationResult`."""
+
+    miss_reason: str
+    evicted_from: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,7 @@ class GenerationResult:
                          state before it, of a model that has such, is not: the deepest is behind `cached_tokens`, KV
                          up to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for computing; "not_started"
                          the request ended while it waited
+    evicted_from         the pool and tiers that had its block and dropped it, the nearest first; () unless "evicted"
     ttft_ms              entry of the call to the first token (the whole time if none came)
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
@@ -74,6 +84,7 @@ class GenerationResult:
     kv_reuse_ratio: float
     hit_tokens: Mapping[str, int]
     miss_reason: str
+    evicted_from: tuple[str, ...] = ()
     ttft_ms: float
     total_ms: float
     tokens_per_sec: float

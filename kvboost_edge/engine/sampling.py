@@ -1,8 +1,8 @@
 """From logits to the next token: a closure with only the enabled steps. NumPy only.
 
-The steps run in this order: penalties, logit bias, temperature, top_k, top_p, min_p, draw. Ties are broken by token
-id. The random number of a token is Philox keyed by (seed, position), so that it depends neither on the batch nor on
-preemption.
+The steps run in this order: penalties, logit bias, tokens that are never drawn, temperature, top_k, top_p, min_p, draw.
+Ties are broken by token id. The random number of a token is Philox keyed by (seed, position), so that it depends
+neither on the batch nor on preemption.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random())
 
 
-def make_sampler(params: SamplingParams, seed: int) -> Sampler:
-    """A sampler for one request. It keeps no state between calls: everything follows from its arguments."""
-    adjust = _make_adjust(params)
+def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = ()) -> Sampler:
+    """A sampler for one request. It keeps no state between calls: everything follows from its arguments.
+
+    suppressed: tokens that are not drawn, whatever bias they have; what log probabilities tell is the model's own."""
+    adjust = _make_adjust(params, suppressed)
     if not params.samples:
         return lambda logits, token_ids, num_prompt: int(np.argmax(adjust(logits, token_ids, num_prompt)))
 
@@ -71,8 +73,11 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
     return TokenLogprobs(token_id, float(wide[token_id] - log_norm), top)
 
 
-def _make_adjust(params: SamplingParams) -> Callable[[Floats, Sequence[int], int], Floats]:
-    """Penalties and bias. The result is the given array itself when nothing is enabled, else a copy."""
+def _make_adjust(
+    params: SamplingParams, suppressed: Sequence[int] = ()
+) -> Callable[[Floats, Sequence[int], int], Floats]:
+    """Penalties, bias, and what is never drawn. The result is the given array itself when nothing is enabled, else a
+    copy."""
     steps: list[Callable[[Floats, Sequence[int], int], None]] = []
     if params.repetition_penalty != 1.0:
         penalty = np.float32(params.repetition_penalty)
@@ -98,6 +103,13 @@ def _make_adjust(params: SamplingParams) -> Callable[[Floats, Sequence[int], int
             logits[biased] += values
 
         steps.append(bias)
+    if suppressed:
+        never = np.array(suppressed, np.int64)
+
+        def suppress(logits: Floats, token_ids: Sequence[int], num_prompt: int) -> None:
+            logits[never] = -np.inf
+
+        steps.append(suppress)
     if not steps:
         return lambda logits, token_ids, num_prompt: logits
 

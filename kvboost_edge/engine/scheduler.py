@@ -209,7 +209,9 @@ class Scheduler:
         """Whether another sequence is computing blocks that this one can share. Its tokens are looked up again only
         when what it waited for has come, or will not come any more."""
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
-            sequence.awaited_hash = self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)
+            request = sequence.request
+            awaited = self.manager.awaited_hash(sequence.cacheable_ids, request.root, request.prefix_hashes)
+            sequence.awaited_hash = awaited
         return sequence.awaited_hash is not None
 
     def _is_loading(self, sequence: Sequence) -> bool:
@@ -249,6 +251,7 @@ class Scheduler:
                 count=first,
                 owner=sequence.tenant,
                 again=sequence.request.expect_reuse,
+                known=sequence.request.prefix_hashes,
                 hints=sequence.request.snapshot_hints,
             )
             try:
@@ -256,7 +259,7 @@ class Scheduler:
                     self._extend(sequence, table, sequence.num_tokens, plan)
                     self.waiting.remove(sequence)
                     bisect.insort(self.running, sequence, key=_BY_RANK)
-                    sequence.admit(table)
+                    sequence.admit(table, self.loads.missed(table))
                     self.loads.used(table)
                     return True
             except BaseException:

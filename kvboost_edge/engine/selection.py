@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import planned_pool_bytes
+from kvboost_edge.engine.ledger import memory_beside, planned_pool_bytes
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -20,15 +20,15 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.weights.source import WeightSummary
-from kvboost_edge.runners.base import ModelTraits
+from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
 from kvboost_edge.runners.native.plan import native_kv_spec
 from kvboost_edge.runners.onnx.plan import onnx_kv_spec
 from kvboost_edge.runners.torch.plan import compute_dtype
 
 __all__ = [
-    "PlannedMemory", "Selection", "available_on", "loaded_bytes", "planned_kv_spec", "planned_memory", "select_path",
-    "usable_context",
+    "PlannedMemory", "Selection", "available_on", "loaded_bytes", "planned_info", "planned_kv_spec", "planned_memory",
+    "select_path", "usable_context",
 ]  # fmt: skip
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,13 +92,33 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     cache_dir = None if config.pack_cache else NO_CACHE
     checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
     selected = select_path(checkpoint, config)
+    device = selected.backend.device
+    info = planned_info(checkpoint, config, selected, checkpoint.summary())
+    beside = memory_beside(available_on(device), info.weight_bytes)
+    pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside) if info.stores_kv else 0
+    return PlannedMemory(info.weight_bytes, pool, device)
+
+
+def planned_info(
+    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary
+) -> RunnerInfo:
+    """What the runner will say of itself, as far as it concerns memory; nothing is loaded."""
     device, runner = selected.backend.device, selected.runner
-    weights = loaded_bytes(checkpoint, checkpoint.summary(), runner, config.dtype, device)
-    if attends_both_ways(checkpoint.config):
-        return PlannedMemory(weights, 0, device)
-    spec = planned_kv_spec(checkpoint, config, runner.name, runner.weights, device)
-    pool = planned_pool_bytes(config, spec, usable_context(checkpoint.config), available_on(device))
-    return PlannedMemory(weights, pool, device)
+    stores_kv = not attends_both_ways(checkpoint.config)
+    spec = KVSpec((), config.block_size, "float32")
+    if stores_kv:
+        spec = planned_kv_spec(checkpoint, config, runner.name, runner.weights, device)
+    return RunnerInfo(
+        name=runner.name,
+        architecture=str(text_config(checkpoint.config).get("model_type")),
+        dtype=runner.weights or config.dtype,
+        vocab_size=size_of(text_config(checkpoint.config), "vocab_size") or 0,
+        max_context=usable_context(checkpoint.config),
+        weight_bytes=loaded_bytes(checkpoint, summary, runner, config.dtype, device),
+        kv_spec=spec,
+        copies_kv=runner.name == "onnx",
+        stores_kv=stores_kv,
+    )
 
 
 def planned_kv_spec(checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str) -> KVSpec:

@@ -15,7 +15,7 @@ from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.loaded import Loaded
 from kvboost_edge.engine.phases import phase_times
 from kvboost_edge.engine.request import Request
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.results import GenerationResult, Missed, TokenLogprobs
 from kvboost_edge.engine.sampling import make_sampler, token_logprobs
 from kvboost_edge.engine.work import ScheduledTokens
 from kvboost_edge.reuse.probe import Probe
@@ -100,9 +100,9 @@ class Sequence:
         self._num_shared = 0  # their tokens
         self.looked_up_at: float | None = None
         self.admitted_at: float | None = None
-        self.miss_reason = "not_started"
+        self.missed = Missed("not_started")
         self.logits: list[Floats] = []
-        self._sample = make_sampler(request.params, request.seed)
+        self._sample = make_sampler(request.params, request.seed, request.suppressed)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopChecker(request.params.stop)
         self._text: list[str] = []
@@ -261,8 +261,8 @@ class Sequence:
         if self.admitted_at is None:
             self.looked_up_at = time.perf_counter()
 
-    def admit(self, table: BlockTable) -> None:
-        """Start or resume on a fresh table; what the cache served counts as computed."""
+    def admit(self, table: BlockTable, missed: Missed) -> None:
+        """Start or resume on a fresh table; what the cache served counts as computed, `missed` is why no more was."""
         self.table = table
         self.status = SequenceStatus.RUNNING
         self._take_spans(table)
@@ -272,7 +272,7 @@ class Sequence:
             self.handle.cached_tokens = self.num_cached_tokens = table.num_cached_tokens
             self.num_matched_tokens = table.num_matched_tokens
             bypassed = not self.uses_cache or self.logits_from is not None
-            self.miss_reason = "bypassed" if bypassed else table.miss_reason
+            self.missed = Missed("bypassed") if bypassed else missed
 
     def forget_computed(self) -> None:
         """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The list itself stays,
@@ -368,7 +368,7 @@ class Sequence:
             kv_reuse_ratio=(self.num_cached_tokens + self.num_span_tokens) / request.num_prompt_tokens,
             hit_tokens=self._loaded.split(self.num_cached_tokens),
             matched_tokens=self.num_matched_tokens,
-            miss_reason=self.miss_reason,
+            **self.missed._asdict(),
             ttft_ms=times[0] if times else total_ms,
             total_ms=total_ms,
             tokens_per_sec=len(output_ids) / total_ms * 1e3,

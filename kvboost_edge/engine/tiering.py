@@ -23,6 +23,7 @@ from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
+from kvboost_edge.tiers.holdings import Held
 from kvboost_edge.tiers.mover import Mover, Piece
 
 __all__ = ["MoverShelf", "Tiering", "Untiered", "check_tiers", "make_tiering", "open_tiers", "tier_places"]
@@ -96,6 +97,7 @@ class MoverShelf:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self.may_hold, self.cancel, self.touch = mover.may_hold, mover.cancel, mover.touch
+        self.dropped_from = mover.dropped_from
 
     def fetch(self, ticket: int, keys: Sequence[ContentKey], state: ContentKey | None) -> None:
         """Bring consecutive blocks of a chain, and then the state behind them."""
@@ -136,6 +138,10 @@ class Untiered:
 
     def stats(self) -> Mapping[str, TierStats]:
         """Of each tier, by name."""
+        return {}
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        """What came to each tier and left it since the last call, by name; from any thread, for one asker."""
         return {}
 
     @property
@@ -278,6 +284,9 @@ class Tiering(Untiered):
 
     def stats(self) -> Mapping[str, TierStats]:
         return self._mover.stats()
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        return self._mover.take_held(whole)
 
     @property
     def num_lost(self) -> int:

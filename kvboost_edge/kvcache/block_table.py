@@ -119,6 +119,7 @@ class BlockTable:
     reserve              own blocks that are in no part yet: what is computed of the spans after all goes there
     owner                whose blocks they are, for the eviction policy
     miss_reason          why the token after the cached ones was not served; see `Lookup.miss_reason`
+    missed_hash          prefix hash of the full block it lies in; None where it lies in none, or nobody looked
     """
 
     __slots__ = (
@@ -135,6 +136,7 @@ class BlockTable:
         "_withdrawn",
         "block_ids",
         "miss_reason",
+        "missed_hash",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_matched_tokens",
@@ -155,6 +157,7 @@ class BlockTable:
         self.root = root
         self.owner = owner
         self.miss_reason = "bypassed"
+        self.missed_hash: bytes | None = None
         self._serial = serial
         # The chain so far: how many full blocks it covers, the hash and the identity of the last of them.
         self._num_chained = 0

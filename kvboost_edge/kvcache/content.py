@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
 from kvboost_edge.kvcache.hashing import LoneRoot, encode_tokens, state_hash
 from kvboost_edge.kvcache.lookup import Lookup
-from kvboost_edge.kvcache.prefix_index import PrefixIndex
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
 __all__ = [
     "BLOCK_CACHED",
@@ -113,17 +113,19 @@ class Content:
         """Prefix hashes of published blocks, in their order."""
         return [entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None]
 
-    def keys_after(self, token_ids: Sequence[int], root: bytes) -> tuple[int, list[ContentKey]]:
+    def keys_after(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> tuple[int, Iterator[ContentKey]]:
         """(blocks of the longest published prefix, keys of the full blocks after it that could be served once they are
-        in the pool). Changes nothing."""
+        in the pool, each hashed when it is asked for). Changes nothing. `known` (see `Lookup`) finds the prefix and
+        names nothing: a tier believes the hash it is asked by."""
         data = encode_tokens(token_ids)
-        match = self._lookup.match(data, root)
+        match = self._lookup.named(data, self._lookup.match(data, root, known))
+        return len(match.block_ids), self._keys(data, match)
+
+    def _keys(self, data: bytes, match: PrefixMatch) -> Iterator[ContentKey]:
         size, parent = self._lookup.block_bytes, match.prefix_hash
-        keys: list[ContentKey] = []
         for index, prefix_hash in enumerate(self._lookup.awaitable(data, match), len(match.block_ids)):
-            keys.append(ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size]))
+            yield ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size])
             parent = prefix_hash
-        return len(match.block_ids), keys
 
 
 class BlockCounts:

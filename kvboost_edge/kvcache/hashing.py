@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from kvboost_edge.errors import RequestError
 
 __all__ = [
+    "HASH_BYTES",
     "TOKEN_BYTES",
     "HashFn",
     "LoneRoot",
     "chain_hash",
     "decode_tokens",
     "encode_tokens",
+    "known_hash",
     "narrowed_root",
+    "prefix_hashes",
     "root_hash",
     "shared_root",
     "state_hash",
@@ -28,6 +31,7 @@ __all__ = [
 HashFn = Callable[[bytes, bytes], bytes]
 
 TOKEN_BYTES = 4
+HASH_BYTES = 32
 _MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -98,6 +102,26 @@ def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:
 def chain_hash(parent: bytes, tokens_le_u32: bytes) -> bytes:
     """Return the 32-byte prefix hash of a full block: SHA-256 of its parent's hash and its own tokens."""
     return hashlib.sha256(parent + tokens_le_u32).digest()
+
+
+def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tuple[bytes, ...]:
+    """The prefix hashes (32 bytes each) of the full blocks of a prompt, in order; RequestError for wrong ids."""
+    data, size = encode_tokens(token_ids), block_size * TOKEN_BYTES
+    found: list[bytes] = []
+    parent = root
+    for start in range(0, len(data) - size + 1, size):
+        parent = chain_hash(parent, data[start : start + size])
+        found.append(parent)
+    return tuple(found)
+
+
+def known_hash(known: bytes, index: int) -> bytes:
+    """Block `index` of a chain that somebody else hashed, 32 bytes a block in one piece; b"" beyond its end.
+
+    Whoever takes it looks blocks up by it, and compares tokens and parents of what it finds: a wrong one finds nothing.
+    Nothing may be named by it, neither a block that is published nor one that is read from a tier.
+    """
+    return known[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:

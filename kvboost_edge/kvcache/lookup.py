@@ -16,7 +16,8 @@ _FORGOTTEN_PER_BLOCK = 2
 
 
 class Lookup:
-    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of its chain.
+    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of its chain, `known`
+    the hashes of its first blocks that need not be computed, see `PrefixIndex.match`.
 
     `whole_blocks`: for storage whose full blocks cannot be written into again (quantized ones): the block of the last
     token is then never served, where other storage serves all of it but that token. `deepest`: of a model with states,
@@ -49,9 +50,9 @@ class Lookup:
         """Bytes of a block's encoded tokens."""
         return self._block_size * TOKEN_BYTES
 
-    def match(self, data: bytes, root: bytes) -> PrefixMatch:
+    def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
         """The longest published prefix that may be shared."""
-        found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn)
+        found = self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
         covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
         if self.whole_blocks and found.block_ids and covers_all:
             # Nothing is left to wait for: the last block is there, it may just not be written into.
@@ -73,17 +74,24 @@ class Lookup:
         """Tokens a match serves: at least the last one is left to compute."""
         return min(len(match.block_ids) * self._block_size, max(num_tokens - 1, 0))
 
-    def rest(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+    def rest(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
         """Hashes of the full blocks after the match."""
-        return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn)
+        return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn, known)
 
-    def awaitable(self, data: bytes, match: PrefixMatch) -> Iterator[bytes]:
+    def awaitable(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
         """Those of them that would be served once they are there."""
-        rest = self.rest(data, match)
+        rest = self.rest(data, match, known)
         if not self.whole_blocks:
             return rest
         servable_blocks = max(len(data) // TOKEN_BYTES - 1, 0) // self._block_size
         return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
+
+    def named(self, data: bytes, match: PrefixMatch) -> PrefixMatch:
+        """A match whose hashes are all computed here, whatever was known of its chain."""
+        if match.next_hash is None:
+            return match
+        start = len(match.block_ids) * self.block_bytes
+        return match._replace(next_hash=self._hash_fn(match.prefix_hash, data[start : start + self.block_bytes]))
 
     def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
         """Remember that a published block was dropped; evicted after more than one use, or after one."""

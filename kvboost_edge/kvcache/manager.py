@@ -98,6 +98,7 @@ class KVCacheManager(BlockCounts):
         count: bool = True,
         owner: bytes = b"",
         again: bool = False,
+        known: bytes = b"",
         hints: Iterable[int] = (),
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
@@ -108,13 +109,13 @@ class KVCacheManager(BlockCounts):
         the prompt that are left to compute are claimed, see `awaited_hash`. `use_cache=False` shares and claims
         nothing, `count=False` leaves hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is
         whose blocks they are for the eviction policy; tables of one root have one owner; with `again` all of them
-        count as used again, see `Uses`. `hints`: positions where a prompt that begins alike may go on otherwise; states
-        are kept there. Takes no free block outside the match, so it cannot fail for lack of room.
+        count as used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that begins alike may go on
+        otherwise; states are kept there. Takes no free block outside the match, so it cannot fail for lack of room.
         Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
         table = BlockTable(self._next_table, root, owner, again)
-        match = self._lookup.match(data, root) if use_cache else None
+        match = self._lookup.match(data, root, known) if use_cache else None
         if match is not None:
             for block_id in match.block_ids:
                 self._pool.touch(block_id)
@@ -123,9 +124,9 @@ class KVCacheManager(BlockCounts):
             table._chain_hash, table._chain_serial = match.prefix_hash, match.serial
             table.num_cached_tokens = self._lookup.servable(match, len(token_ids))
             table.num_matched_tokens = table.num_cached_tokens + match.beyond * self.block_size
-            table.miss_reason = self._lookup.miss_reason(match, len(token_ids))
+            table.miss_reason, table.missed_hash = self._lookup.miss_reason(match, len(token_ids)), match.next_hash
             table.num_computed_tokens = table.num_cached_tokens
-            rest = list(self._lookup.rest(data, match))
+            rest = list(self._lookup.rest(data, match, known))
             for index, prefix_hash in enumerate(rest, len(match.block_ids)):
                 self._claims.make(table, index, prefix_hash)
             if count:
@@ -144,17 +145,16 @@ class KVCacheManager(BlockCounts):
         """Number of tokens `open_table` would serve now. Changes nothing; valid until the next change of the pool."""
         return self._lookup.servable(self._lookup.match(encode_tokens(token_ids), root), len(token_ids))
 
-    def awaited_hash(self, token_ids: Sequence[int], root: bytes) -> bytes | None:
+    def awaited_hash(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> bytes | None:
         """Hash of the last of the blocks after the longest published prefix that live tables are computing, or None.
 
         The caller then waits while `is_in_flight`: blocks appear as a table commits, its claims go when it is freed.
         Who computes it is asked to keep the state behind it, where there are states; else nothing changes. Claims
-        compare hashes alone: a collision makes a request wait, never read another's KV.
+        compare hashes alone: a collision makes a request wait, never read another's KV. `known`: see `Lookup`.
         """
         data = encode_tokens(token_ids)
-        rest = self._lookup.awaitable(data, self._lookup.match(data, root))
-        found = self._claims.last_promised(rest)
-        if found is not None and self.states is not None:
+        rest = self._lookup.awaitable(data, self._lookup.match(data, root, known), known)
+        if (found := self._claims.last_promised(rest)) is not None and self.states is not None:
             holder = self._live[self._claims.holders[found]]
             self.states.ask(holder, next(index for index, claim in holder._claims.items() if claim == found))
         return found

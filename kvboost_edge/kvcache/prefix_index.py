@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import PrefixEntry
-from kvboost_edge.kvcache.hashing import HashFn
+from kvboost_edge.kvcache.hashing import HashFn, known_hash
 
 __all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "Watcher", "rest_hashes"]
 
@@ -35,14 +35,19 @@ class Watcher(Protocol):
     def left(self, block_id: int) -> None: ...
 
 
-def rest_hashes(data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn) -> Iterator[bytes]:
-    """The hashes of the full blocks of `data` after its match, in order."""
-    prefix_hash, start = match.next_hash, len(match.block_ids) * block_bytes
-    while prefix_hash is not None:
+def rest_hashes(
+    data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn, known: bytes = b""
+) -> Iterator[bytes]:
+    """The hashes of the full blocks of `data` after its match, in order. `known`: see `PrefixIndex.match`."""
+    prefix_hash = match.next_hash
+    if prefix_hash is None:
+        return
+    yield prefix_hash
+    for index in range(len(match.block_ids) + 1, len(data) // block_bytes):
+        prefix_hash = known_hash(known, index) or hash_fn(
+            prefix_hash, data[index * block_bytes : (index + 1) * block_bytes]
+        )
         yield prefix_hash
-        start += block_bytes
-        tokens = data[start : start + block_bytes]
-        prefix_hash = hash_fn(prefix_hash, tokens) if len(tokens) == block_bytes else None
 
 
 class PrefixIndex:
@@ -94,17 +99,18 @@ class PrefixIndex:
                 return block_id
         return None
 
-    def match(self, data: bytes, root: bytes, block_bytes: int, hash_fn: HashFn) -> PrefixMatch:
+    def match(self, data: bytes, root: bytes, block_bytes: int, hash_fn: HashFn, known: bytes = b"") -> PrefixMatch:
         """Follow the chain of full blocks of `data` (encoded tokens, `block_bytes` a block) as far as it is published.
 
-        `next_hash` is None where `data` has no full block beyond the match.
+        `next_hash` is None where `data` has no full block beyond the match. `known`: hashes of its first blocks, taken
+        as they are in place of hashing (`hashing.known_hash`); a wrong one ends the match, as tokens and parent decide.
         """
         entries, find = self._entries, self.find
         block_ids: list[int] = []
         prefix_hash, serial, head = root, ROOT_SERIAL, root
-        for start in range(0, len(data) - block_bytes + 1, block_bytes):
-            tokens = data[start : start + block_bytes]
-            next_hash = hash_fn(prefix_hash, tokens)
+        for index in range(len(data) // block_bytes):
+            tokens = data[index * block_bytes : (index + 1) * block_bytes]
+            next_hash = known_hash(known, index) or hash_fn(prefix_hash, tokens)
             block_id = find(next_hash, head + tokens, serial)
             entry = None if block_id is None else entries[block_id]
             if block_id is None or entry is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.families import FAMILIES, describe_model
 from kvboost_edge.models.config.file import (
     GenerationDefaults,
     generation_defaults,
@@ -28,7 +28,7 @@ from kvboost_edge.models.fingerprint import (
     fingerprinted_files,
 )
 from kvboost_edge.models.gguf.check import check_gguf
-from kvboost_edge.models.gguf.config import TOKENS, gguf_config
+from kvboost_edge.models.gguf.config import TOKENS, gguf_config, gguf_generation
 from kvboost_edge.models.gguf.dense import gguf_dense
 from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource, own_layers
@@ -41,6 +41,7 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import STORED, check_tensors, is_quantized, pack_plan, plan_bytes
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
+from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.dense import Matrices, read_dense
 from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.ordered import in_kernel_order
@@ -197,7 +198,7 @@ class Checkpoint(abc.ABC):
 
 
 class _Directory(Checkpoint):
-    """Safetensors (float, AWQ or GPTQ) beside config.json and the files of a tokenizer."""
+    """Safetensors (float, AWQ, GPTQ or MXFP4) beside config.json and the files of a tokenizer."""
 
     is_gguf = False
 
@@ -206,7 +207,7 @@ class _Directory(Checkpoint):
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        with SafetensorsSource(self.path) as source:
+        with SafetensorsSource(self.path, split_experts=False) as source:
             return source.parts
 
     @functools.cached_property
@@ -233,6 +234,8 @@ class _Directory(Checkpoint):
         return check_weights(self.path, self.config, cache_dir=self.cache_dir)
 
     def _open_files(self) -> WeightSource:
+        if (family := FAMILIES.get(str(self.config.get("model_type")))) and family.in_columns:
+            return ColumnExperts(self.path)
         if self.config.get("quantization_config"):
             return PackedQuantSource(self.path, self.config)
         return SafetensorsSource(self.path)
@@ -299,7 +302,8 @@ class _GgufFile(Checkpoint):
         }
 
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
-        return generation_defaults(self.config, {}, tokenizer_eos=tokenizer_eos, path=self.path)
+        fields = gguf_generation(self._header)
+        return generation_defaults(self.config, fields, tokenizer_eos=tokenizer_eos, path=self.path)
 
     def summary(self) -> WeightSummary:
         return check_gguf(self._header, self.config, cache_dir=self.cache_dir)

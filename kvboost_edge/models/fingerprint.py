@@ -19,6 +19,7 @@ from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.weights.safetensors_check import weight_files
 
 __all__ = [
+    "are_remembered",
     "fingerprint_of_directory",
     "fingerprint_of_files",
     "fingerprint_of_module",
@@ -79,6 +80,14 @@ def fingerprinted_files(model_dir: Path, weights: Sequence[Path] | None = None) 
     """Every file of a directory that its fingerprint covers: as long as none changes, it stays the same. `weights`:
     None for its safetensors."""
     return [*_small_files(model_dir), *(weight_files(model_dir) if weights is None else weights)]
+
+
+def are_remembered(paths: Sequence[Path], *, cache_dir: Path | None = None) -> bool:
+    """Whether the digests of these files are known, so that a fingerprint of them takes no time."""
+    try:
+        return all(recall(FileStamp.of(path), cache_dir).get("digest") for path in paths)
+    except OSError:
+        return False
 
 
 def _small_files(directory: Path) -> list[Path]:

@@ -159,6 +159,7 @@ class Flight:
             since=self._sent.since + passed,
             left=None if self._sent.left is None else max(0.0, self._sent.left - passed),
             missing_tokens=choices[0].missing_tokens if choices else self._chain.num_tokens,
+            restored_tokens=choices[0].restored_tokens if choices else 0,
         )
         if not choices:
             return None, sent

@@ -62,6 +62,8 @@ class Sent(NamedTuple):
     since           seconds since the call began
     left            seconds until the deadline
     missing_tokens  of the prompt, that the router thinks must be computed
+    restored_tokens   that it thinks a tier has
+    hashes          of the prompt's full blocks, 32 bytes each in one piece: the replica looks up what it has by them
     """
 
     request: str
@@ -73,6 +75,8 @@ class Sent(NamedTuple):
     since: float
     left: float | None
     missing_tokens: int
+    restored_tokens: int = 0
+    hashes: bytes = b""
 
 
 class Asked(NamedTuple):

@@ -24,7 +24,7 @@ from kvboost_edge.engine.request import Entry, SamplingParams, resolve_sampling
 from kvboost_edge.engine.results import WarmResult
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.kvcache.hashing import encode_tokens, shared_root
+from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Figures, Sent
@@ -130,8 +130,9 @@ class ReplicaPool:
         text, ids = encode_prompt(prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root))
         if params.max_new_tokens != 0:
             resolve_max_tokens(len(ids), params, info.max_context)
-        sent = self._sent(ids, terms, params, entry, text or None)
-        chain = PromptChain.of(ids, root, self._config.block_size, terms.cache_key)
+        hashes, size = prefix_hashes(ids, root, self._config.block_size), self._config.block_size
+        sent = self._sent(ids, terms, params, entry, text or None)._replace(hashes=b"".join(hashes))
+        chain = PromptChain.of_hashes(hashes, len(ids), size, root, terms.cache_key)
         number = next(self._numbers)
         handle = RequestHandle(number, self._cancel, self._look, len(ids))
         flight = Flight(
@@ -200,7 +201,8 @@ class ReplicaPool:
         return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt))
 
     def kept_answers(self, *, tenant: str | None = None, cache_salt: str | None = None) -> KeptAnswers:
-        return KeptAnswers(self._answers, shared_root(self._about.root, tenant, cache_salt))
+        owner, root = (shared_root(self._about.root, tenant, salt) for salt in (None, cache_salt))
+        return KeptAnswers(self._answers, owner, root)
 
     def reset_cache(self) -> int:
         return sum(self._ask("reset_cache"))
@@ -292,7 +294,7 @@ class ReplicaPool:
         return None if flight is None else flight.progress
 
     def _keep(self, sent: Sent, text: str, ids: list[int]) -> None:
-        self._answers.keep(shared_root(self._about.root, sent.terms.tenant, sent.terms.cache_salt), text, ids)
+        self.kept_answers(tenant=sent.terms.tenant, cache_salt=sent.terms.cache_salt).keep(text, ids)
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """What each replica answers; NoReplica if none does."""

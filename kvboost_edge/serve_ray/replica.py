@@ -22,13 +22,15 @@ from kvboost_edge.serve_ray.messages import Asked, Came, Computed, Description, 
 from kvboost_edge.serve_ray.model import model_digest
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
-from kvboost_edge.serve_ray.routing.records import Cursor
+from kvboost_edge.serve_ray.routing.records import Cursor, Place
 
 __all__ = ["EngineReplica", "ReplicaOptions", "own_options"]
 
 _STOPPING_SECONDS = 0.05
 _PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
 _GUESSED_SECONDS = 1e-3  # a prompt token, before one was measured
+_PLACES = {"disk": Place.DISK, "redis": Place.SHARED}
+_GUESSED_SPEEDS = {"disk": 500e6, "redis": 200e6}  # bytes a second that a tier gives, before one was read
 
 
 class ReplicaOptions(NamedTuple):
@@ -76,10 +78,14 @@ class EngineReplica:
         try:
             if prepare is not None:
                 prepare(self._engine)
-            most = int(self._engine.paged_stats()["max_num_seqs"])
+            stats = self._engine.paged_stats()
+            token_bytes = stats["bytes_per_block"] / config.block_size
             self._journal = Journal()
             self._meter = Meter(
-                seconds_per_token=_GUESSED_SECONDS, step_tokens=config.max_batch_tokens, max_running=most
+                seconds_per_token=_GUESSED_SECONDS,
+                step_tokens=config.max_batch_tokens,
+                max_running=int(stats["max_num_seqs"]),
+                tiers={_PLACES[name]: token_bytes / _GUESSED_SPEEDS[name] for name in stats["tiers"]},
             )
         except BaseException:
             self._engine.close()
@@ -112,7 +118,7 @@ class EngineReplica:
         now = time.monotonic()
         terms = {field.name: getattr(sent.terms, field.name) for field in dataclasses.fields(sent.terms)}
         terms["deadline"] = None if sent.left is None else now + sent.left
-        entry = Entry(time.perf_counter() - sent.since, prompt_text=sent.prompt_text)
+        entry = Entry(time.perf_counter() - sent.since, sent.prompt_text, sent.hashes)
         try:
             ids = decode_tokens(sent.tokens)
             submitting = asyncio.ensure_future(
@@ -127,7 +133,7 @@ class EngineReplica:
             yield Came(self.name, failure=self._failure(error))
             return
         self._handles[sent.request] = handle
-        self._meter.begin(sent.request, sent.missing_tokens, now)
+        self._meter.begin(sent.request, sent.missing_tokens, now, sent.restored_tokens)
         num_tokens = 0
         try:
             yield Came(self.name)
@@ -138,6 +144,8 @@ class EngineReplica:
                 if batch:
                     num_tokens += len(batch)
                     self._meter.first_token(sent.request, time.monotonic())
+                if isinstance(result, GenerationResult):
+                    self._note_restored(result)
                 yield self._came(sent, handle, tuple(batch), result)
         except Exception as error:
             yield Came(self.name, failure=self._failure(error))
@@ -152,6 +160,12 @@ class EngineReplica:
             whose = {"tenant": sent.terms.tenant, "cache_salt": sent.terms.cache_salt}
             kept = self._engine.kept_answers(**whose).find(result.output_text)
         return Came(self.name, events, handle.cached_tokens, handle.prompt_logprobs, result, handle.pinned_tokens, kept)
+
+    def _note_restored(self, result: GenerationResult) -> None:
+        """What came from one tier alone says how fast it is."""
+        read = [(name, tokens) for name, tokens in result.hit_tokens.items() if name in _PLACES and tokens]
+        if len(read) == 1:
+            self._meter.restored(_PLACES[read[0][0]], read[0][1], result.load_ms / 1e3)
 
     def _failure(self, error: Exception) -> Failure:
         return failure_of(error, self._engine.is_alive())
@@ -222,7 +236,11 @@ class EngineReplica:
         alive = self._engine.is_alive()
         if alive:
             with contextlib.suppress(KVBoostError):  # it may stop meanwhile
-                self._journal.add(await asyncio.to_thread(self._engine.take_cache_events))
+                engine = self._engine
+                pool, tiers = await asyncio.to_thread(lambda: (engine.take_cache_events(), engine.take_tier_events()))
+                self._journal.add(pool)
+                for name, events in tiers.items():
+                    self._journal.add(events, _PLACES[name])
         free = await self._free_blocks()
         report = self._meter.report(time.monotonic(), free_blocks=free, is_draining=not alive)
         return Told(self.name, alive, report, self._journal.since(cursor))

@@ -88,6 +88,11 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             if leaves and not engine.paged_stats()["tiers"]:
                 log_facts(logging.WARNING, "what is cached of a model is lost when it is unloaded: --disk-cache-dir")
             run_server(app, options.settings, listener)
+    if app.state.kv.models.loader.left is not None:
+        # The interpreter would wait for the threads of a download, however long that takes. All else is closed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:

@@ -150,7 +150,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Make every failure inside the app an answer in the shape of its API."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        alive = request.app.state.kv.engines_alive()
+        alive = request.app.state.kv.engine_alive(request.scope)
         api_error = as_api_error(error, engine_alive=alive)
         if api_error.status_code == 500:
             log_failure(request.scope, error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvboost_edge.server.errors import ShuttingDown, stopped
@@ -12,6 +15,7 @@ from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Scope
 
     from kvboost_edge.server.doctor.doctor import Doctor
     from kvboost_edge.server.doctor.normalise import Normaliser
@@ -19,9 +23,10 @@ if TYPE_CHECKING:
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["ModelState", "Shared", "keep_state", "state_of"]
+__all__ = ["MODEL_FACT", "Looks", "ModelState", "Shared", "keep_state", "model_of", "state_of"]
 
-_KEY = "kvboost.model"
+MODEL_FACT = "model_state"
+"""Where the facts of a request, which all of its scopes have in common, hold its model; it is taken out in the end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,10 +41,35 @@ class Shared:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
+class Looks:
+    """Who asks a model's engine for something beside requests. Only the event loop's thread touches it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._over = asyncio.Event()
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[None]:
+        """The engine stays open while the block runs."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._over.set()
+
+    async def over(self) -> None:
+        """Until nobody looks any more."""
+        while self._count:
+            self._over.clear()
+            await self._over.wait()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelState:
     """A model from when it is loaded until it is unloaded. `model_name` is the first of its names, the one that answers
-    tell."""
+    tell. Requests hold it by a lease; who only looks holds its engine by `looks`."""
 
     engine: Engine
     model_name: str
@@ -47,6 +77,7 @@ class ModelState:
     admission: Admission
     doctor: Doctor
     shared: Shared
+    looks: Looks = dataclasses.field(default_factory=Looks)
 
     @property
     def settings(self) -> ServerSettings:
@@ -76,10 +107,16 @@ class ModelState:
 
 def keep_state(request: Request, state: ModelState) -> None:
     """From now on this is the model of the request."""
-    request.scope[_KEY] = state
+    request.scope["kvboost"][MODEL_FACT] = state
+
+
+def model_of(scope: Scope) -> ModelState | None:
+    """The model that a request holds or held, None where it came to none."""
+    found: ModelState | None = scope.get("kvboost", {}).get(MODEL_FACT)
+    return found
 
 
 def state_of(request: Request) -> ModelState:
     """The model that a request holds, see `Models.lease`."""
-    state: ModelState = request.scope[_KEY]
+    state: ModelState = request.scope["kvboost"][MODEL_FACT]
     return state

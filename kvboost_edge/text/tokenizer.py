@@ -17,6 +17,7 @@ from kvboost_edge.text.answers import FindAnswer, encode_with_answers
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
+from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.replay import find_thought, with_arguments, with_marks
@@ -228,6 +229,7 @@ class Tokenizer:
         template, plain = self._template, plain_messages(messages)
         if has_calls := any(message.get("tool_calls") for message in plain):
             plain = with_arguments(plain, self.turn_format.calls)
+            plain = plain if self.turn_format.channels is None else one_call_each(plain)
         given = {"variables": dict(variables or {}), "tools": None if tools is None else plain_tools(tools)}
         mark, cut, place = free_marks([plain, given])
         if continue_final:

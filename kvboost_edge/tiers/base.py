@@ -1,7 +1,7 @@
 """What a tier is: a store of whole blocks outside the pool, named by their prefix hashes. May lose, never lies.
 
 A tier knows bytes and addresses, nothing of requests, tensors or positions. One thread, the mover, reads and writes;
-`holds`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
+`holds`, `known`, `dropped`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
 """
 
 from __future__ import annotations
@@ -73,6 +73,14 @@ class Tier(Protocol):
         """Whether the block is there, as far as is known without I/O; None: only `read` can tell."""
         ...
 
+    def known(self) -> list[bytes]:
+        """The blocks of which `holds` is True; may be called from any thread, and does no I/O."""
+        ...
+
+    def dropped(self, prefix_hash: bytes) -> bool:
+        """Whether the block was there and is not any more, as far as is remembered."""
+        ...
+
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         """These blocks of one chain, in its order, were used just now, here or in the pool."""
         ...
@@ -114,6 +122,12 @@ class ClosedTier:
         pass
 
     def holds(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def known(self) -> list[bytes]:
+        return []
+
+    def dropped(self, prefix_hash: bytes) -> bool:
         return False
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:

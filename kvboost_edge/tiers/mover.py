@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
+from kvboost_edge.tiers.holdings import Held, Holdings
 
 __all__ = ["Mover", "Piece"]
 
@@ -66,6 +67,7 @@ class Mover:
         self._tiers, self._block_bytes, self._state_bytes = list(tiers), block_bytes, state_bytes
         self._deliver: Callable[[Piece], None] = self.release
         self._broken: set[str] = set()
+        self._holdings = {tier.name: Holdings(tier) for tier in tiers}
         self._changed = threading.Condition()
         self._loads: deque[_Load] = deque()
         self._stores: deque[_Store] = deque()
@@ -85,6 +87,10 @@ class Mover:
     def may_hold(self, prefix_hash: bytes) -> bool:
         """Whether a tier has the block, or might have it."""
         return any(tier.holds(prefix_hash) is not False for tier in self._working())
+
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Names of the tiers that had the block and dropped it."""
+        return [tier.name for tier in self._working() if tier.dropped(prefix_hash)]
 
     @property
     def stores(self) -> bool:
@@ -147,6 +153,10 @@ class Mover:
     def stats(self) -> dict[str, TierStats]:
         """Of each tier, by name."""
         return {tier.name: tier.stat() for tier in self._tiers}
+
+    def take_held(self, whole: bool = False) -> dict[str, Held]:
+        """What is known of each working tier that was not told before, by name; see `Holdings`. For one asker."""
+        return {tier.name: self._holdings[tier.name].take(whole) for tier in self._working()}
 
     @property
     def num_lost(self) -> int:
@@ -269,10 +279,13 @@ class Mover:
         rows = [memoryview(row) for row in data]
         for tier in self._working():
             try:
-                count = 0 if tier.holds(addresses[0].prefix_hash) is False else tier.read(addresses, rows)
+                if tier.holds(addresses[0].prefix_hash) is False:
+                    continue
+                count = tier.read(addresses, rows)
             except Exception as error:
                 self._failed(tier, error)
                 continue
+            self._holdings[tier.name].note(address.prefix_hash for address in addresses[: count + 1])
             if count:
                 return tier.name, count
         return "", 0
@@ -285,6 +298,7 @@ class Mover:
                 ]
                 if lacking:
                     tier.write([store.addresses[i] for i in lacking], [memoryview(store.data[i]) for i in lacking])
+                    self._holdings[tier.name].note(store.addresses[i].prefix_hash for i in lacking)
             except Exception as error:
                 self._failed(tier, error)
         with self._changed:

@@ -209,6 +209,48 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, capsys):
     model = report[f"Model {tiny_model_dir}"]
     assert model["runner"] == "native"
     assert model["backend_reason"]
+    assert model["fits"] is True
+    assert model["needed_bytes"] == model["weight_bytes"] + model["pool_bytes"] <= model["available_bytes"]
+    assert model["packed_bytes_int4"] < model["packed_bytes_int8"] < model["packed_bytes_f32"]
+    assert model["file_bytes"] > 0
+    assert model["pool_tokens"] >= model["context"]
+    assert model["packing_peak_bytes"] < 1e9 or model["packed_file"].endswith("there already")
+
+
+def test_doctor_refuses_what_the_engine_would(tiny_model_dir, tmp_path, monkeypatch, capsys):
+    """Nothing is packed for it; the same sentence comes from the engine, and both commands end with 1."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    argv = [str(tiny_model_dir), "-o", "weights=int4", "-o", "num_blocks=1000000000"]
+    assert run(["doctor", *argv, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)[f"Model {tiny_model_dir}"]
+    assert found["fits"] is False
+    assert "(1000000000 blocks of " in found["fit_reason"]
+    assert "weights='int4'" not in found["knobs"], "it is in that format"
+    assert "max_cache_bytes or num_blocks" in found["knobs"]
+    assert found["packed_file"].startswith(f"will be written to {tmp_path / 'packed'}: ")
+    assert not (tmp_path / "packed").exists()
+    assert run(["generate", "Hello", "-m", *argv]) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert found["fit_reason"].partition(" exceed memory")[0] in message
+
+
+def test_doctor_says_where_the_packed_weights_are(tiny_model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+
+    def packed_file(*options):
+        assert run(["doctor", str(tiny_model_dir), "--json", "-o", "weights=int4", *options]) == 0
+        return json.loads(capsys.readouterr().out)[f"Model {tiny_model_dir}"]["packed_file"]
+
+    small = ["-n", "1", "-o", "weights=int4", "-o", "num_blocks=8"]
+    assert run(["generate", "Hello", "-m", str(tiny_model_dir), *small]) == 0
+    capsys.readouterr()
+    (file,) = (tmp_path / "packed").glob("*.kvpack")
+    assert packed_file() == f"{file}: there already"
+    assert packed_file("-o", "pack_cache=false").startswith("none (pack_cache=False)")
+    file.unlink()
+    monkeypatch.setattr("kvboost_edge.engine.fit.free_bytes", lambda directory: 1000)
+    assert "no room: " in packed_file()
+    assert "packed into memory at every start. Make room, or point KVBOOST_EDGE_CACHE" in packed_file()
 
 
 def test_the_weights_asked_for_are_named(tiny_model_dir, capsys):
@@ -218,9 +260,11 @@ def test_the_weights_asked_for_are_named(tiny_model_dir, capsys):
     assert "(int4-asym weights)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_doctor_reports_a_missing_model_instead_of_failing(capsys):
-    assert run(["doctor", "/no/such/directory"]) == 0
-    assert "problem" in capsys.readouterr().out
+def test_doctor_reports_a_missing_model_beside_the_machine(capsys):
+    assert run(["doctor", "/no/such/directory"]) == 1
+    out = capsys.readouterr().out
+    assert "problem" in out
+    assert "kernel path" in out
 
 
 def test_quantized_caches_by_option(tiny_model_dir, capsys):

@@ -17,6 +17,7 @@ class DictTier:
         self.blocks: dict[bytes, tuple[BlockAddress, bytes]] = {}
         self.writable, self.closed = True, False
         self.touched: list[bytes] = []
+        self.lost: set[bytes] = set()
         self.num_read = self.num_written = 0
         self._knows, self._losses, self._rng = knows, losses, random.Random(seed)
 
@@ -26,13 +27,19 @@ class DictTier:
     def holds(self, prefix_hash: bytes) -> bool | None:
         return prefix_hash in self.blocks if self._knows else None
 
+    def known(self) -> list[bytes]:
+        return list(self.blocks) if self._knows else []
+
+    def dropped(self, prefix_hash: bytes) -> bool:
+        return prefix_hash in self.lost and prefix_hash not in self.blocks
+
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         self.touched += prefix_hashes
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
         for count, (address, buffer) in enumerate(zip(blocks, into, strict=True)):
             if self._rng.random() < self._losses:
-                self.blocks.pop(address.prefix_hash, None)
+                self.drop([address.prefix_hash])
             known, data = self.blocks.get(address.prefix_hash, (None, b""))
             if known != address:
                 buffer[:] = b"\xff" * len(buffer)  # what is not verified may be anything
@@ -51,7 +58,8 @@ class DictTier:
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
         for prefix_hash in prefix_hashes:
-            self.blocks.pop(prefix_hash, None)
+            if self.blocks.pop(prefix_hash, None) is not None:
+                self.lost.add(prefix_hash)
 
     def stat(self) -> TierStats:
         return TierStats(blocks=len(self.blocks), writable=self.writable)

@@ -14,26 +14,19 @@ from kvboost_edge.text.answers import encode_with_answers
 A, B = b"a" * 32, b"b" * 32
 
 
-def test_a_store_keeps_the_latest_per_root_and_stays_within_its_bytes() -> None:
-    store = AnswerStore(max_bytes=2000, max_roots=2)
-    store.keep(A, "uti", [316, 89])
-    store.keep(A, "uti", [42507])
+def test_a_store_keeps_the_latest_of_each_root() -> None:
+    store = AnswerStore()
+    store.keep(A, A, "uti", [316, 89])
+    store.keep(A, A, "uti", [42507])
     assert (store.find(A, "uti"), store.find(B, "uti"), store.find(A, "ut")) == ([42507], None, None)
-    for i in range(20):
-        store.keep(A, f"text {i}", [i])
-        assert store.find(A, "uti") == [42507], "used just now, so the others go"
-        assert store._roots[A].num_bytes <= 2000
-    assert store.find(A, "text 19") == [19]
-    assert store.find(A, "text 3") is None
-    store.keep(A, "x" * 1000, [1])
-    assert store.find(A, "x" * 1000) is None, "too large for all of it"
+    store.keep(A, A, "x" * (1 << 20), [1])
+    assert store.find(A, "x" * (1 << 20)) is None, "too large for all of it"
     for text, ids in (("", [1]), ("y", [])):
-        store.keep(A, text, ids)
+        store.keep(A, A, text, ids)
         assert store.find(A, text) is None
-    store.keep(B, "uti", [1])
-    store.keep(b"c" * 32, "uti", [2])
-    assert store.find(A, "uti") is None, "the root used longest ago"
-    assert store.find(B, "uti") == [1]
+    store.keep(A, B, "uti", [1])
+    store.forget(A)
+    assert (store.find(A, "uti"), store.find(B, "uti")) == (None, [1])
 
 
 class Pairs:
@@ -99,3 +92,16 @@ def test_the_next_turn_of_a_chat_finds_the_whole_last_one() -> None:
                 missed += 1
                 assert again.cached_tokens == full
         assert missed, "some of what was sampled is not what the tokenizer would write"
+
+
+def test_salts_of_one_tenant_do_not_push_out_another_s_answers() -> None:
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=200, seed=1) as engine:
+        chat = [{"role": "user", "content": "Tell me of it."}]
+        text = engine.generate(chat, 20, tenant="a").output_text
+        kept = engine.kept_answers(tenant="a").find(text)
+        for number in range(90):
+            engine.kept_answers(tenant="b", cache_salt=str(number)).keep("text", range(200_000))
+        assert engine.kept_answers(tenant="b", cache_salt="89").find("text") is not None
+        assert engine.kept_answers(tenant="b", cache_salt="0").find("text") is None, "all together have a bound"
+        assert kept is not None
+        assert engine.kept_answers(tenant="a").find(text) == kept

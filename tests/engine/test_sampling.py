@@ -175,3 +175,19 @@ def test_minus_infinity_masks_tokens() -> None:
     logits[7] = 1.0
     for options in ({}, {"temperature": 1.0}, {"top_p": 0.5}, {"top_k": 10}, {"min_p": 0.5}):
         assert make_sampler(SamplingParams.from_options(**options), 5)(logits, [1, 2], 1) == 7
+
+
+def test_what_is_suppressed_is_never_drawn() -> None:
+    """Whatever its logit and its bias are; the others keep their distribution."""
+    logits = random_logits(3)
+    best = np.argsort(-logits)[:3].tolist()
+    assert make_sampler(SamplingParams(), 0, best[:2])(logits, [1], 1) == best[2]
+    bias = {best[0]: 10_000.0}
+    assert make_sampler(SamplingParams(logit_bias=bias), 0, best[:2])(logits, [1], 1) == best[2]
+    without = logits.copy()
+    without[best] = -np.inf
+    for options in ({"temperature": 2.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 2.0, "top_p": 0.5}):
+        params = SamplingParams.from_options(**options)
+        drawn = [make_sampler(params, seed, best)(logits, [1], 1) for seed in range(40)]
+        assert drawn == [make_sampler(params, seed)(without, [1], 1) for seed in range(40)]
+        assert not set(best) & set(drawn)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from disk_faults import FaultyFiles, fails
-from engine.fake_runner import Bench, expected_tokens
+from engine.fake_runner import Bench, expected_tokens, fake_engine
 from engine.hand_mover import DictTier
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.request import Entry
+from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.hashing import prefix_hashes
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 PROMPT = list(range(70))  # four full blocks and six tokens
@@ -54,6 +57,41 @@ def test_a_prefix_comes_from_the_pool_and_two_tiers():
     assert handle.result(0).hit_tokens == {"pool": 16, "near": 32, "far": 16}
     assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 4)
     assert len(near.blocks) == 4  # what came from afar is kept near
+
+
+def test_a_miss_names_the_places_that_dropped_its_block():
+    """The pool holds six blocks and the prompt takes five: another one pushes it out."""
+    other = list(range(300, 390))
+
+    def dropped(tier, *before):
+        bench = Bench(6, tiers=[tier])
+        for prompt in before:
+            bench.submit(prompt, 1)
+            bench.run()
+        tier.drop(list(tier.blocks))
+        handle = bench.submit(PROMPT, 2)
+        bench.run()
+        result = handle.result(0)
+        assert list(result.output_token_ids) == expected_tokens(PROMPT, 2)
+        assert result.cached_tokens == 0
+        return result.miss_reason, result.evicted_from
+
+    full = DictTier()
+    full.writable = False  # it never had the blocks
+    assert dropped(DictTier()) == ("first_seen", ())
+    assert dropped(DictTier(), other) == ("first_seen", ())
+    assert dropped(full, PROMPT, other) == ("evicted", ("pool",))
+    assert dropped(DictTier(), PROMPT, other) == ("evicted", ("pool", "shelf"))
+    assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), "this pool never had it"
+
+
+def test_what_was_not_looked_up_was_dropped_from_nowhere():
+    tier = kept(PROMPT)
+    tier.drop(list(tier.blocks))
+    bench = Bench(tiers=[tier])
+    handle = bench.submit(PROMPT, 1, mode=GenerationMode.BASELINE)
+    bench.run()
+    assert (handle.result(0).miss_reason, handle.result(0).evicted_from) == ("bypassed", ())
 
 
 def test_others_run_while_a_prefix_is_on_its_way():
@@ -290,3 +328,32 @@ def test_the_figures_name_the_tier(tmp_path):
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16) as engine:
         assert engine.paged_stats()["tiers"] == {}
         assert engine.cache_stats()["disk_chunks"] == 0
+
+
+def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
+    """Two prompts that differ in their first block alone, and one is sent with the other's hashes: their second blocks
+    have equal tokens, and keys and values that are not equal. A lie finds nothing in the pool, not even what was
+    just read for it, and is computed; with its own hashes the prompt is read."""
+    other = [200, *PROMPT[1:]]
+    for lie in (other, PROMPT[::-1], PROMPT):
+        bench = Bench(tiers=[kept(PROMPT, other)])
+        known = b"".join(prefix_hashes(lie, bench.parts.root, 16))
+        handles = [bench.submit(PROMPT, 8, terms={"prefix_hashes": known}) for _ in range(2)]
+        bench.run()
+        for handle in handles:
+            assert list(handle.result(0).output_token_ids) == expected_tokens(PROMPT, 8)
+        assert handles[0].result(0).cached_tokens == (64 if lie is PROMPT else 0)
+        plain = bench.submit(PROMPT, 8)
+        bench.run()
+        assert plain.result(0).hit_tokens == {"pool": 64}, "what was read has its own name"
+
+
+def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():
+    with fake_engine(num_blocks=32) as engine:
+        for known in (bytes(31), bytes(32 * 5)):
+            with pytest.raises(RequestError, match=f"has {len(known)} bytes; the prompt has 4 full blocks of 16"):
+                engine.submit(PROMPT, entry=Entry(0.0, None, known))
+        for known in (b"", bytes(32), bytes(32 * 4), b"".join(prefix_hashes(PROMPT, engine.cache_root, 16))):
+            handle = engine.submit(PROMPT, max_new_tokens=5, entry=Entry(0.0, None, known))
+            assert list(handle.result(timeout=60).output_token_ids) == expected_tokens(PROMPT, 5)
+        assert handle.result().cached_tokens == 64

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -183,6 +184,57 @@ def test_two_models_in_one_process(tiny_model_dir, tmp_path):
     assert [one["model"] for one in told if one["event"] == "model loaded"] == ["second", "second"]
     unloaded = [one for one in told if one["event"] == "model unloaded" and one["model"] == "second"]
     assert (unloaded[0]["why"], unloaded[0]["cache"]) == ("idle", "kept in its tiers")
+    assert "Traceback" not in "".join(server.lines)
+
+
+class DrippingHub(BaseHTTPRequestHandler):
+    """Answers with a byte now and then, so that no time limit of a client ends it."""
+
+    asked = threading.Event()
+    over = threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        self.asked.set()
+        with contextlib.suppress(OSError):
+            while not self.over.wait(0.2):
+                self.wfile.write(b" ")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_download_that_does_not_end_does_not_keep_the_process(monkeypatch, tmp_path):
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), DrippingHub)
+    thread = threading.Thread(target=hub.serve_forever, args=(0.02,))
+    thread.start()
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": tmp_path}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ("--model", "a=kvboost-edge/demo", "--model", "b=nobody/model", "--drain-seconds", "1")
+    answers = []
+    try:
+        with running(*flags) as server, httpx.Client(base_url=server.url(), timeout=60) as client:
+            body = {"model": "b", "prompt": "Hello"}
+            asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=body)))
+            asking.start()
+            assert DrippingHub.asked.wait(60)
+            assert client.post("/v1/completions", json={**body, "model": "a", "max_tokens": 1}).status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            asking.join()
+            assert server.end() == 0
+    finally:
+        DrippingHub.over.set()
+        hub.shutdown()
+        hub.server_close()
+        thread.join()
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
+    told = {one["event"]: one for one in map(json.loads, server.lines)}
+    assert told["a loading was left behind"]["model"] == "b"
+    assert "stopped" in told
     assert "Traceback" not in "".join(server.lines)
 
 

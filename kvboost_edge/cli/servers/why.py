@@ -83,7 +83,7 @@ def _explained(found: Mapping[str, Any]) -> RenderableType:
 def _figures(found: Mapping[str, Any]) -> str:
     tiers = _tiers(found) or "nothing"
     return (
-        f"{found['request_id']}: {found['prompt_tokens']} prompt tokens, {tiers} from the cache, "
+        f"{found['request_id']} of {found['model']}: {found['prompt_tokens']} prompt tokens, {tiers} from the cache, "
         f"{found['computed_tokens']} computed in {found['seconds']:.3f} s"
     )
 
@@ -118,9 +118,10 @@ def _marked(text: str, same: int, style: str) -> Text:
 def _listed(requests: list[dict[str, Any]]) -> RenderableType:
     if not requests:
         return Text("no request has ended yet")
-    table = Table("time", "request", "cause", "cached", "computed", "seconds")
+    several = len({found["model"] for found in requests}) > 1
+    table = Table("time", "request", *["model"] * several, "cause", "cached", "computed", "seconds")
     for found in requests:
         at = datetime.datetime.fromtimestamp(found["at"]).strftime("%H:%M:%S")
         figures = (_tiers(found) or "0", str(found["computed_tokens"]), f"{found['seconds']:.3f}")
-        table.add_row(at, found["request_id"], found["cause"], *figures)
+        table.add_row(at, found["request_id"], *[found["model"]] * several, found["cause"], *figures)
     return table

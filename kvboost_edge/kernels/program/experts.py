@@ -3,7 +3,7 @@ which tokens.
 
 Threads share out the rows of results, never a sum: one that computes rows of the way down walks the experts by
 ascending number and adds each one's share to its tokens. So no two threads write one number, and a token's sum has one
-order whatever else is in the pass.
+order whatever else is in the pass. Biases, where there are some, are part of what a share is multiplied with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,17 @@ from kvboost_edge.kernels.program.tiles import (
     tile_scratch,
     tiles_in_unit,
 )
-from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_splat, emit_store, load_f32
+from kvboost_edge.kernels.vectors import (
+    I64,
+    LANES,
+    V16,
+    emit_fma,
+    emit_load,
+    emit_splat,
+    emit_store,
+    load_f32,
+    store_f32,
+)
 
 __all__ = ["experts_down", "experts_gated", "experts_units", "spread"]
 
@@ -121,6 +131,12 @@ def _matrix_of(op: Any, expert: int, rows: int, panels: int, first: int) -> Any:
 
 
 @kernel
+def _bias_of(op: Any, first: int) -> Any:
+    """Address of the bias of row `first` of all experts' rows, 0 where there is none."""
+    return op[lt.F_BIAS] + 4 * first if op[lt.F_BIAS] != 0 else 0
+
+
+@kernel
 def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
     """A run of groups of inner channels of one expert: gate, up and activation of its tokens."""
     runs, size = _runs(job, op), tiles_in_unit(op, job.tokens)
@@ -135,7 +151,7 @@ def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
     if op[lt.F_KIND] in INT_KINDS:
         of = _matrix_of(op, expert, 2 * inner, source, first)
         out += first * (inner // GROUP) * cell_bytes(0, op[lt.F_QUANT])
-        gated_groups(job, op, of, 0, tokens, group, end, out, scratch)
+        gated_groups(job, op, of, _bias_of(op, 2 * expert * inner), tokens, group, end, out, scratch)
         return
     kind, inputs = op[lt.F_KIND], op[lt.F_INPUTS]
     each, tiles = float_tile_bytes(kind, inputs), inner // LANES
@@ -146,7 +162,8 @@ def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
         x = source + 4 * slot * op[lt.F_SRC_STEP]
         for tile in range(group * (GROUP // LANES), end * (GROUP // LANES)):
             for part in range(2):
-                target = Target(scratch + part * _LINE, 2 * _LINE, 0, 0, 0, np.float32(1.0))
+                bias = _bias_of(op, (2 * expert + part) * inner + tile * LANES)
+                target = Target(scratch + part * _LINE, 2 * _LINE, 0, bias, 0, np.float32(1.0))
                 where = Tile(weights + (part * tiles + tile) * each, 0, 0, 0, 0, 0, inputs, 1, 0)
                 float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
             for row in range(n):
@@ -170,12 +187,23 @@ def _add_shares(
 
 
 @kernel
+def _clear(job: ProgramJob, op: Any, begin: int, end: int) -> None:
+    """Zeros in tiles [begin, end) of all rows of the result."""
+    for token in range(job.tokens):
+        row = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+        for index in range(begin * LANES, end * LANES):
+            store_f32(row + 4 * index, np.float32(0.0))
+
+
+@kernel
 def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     """A run of tiles of the way down: all experts, ascending, each for its tokens."""
     experts, kind, inputs = op[lt.F_EXPERTS], op[lt.F_KIND], op[lt.F_INPUTS]
     size, all_tiles, scratch = _down_tiles(job, op), op[lt.F_COUNT] // LANES, tile_scratch()
     begin, end = unit * size, min(all_tiles, unit * size + size)
     rows_at = job.buffers[lt.B_EXPERTS_INNER]
+    if op[lt.F_ADD] == 0:
+        _clear(job, op, begin, end)
     for index in range(count_active(job)):
         expert, first = active_expert(job, index), first_slot(job, experts, index)
         tokens = first_slot(job, experts, index + 1) - first
@@ -189,7 +217,8 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 while token < tokens:
                     n = panel_tokens(tokens - token, tokens, 0, job.matrix)
                     panels = panels_at_once(tokens, token, n, SCRATCH_BYTES // (n * count * _LINE))
-                    target = Target(scratch, count * _LINE, _LINE, 0, 0, np.float32(1.0))
+                    bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)
+                    target = Target(scratch, count * _LINE, _LINE, bias, 0, np.float32(1.0))
                     int_tiles(job, of, tile, count, token, n, panels, target)
                     _add_shares(job, op, factor, scratch, first + token, n * panels, tile, count)
                     token += n * panels
@@ -202,7 +231,8 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 n = rows_at_once(tokens - token)
                 x = rows_at + 4 * (first + token) * op[lt.F_SRC_STEP]
                 where = Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0)
-                target = Target(scratch, _LINE, 0, 0, 0, np.float32(1.0))
+                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)
+                target = Target(scratch, _LINE, 0, bias, 0, np.float32(1.0))
                 float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
                 _add_shares(job, op, factor, scratch, first + token, n, tile, 1)
                 token += n

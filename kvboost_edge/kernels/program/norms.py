@@ -44,6 +44,7 @@ from kvboost_edge.kernels.vectors import (
 )
 
 __all__ = [
+    "ACT_CLAMPED_SWIGLU",
     "ACT_GELU_TANH",
     "ACT_SIGMOID",
     "ACT_SILU",
@@ -56,10 +57,11 @@ __all__ = [
     "sum_squares",
 ]
 
-ACT_SILU, ACT_GELU_TANH, ACT_SIGMOID = 0, 1, 2
+ACT_SILU, ACT_GELU_TANH, ACT_CLAMPED_SWIGLU, ACT_SIGMOID = 0, 1, 2, 3
 _VECTOR = 4 * LANES
 _TINY = 1e-30  # a group whose largest magnitude is below is all zeros: its scale would not be a normal number
 _GELU_INNER, _GELU_CUBIC = 0.7978845608028654, 0.044715
+_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
 _MAX_EXPONENT = 88.0
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
@@ -309,19 +311,31 @@ def quantize_groups(typing: Any, x: Any, groups: Any, cell: Any, size: Any, plac
     return types.void(*[types.int64] * 7), codegen
 
 
-def _emit_activate(b: Builder, x: Value, up: Value, is_silu: Value, factor: Value = None) -> Value:
-    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). `factor` in place of that x."""
+def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
+    """No further from 0 than that on its side; NaN stays."""
+    order = ">" if limit > 0 else "<"
+    return b.select(b.fcmp_ordered(order, x, _splat(limit)), _splat(limit), x)
+
+
+def _emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
+    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)). ACT_CLAMPED_SWIGLU:
+    x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on both sides. ACT_SIGMOID: silu without
+    its factor."""
+    kinds = (ACT_SILU, ACT_CLAMPED_SWIGLU, ACT_SIGMOID)
+    is_silu, is_clamped, is_sigmoid = (b.icmp_signed("==", act, int_constant(kind)) for kind in kinds)
+    x = b.select(is_clamped, _emit_limit(b, x, _SWIGLU_LIMIT), x)
+    both = _emit_limit(b, _emit_limit(b, up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
+    up = b.select(is_clamped, b.fadd(both, _splat(1.0)), up)
     cubed = b.fmul(b.fmul(x, x), b.fmul(x, _splat(_GELU_CUBIC)))
     inner = b.fmul(b.fadd(x, cubed), _splat(2.0 * _GELU_INNER))
-    factor = x if factor is None else factor
-    return b.fmul(b.fdiv(factor, _emit_one_and_power(b, b.select(is_silu, x, inner))), up)
+    inner = b.select(is_clamped, b.fmul(x, _splat(_SWIGLU_ALPHA)), inner)
+    one_and_power = _emit_one_and_power(b, b.select(b.or_(is_silu, is_sigmoid), x, inner))
+    return b.fmul(b.fdiv(b.select(is_sigmoid, _splat(1.0), x), one_and_power), up)
 
 
 def _emit_one_and_power(b: Builder, x: Value) -> Value:
     """1 + exp(-x)."""
-    exponent = b.fsub(_splat(0.0), x)
-    exponent = b.select(b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent)
-    return b.fadd(_splat(1.0), emit_exp(b, exponent))
+    return b.fadd(_splat(1.0), emit_exp(b, _emit_limit(b, b.fsub(_splat(0.0), x), _MAX_EXPONENT)))
 
 
 def emit_silu(b: Builder, x: Value) -> Value:
@@ -341,13 +355,12 @@ def activate_group(typing: Any, rows: Any, step: Any, size: Any, act: Any, cell:
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, step, size, act, cell, kind = arguments
         half = b.lshr(step, int_constant(1))
-        is_silu = b.icmp_signed("==", act, int_constant(ACT_SILU))
         # Two short loops: a processor that looks some 400 instructions ahead has several tokens of one in hand.
         with cgutils.for_range(b, size, intp=I64) as loop:
             at = b.add(rows, b.mul(loop.index, step))
             for gate in (at, b.add(at, int_constant(_VECTOR))):
                 x, up = emit_load(b, V16, gate), emit_load(b, V16, b.add(gate, half))
-                emit_store(b, _emit_activate(b, x, up, is_silu), gate)
+                emit_store(b, _emit_activate(b, x, up, act), gate)
         even = b.and_(size, int_constant(-2))
         for first, end, count in ((int_constant(0), even, 2), (even, size, 1)):
             with cgutils.for_range_slice(b, first, end, int_constant(count), I64) as (token, _):
@@ -368,12 +381,10 @@ def activate_vectors(typing: Any, gate: Any, up: Any, kind: Any, count: Any, vec
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         gate, up, kind, count, vectors, out = arguments
-        is_sigmoid = b.icmp_signed("==", kind, int_constant(ACT_SIGMOID))
-        is_silu = b.or_(is_sigmoid, b.icmp_signed("==", kind, int_constant(ACT_SILU)))
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.mul(loop.index, int_constant(_VECTOR))
             x, y = emit_load(b, V16, b.add(gate, at)), emit_load(b, V16, b.add(up, at))
-            value = _emit_activate(b, x, y, is_silu, b.select(is_sigmoid, _splat(1.0), x))
+            value = _emit_activate(b, x, y, kind)
             left = b.sub(count, b.mul(loop.index, int_constant(LANES)))
             inside = emit_lanes_in(b, 0, int_constant(0), _clamp(b, left))
             emit_store(b, b.select(inside, value, _splat(0.0)), b.add(out, at))

@@ -161,6 +161,8 @@ def route(job: ProgramJob, op: Any, params: Any, token: int) -> None:
         total = one
     for rank in range(used):
         share = load_f32(shares + 4 * rank) / total * params[lt.P_FACTOR]
+        if op[lt.F_SCALE] != 0:
+            share *= load_f32(op[lt.F_SCALE] + 4 * load_i64(chosen + 8 * rank))
         store_f32(shares + 4 * rank, share if is_sound else np.float32(np.nan))
 
 

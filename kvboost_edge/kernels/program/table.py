@@ -33,7 +33,8 @@ F_COUNT, F_INPUTS, F_KIND, F_ACT = range(5, 9)
 # codes have two planes. A matrix reads F_PANEL_IN, coarse or F_FINE_IN.
 F_QUANT, F_PANEL, F_FINE, F_PANEL_IN, F_FINE_IN = range(9, 14)
 # Addresses: weights, scales, minima (of block kinds: the blocks' numbers, of int4t its tables, see linear/layout.py),
-# bias. F_UNIT: tiles (OP_GATED: groups) in a unit; F_ADD: add to the destination.
+# bias; OP_ROUTE: of each expert's factor (F_SCALE) and of the bias of the choice. F_UNIT: tiles (OP_GATED: groups) in a
+# unit; F_ADD: add to the destination.
 F_WEIGHT, F_SCALE, F_MINIMA, F_BIAS, F_UNIT, F_ADD = range(14, 20)
 # Rope: heads and dims, the norms' addresses, the table. F_LAYER: whose row of B_ROWS is used.
 F_HEADS, F_KV_HEADS, F_DIM, F_HALF, F_Q_NORM, F_K_NORM, F_NORM_ALL, F_TABLE, F_LAYER = range(20, 29)
@@ -68,13 +69,14 @@ P_FACTOR, P_EPS, P_CAP, P_SUM_FACTOR, NUM_PARAMS = 0, 1, 2, 3, 4
 # B_ROWS: attention rows of all layers, see attend.py; without them rope leaves keys and values in their buffers.
 # B_PER_LAYER: each token's input of every layer; B_TABLE_ROWS: what a table of tokens gives to it.
 # Experts: B_ROUTED the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
-# tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's.
+# tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's; B_BESIDE what an MLP
+# beside them leaves.
 # B_STATES: which states the pass reads and writes, see sequences.py; B_SEQUENCES is no address, but their number.
 (
     B_TOKENS, B_POSITIONS, B_HIDDEN, B_NORMED, B_PANEL, B_INNER, B_WIDE, B_QUERY, B_KEY, B_VALUE, B_ATTENDED, B_LOGITS,
-    B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_STATES,
-    B_SEQUENCES, B_TABLES,
-) = range(24)  # fmt: skip
+    B_ROWS, B_PER_LAYER, B_TABLE_ROWS, B_ROUTED, B_CHOSEN, B_SHARES, B_DISPATCH, B_SPREAD, B_EXPERTS_INNER, B_BESIDE,
+    B_STATES, B_SEQUENCES, B_TABLES,
+) = range(25)  # fmt: skip
 
 # Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its number.
 K_ATTEND, K_CLOSE, NUM_KERNELS = 16, 17, 18

@@ -1,7 +1,8 @@
 """Mixtures of experts in plain NumPy: which experts a token goes to, and what comes back. Slow on purpose.
 
 The order is part of the specification: a token's experts are taken by ascending number, whatever else is in the pass,
-so its result has the same bits however a prompt was cut.
+so its result has the same bits however a prompt was cut. Biases of an expert are part of its result, which is then
+multiplied with the share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Routing", "mixed_rows", "route_rows", "slots_of"]
+__all__ = ["ExpertWeights", "Routing", "expert_rows", "mixed_rows", "route_rows", "slots_of"]
 
 Floats = npt.NDArray[np.floating[Any]]
 Longs = npt.NDArray[np.int64]
@@ -24,7 +25,7 @@ class Routing(NamedTuple):
     used    experts of a token
     score   "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen ones' logits
     renorm  "" as they are; "add": shares are divided by their sum + eps; "least": by their sum, at least eps
-    scale   what shares are multiplied with at last
+    scale   what shares are multiplied with at last, beside a factor of each expert
     """
 
     used: int
@@ -34,10 +35,13 @@ class Routing(NamedTuple):
     scale: float = 1.0
 
 
-def route_rows(logits: Floats, routing: Routing, bias: Floats | None = None) -> tuple[Longs, Floats]:
+def route_rows(
+    logits: Floats, routing: Routing, bias: Floats | None = None, factors: Floats | None = None
+) -> tuple[Longs, Floats]:
     """Experts [tokens, used], ascending, and their shares, in the dtype of `logits` [tokens, experts].
 
-    bias: [experts], added to the scores where experts are chosen, and nowhere else. Of equal scores the lower number
+    bias: [experts], added to the scores where experts are chosen, and nowhere else. factors: [experts], what each one's
+    shares are multiplied with. Of equal scores the lower number
     is chosen. A token with a score that is NaN has the first experts, and shares that are NaN.
     """
     dtype, used = logits.dtype, routing.used
@@ -55,7 +59,10 @@ def route_rows(logits: Floats, routing: Routing, bias: Floats | None = None) -> 
             total = total + shares[:, index : index + 1]
         eps = dtype.type(routing.eps)
         shares = shares / (total + eps if routing.renorm == "add" else np.maximum(total, eps))
-    shares = np.where(broken, dtype.type(np.nan), shares * dtype.type(routing.scale))
+    shares = shares * dtype.type(routing.scale)
+    if factors is not None:
+        shares = shares * factors.astype(dtype)[chosen]
+    shares = np.where(broken, dtype.type(np.nan), shares)
     return chosen, shares.astype(dtype)
 
 
@@ -79,6 +86,27 @@ def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:
     """Each expert that has tokens, ascending, with its places in `chosen` as one row: token * used + rank."""
     flat = chosen.reshape(-1)
     return [(expert, found) for expert in range(num_experts) if len(found := np.flatnonzero(flat == expert))]
+
+
+class ExpertWeights(NamedTuple):
+    """One expert: gate_up [2 * width, hidden], the gate's rows first, down [hidden, width], and their biases [rows]."""
+
+    gate_up: Floats
+    down: Floats
+    gate_up_bias: Floats | None = None
+    down_bias: Floats | None = None
+
+
+def expert_rows(x: Floats, expert: ExpertWeights, activate: Callable[[Floats, Floats], Floats]) -> Floats:
+    """down(activate(gate, up)) of rows [tokens, hidden], as `mixed_rows` takes it; each matrix's sums are of float64
+    and rounded once, with the bias, to the dtype of `x`."""
+
+    def linear(rows: Floats, matrix: Floats, bias: Floats | None) -> Floats:
+        sums = rows.astype(np.float64) @ matrix.astype(np.float64).T
+        return (sums if bias is None else sums + bias.astype(np.float64)).astype(x.dtype)
+
+    gate, up = np.split(linear(x, expert.gate_up, expert.gate_up_bias), 2, axis=1)
+    return linear(activate(gate, up), expert.down, expert.down_bias)
 
 
 def mixed_rows(

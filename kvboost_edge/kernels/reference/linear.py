@@ -210,9 +210,13 @@ def norm_rows(x: Floats, weight: Floats, eps: float) -> Floats:
     return normed
 
 
-def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False) -> Floats:
-    """silu(gate) * up, or gelu (tanh form) of gate, times up, in float64."""
+def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool = False) -> Floats:
+    """silu(gate) * up, or gelu (tanh form) of gate, times up, in float64. clamped: gate * sigmoid(1.702 * gate) *
+    (up + 1), of a gate of at most 7 and an up from -7 to 7."""
     x = gate.astype(np.float64)
+    if clamped:
+        x, behind = np.minimum(x, 7.0), np.clip(up.astype(np.float64), -7.0, 7.0) + 1.0
+        return (x / (1.0 + np.exp(np.minimum(-1.702 * x, 700.0))) * behind).astype(np.float32)
     inner = 2.0 * 0.7978845608028654 * (x + 0.044715 * x**3) if gelu else x
     return (x / (1.0 + np.exp(np.minimum(-inner, 700.0))) * up).astype(np.float32)
 

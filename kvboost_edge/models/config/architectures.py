@@ -74,7 +74,7 @@ _TESTED = {
     "gemma": "Gemma 1, scaled embeddings",
     "gemma2": "Gemma 2, softcaps, local and global layers",
     "gemma3_text": "Gemma 3, local and global layers with their own rope",
-    "gemma4_text": "Gemma 4, heads by kind of layer, shared keys and values, embeddings of the layers",
+    "gemma4_text": "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, experts beside MLPs",
     "gemma4_unified_text": "the same without embeddings of the layers",
     "gemma4": "the language part of a vision and audio model; text only",
     "gemma4_unified": "the language part of a vision and audio model; text only",
@@ -100,6 +100,7 @@ _TESTED = {
     "ernie4_5_moe": "ERNIE 4.5, mixture of experts with a bias of the choice and shared experts",
     "granitemoe": "Granite 3, mixture of experts",
     "mixtral": "Mixtral, mixture of experts",
+    "gpt_oss": "gpt-oss, mixture of experts with biases, local and global layers, attention sinks",
     "qwen2_moe": "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
     "lfm2": "LFM2 and LFM2.5, short convolutions beside attention",
     "lfm2_moe": "the same, mixture of experts by sigmoids",
@@ -119,7 +120,6 @@ _UNTESTED = {
     "glm": "partial rotary",
     "gpt2": "learned positions",
     "gpt_bigcode": "learned positions, one key-value head",
-    "gpt_oss": "mixture of experts, attention sinks",
     "helium": "Llama's attention",
     "ministral": "local and global layers",
     "nemotron": "partial rotary",
@@ -134,8 +134,8 @@ _NATIVE_ALONE = frozenset(
     "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
 _GGUF = frozenset(
-    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe qwen3_vl qwen3_vl_text gemma "
-    "gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
+    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "
+    "qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
     "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
     "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
@@ -314,8 +314,6 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"its weights are quantized in a way that is not read ({error}); use the float checkpoint"
     if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get("is_causal") is False:
         yield _BIDIRECTIONAL
-    if inner.get("enable_moe_block") and str(inner.get("model_type")).startswith("gemma4"):
-        yield "it is a mixture of experts, whose router is not built for Gemma 4; its dense models run"
     if inner.get("alibi"):
         yield _OWN_ATTENTION
 

@@ -13,6 +13,8 @@ __all__ = [
     "ExpertNames",
     "Experts",
     "ernie_experts",
+    "gemma4_experts",
+    "gpt_oss_experts",
     "granite_experts",
     "lfm2_experts",
     "mixtral_experts",
@@ -36,6 +38,9 @@ class ExpertNames(NamedTuple):
     bias          of the choice, all of the name; "" where there is none
     shared        gate, up and down of the expert that all tokens share; () where there is none
     shared_gate   the row whose sigmoid is the shared expert's share; "": its share is 1
+    scales        vectors: what the router's inputs are multiplied with, and what each expert's share is; all of the
+                  names; () where there are none
+    norms         of a mixture beside an MLP: behind the MLP, before the experts, behind them; () elsewhere
     """
 
     router: str = "mlp.gate"
@@ -44,6 +49,8 @@ class ExpertNames(NamedTuple):
     bias: str = ""
     shared: tuple[str, ...] = ()
     shared_gate: str = ""
+    scales: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +61,10 @@ class Experts:
     score, renorm, eps, scale   as in `kernels.reference.experts.Routing`
     shared        width of the expert that all tokens share, 0 without one
     sparse        by layer: whether it has experts, or an MLP as other models
+    beside        experts stand beside an MLP of the layer's own width: each reads the hidden state through a norm of
+                  its own, has one behind it, and their sum is the layer's
+    biased        the router and every matrix of an expert have a bias
+    activation    of experts, where it is another than the model's
     """
 
     count: int
@@ -66,6 +77,9 @@ class Experts:
     eps: float = 0.0
     scale: float = 1.0
     shared: int = 0
+    beside: bool = False
+    biased: bool = False
+    activation: str = ""
 
 
 def _experts(
@@ -178,6 +192,13 @@ def granite_experts(config: Config, layers: int) -> Experts:
     return _experts(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names)
 
 
+def gpt_oss_experts(config: Config, layers: int) -> Experts:
+    """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
+    names, usual = ExpertNames("mlp.router"), (128, 4, 2880)
+    found = _experts(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
+    return dataclasses.replace(found, biased=True, activation="clamped_swiglu")
+
+
 def ernie_experts(config: Config, layers: int) -> Experts:
     """A bias of the choice; shares are the softmax of all logits, divided by the sum of the chosen; shared experts are
     one of their widths together."""
@@ -197,3 +218,19 @@ def ernie_experts(config: Config, layers: int) -> Experts:
         renorm="least", eps=number_of(full, "moe_norm_min", 0.0, 1.0),
     )  # fmt: skip
     return dataclasses.replace(found, shared=shared * found.width)
+
+
+def gemma4_experts(config: Config, layers: int) -> Experts | None:
+    """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times a number of each
+    expert. The router has a norm of its own. None without enable_moe_block."""
+    if not _flag(config, "enable_moe_block", False):
+        return None
+    after = "post_feedforward_layernorm"
+    names = ExpertNames(
+        "router.proj",
+        "experts.",
+        scales=("router.scale", "router.per_expert_scale"),
+        norms=(f"{after}_1", "pre_feedforward_layernorm_2", f"{after}_2"),
+    )
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    return _experts(config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True)

@@ -17,6 +17,8 @@ from kvboost_edge.models.config.architectures import attends_both_ways, pinned_c
 from kvboost_edge.models.config.experts import (
     Experts,
     ernie_experts,
+    gemma4_experts,
+    gpt_oss_experts,
     granite_experts,
     lfm2_experts,
     mixtral_experts,
@@ -33,7 +35,7 @@ from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
-from kvboost_edge.models.config.special.completed import granite_hybrid, hunyuan, minicpm, ministral3
+from kvboost_edge.models.config.special.completed import gpt_oss, granite_hybrid, hunyuan, minicpm, ministral3
 from kvboost_edge.models.config.special.gemma4 import (
     PerLayerInput,
     gemma4_shapes,
@@ -157,7 +159,7 @@ _GEMMA = Family(
 _GEMMA4 = dataclasses.replace(
     _GEMMA, norms="both", norm_offset=0.0, head_norm="head", value_norm=True, layer_scalar=True, scale=1.0, capped=True,
     local_rope=True, theta=1e6, windows=all_but_every(6), shapes=gemma4_shapes, complete=with_gemma4_defaults,
-    unless=(("use_bidirectional_attention", (None, False, "vision")), ("enable_moe_block", (None, False))),
+    experts=gemma4_experts, unless=(("use_bidirectional_attention", (None, False, "vision")),),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -209,6 +211,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe_text": dataclasses.replace(
             _QWEN35, inner="shared_expert_intermediate_size", experts=qwen3_5_experts, complete=with_shared_width
         ),
+        "gpt_oss": Family(
+            biased=True, head_dim=64, eps=1e-5, theta=150000.0, sinks=True, windows=every_second,
+            experts=gpt_oss_experts, in_columns=True, complete=gpt_oss,
+            unless=(("swiglu_alpha", (None, 1.702)), ("swiglu_limit", (None, 7.0))),
+        ),
         "minicpm": Family(multipliers=True, tied=True, complete=minicpm,
                           unless=(("num_experts", (None, 0)), ("sparse_config", (None,)))),
         "hunyuan_v1_dense": Family(head_norm="head", head_norms=("query_layernorm", "key_layernorm"), late_norm=True,
@@ -252,7 +259,7 @@ def describe_model(config: Config) -> ModelSpec:
     if hybrid is not None:
         shapes = mixed_shapes(shapes, hybrid.kinds)
     experts = family.experts(config, layers) if family.experts else None
-    if experts is not None:
+    if experts is not None and not experts.beside:
         # What stands beside experts is an MLP of the width of the shared one.
         beside = zip(shapes, experts.sparse, strict=True)
         shapes = [one._replace(intermediate_size=experts.shared) if sparse else one for one, sparse in beside]

@@ -47,7 +47,9 @@ class Family:
     query_scaled queries are multiplied with a factor of their position
     sinks        each head of queries has a logit that joins the denominator of its softmax and has no value
     layer_thetas layers have bases of rope of their own, 0 for none, by layer_rope_theta
-    experts      the mixture of experts, from the config and the number of layers; None: MLPs alone
+    experts      the mixture of experts, from the config and the number of layers; None, or where it returns None:
+                 MLPs alone
+    in_columns   safetensors have the matrices of all experts as columns, see weights/columns/experts.py
     hybrid       which layers keep a state instead of keys and values, from the same; None: none does
     output_gate  rows of queries are twice as many, in each head its query and behind it a gate, whose sigmoid
                  multiplies what attention returns
@@ -92,7 +94,8 @@ class Family:
     query_scaled: bool = False
     sinks: bool = False
     layer_thetas: bool = False
-    experts: Callable[[Config, int], Experts] | None = None
+    experts: Callable[[Config, int], Experts | None] | None = None
     hybrid: Callable[[Config, int], Hybrid] | None = None
     output_gate: bool = False
+    in_columns: bool = False
     unless: tuple[tuple[str, tuple[Any, ...]], ...] = ()

@@ -48,11 +48,13 @@ _LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition, possibly empty."""
+    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition, possibly empty;
+    `suppressed_token_ids`, such as places of images, likewise: they are never generated."""
 
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    suppressed_token_ids: tuple[int, ...] = ()
 
 
 def read_config(model_dir: Path | str) -> dict[str, Any]:
@@ -150,7 +152,13 @@ def generation_defaults(
     first: dict[str, int | None] = {}
     for key in ("bos_token_id", "pad_token_id"):
         first[key] = next(iter([*_ids(generation, key, path), *_ids(inner, key, "config.json")]), None)
-    return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"])
+    suppressed = sorted(set(_ids(generation, "suppress_tokens", path)))
+    vocab_size = size_of(inner, "vocab_size")
+    if suppressed and vocab_size is not None and suppressed[-1] >= vocab_size:
+        raise ModelFormatError(
+            f"{path}: suppress_tokens has the id {suppressed[-1]}, which is beyond the vocabulary of {vocab_size}"
+        )
+    return GenerationDefaults(tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"], tuple(suppressed))
 
 
 def _check_heads(config: Mapping[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the quantization_config of a checkpoint says about its 4-bit weights."""
+"""What the quantization_config of a checkpoint says about its 4-bit weights: AWQ, GPTQ, or MXFP4 of gpt-oss."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     if not isinstance(settings, Mapping):
         raise ModelFormatError(f"quantization_config must be an object, got {type(settings).__name__}")
     method = settings.get("quant_method")
-    if method not in ("awq", "gptq"):
+    if method not in ("awq", "gptq", "mxfp4"):
         raise ModelFormatError(
-            f"quantization_config: quant_method={method!r} is not known to the native runner (known: awq, gptq)"
+            f"quantization_config: quant_method={method!r} is not known to the native runner (known: awq, gptq, mxfp4)"
         )
+    if (method == "mxfp4") != (config.get("model_type") == "gpt_oss"):
+        raise ModelFormatError(
+            f"quantization_config: quant_method={method!r} is not read of model_type={config.get('model_type')!r}: "
+            "mxfp4 is of gpt_oss, and gpt_oss as mxfp4 or floats"
+        )
+    if method == "mxfp4":
+        return PackedLayout("mxfp4", GROUP, 0)
     _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
     key = "group_size" if "group_size" in settings else "q_group_size"
     group_size = settings.get(key)

@@ -16,11 +16,12 @@ from kvboost_edge.models.gguf.names import GgufArchitecture
 from kvboost_edge.models.gguf.source import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
 from kvboost_edge.models.gguf.special import SPECIAL
 
-__all__ = ["TOKENS", "gguf_config"]
+__all__ = ["TOKENS", "gguf_config", "gguf_generation"]
 
 TOKENS = "tokenizer.ggml.tokens"
 """The key of the vocabulary."""
 
+_SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _ROPE_KEYS = {
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
@@ -44,7 +45,9 @@ _BY_LAYER = ("gemma4_text",)
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
-            "<turn|>", "<|tool_response>")  # fmt: skip
+            "<turn|>", "<|tool_response>", "<|return|>", "<|call|>")  # fmt: skip
+# Where these are, "<|end|>" ends a message of the turn, and the answer goes on (gpt-oss).
+_TURN_ENDINGS, _MESSAGE_ENDING = {"<|return|>", "<|call|>"}, "<|end|>"
 # Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer a call.
 _SEEN_ENDINGS = ("<|tool_response>",)
 _CONTROL, _USER_DEFINED = 3, 4
@@ -112,6 +115,16 @@ def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
     return keys.size("feed_forward_length")
 
 
+def gguf_generation(header: GgufHeader) -> dict[str, Any]:
+    """Fields of a generation config beside the ids that are in the config. ModelFormatError for what is no list."""
+    found = header.values.get(_SUPPRESSED)
+    if found is None:
+        return {}
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+        raise ModelFormatError(f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids")
+    return {"suppress_tokens": found.tolist()}
+
+
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     """bos_token_id, pad_token_id and all of eos_token_id that the file has. Ids beyond the vocabulary are refused."""
     found: dict[str, Any] = {}
@@ -122,7 +135,10 @@ def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
     endings = {value for key in ("eos", "eot", "eom") if (value := _token_id(header, key)) is not None}
     types = header.values.get("tokenizer.ggml.token_type")
     kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    in_messages = set(vocabulary) >= _TURN_ENDINGS
     for index, (token, kind) in enumerate(zip(vocabulary, kinds, strict=False)):
+        if in_messages and token == _MESSAGE_ENDING:
+            continue
         if (token in _ENDINGS and kind == _CONTROL) or (token in _SEEN_ENDINGS and kind == _USER_DEFINED):
             endings.add(index)
     if endings:

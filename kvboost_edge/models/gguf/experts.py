@@ -7,7 +7,7 @@ from typing import Any
 
 from kvboost_edge.models.gguf.keys import Keys
 
-__all__ = ["ernie_moe", "experts", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+__all__ = ["ernie_moe", "experts", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 
 _LEADING = "leading_dense_block_count"
 
@@ -38,6 +38,18 @@ def mixtral(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if not keys.optional_size("expert_count", 0):
         return {}
     return {**experts(keys, "num_local_experts"), "model_type": "mixtral", "sliding_window": None}
+
+
+def gpt_oss(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Its yarn has borders that are no whole numbers, which files do not say: config.json has "truncate": false."""
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "yarn":
+        rope["truncate"] = False
+    return {
+        **experts(keys, "num_local_experts"),
+        "intermediate_size": keys.size("expert_feed_forward_length"),
+        "sliding_window": keys.size("attention.sliding_window"),
+    }
 
 
 def ernie_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:

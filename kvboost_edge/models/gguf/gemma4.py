@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.gguf.experts import experts
 from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["gemma4"]
@@ -45,7 +46,16 @@ def gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": _ropes(keys, config["rope_parameters"], full),
         **_kv_heads(keys, sliding, first),
         **_second_embedding(keys, config["vocab_size"], len(sliding)),
+        **_mixture(keys),
     }
+
+
+def _mixture(keys: Keys) -> dict[str, Any]:
+    """Experts beside the MLP of every layer, where the file has them."""
+    if not keys.optional_size("expert_count", 0):
+        return {}
+    width = keys.size("expert_feed_forward_length")
+    return {"enable_moe_block": True, **experts(keys, used="top_k_experts"), "moe_intermediate_size": width}
 
 
 def _is_double_wide(keys: Keys, first: int) -> bool:

@@ -43,6 +43,16 @@ _GEMMA4 = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_gate_exps": "experts.gate_proj",
+    "ffn_up_exps": "experts.up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
 _LFM2 = {
     "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -87,9 +97,16 @@ _ERNIE_MOE = {
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
     "exp_probs_b": "mlp.moe_statics.e_score_correction_bias",
 }
+_GPT_OSS = {
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.router",
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+}
 # Without ".weight" in transformers; the last one has no ending in files either, and stands for -exp(A_log) there.
-_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "feed_forward.expert_bias", "linear_attn.dt_bias",
-         "linear_attn.decay")  # fmt: skip
+_BARE = ("layer_scalar", "mlp.moe_statics.e_score_correction_bias", "self_attn.sinks", "feed_forward.expert_bias",
+         "linear_attn.dt_bias", "linear_attn.decay")  # fmt: skip
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LFM2_OUTER = {"token_embd_norm": "model.embedding_norm"}  # it stands behind the layers, whatever it is called
 _GEMMA4_OUTER = {
@@ -97,14 +114,14 @@ _GEMMA4_OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bias))?")
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bias|scale))?")
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufArchitecture:
     """model_type   the family in transformers
-    layer        names inside a layer: GGUF's -> transformers'
+    layer        names inside a layer: GGUF's -> transformers'; those that end with ".scale" are all of the name
     permuted     rows of queries and keys stand in pairs (i, i + half) there, one after the other, in halves here
     norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight)
     outer        names outside the layers, beside those of all
@@ -185,8 +202,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
             keys=frozenset({
                 "final_logit_softcapping", "rope.freq_base_swa", "rope.dimension_count_swa", "attention.key_length_swa",
                 "attention.value_length_swa", "attention.shared_kv_layers", "embedding_length_per_layer_input",
-                "expert_feed_forward_length",
-            } | _WINDOW),
+            } | _WINDOW | _EXPERT_KEYS), experts=True,
         ),
         "phi3": GgufArchitecture(
             "phi3", {**_FUSED, **_PRE_NORMS}, keys=frozenset({"attention.sliding_window", "rope.scaling.attn_factor"})
@@ -213,6 +229,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = MappingProxyType(
         "granitemoe": GgufArchitecture(
             "granitemoe", {**_MATRICES, **_PRE_NORMS, **_IN_BLOCK}, permuted=True, experts=True,
             keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+        ),
+        "gpt-oss": GgufArchitecture(
+            "gpt_oss", {**_MATRICES, **_GPT_OSS}, keys=_EXPERT_KEYS | _WINDOW, experts=True
         ),
         "lfm2": GgufArchitecture(
             "lfm2", _LFM2, outer=_LFM2_OUTER, keys=frozenset({"shortconv.l_cache"}), no_keys=True
@@ -268,10 +287,13 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
     """transformers' name of a tensor; None where the architecture has no such tensor."""
     found = _LAYER.fullmatch(name)
     if found is not None:
-        inner = architecture.layer.get(found[2])
+        is_scale = found[3] == "scale"
+        inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
         # A name without an ending, and an ending that is none of its name's.
         if inner is None or (found[3] is None) != (inner == "linear_attn.decay"):
             return None
+        if is_scale:
+            return f"model.layers.{found[1]}.{inner}"
         return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
     found = _WHOLE.fullmatch(name)
     outer = None if found is None else _OUTER.get(found[1]) or architecture.outer.get(found[1])

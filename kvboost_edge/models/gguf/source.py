@@ -17,6 +17,7 @@ from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.keys import Keys
 from kvboost_edge.models.gguf.names import ARCHITECTURES, GgufArchitecture, hf_name, is_ahead, is_other_part
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
+from kvboost_edge.models.weights.columns.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
@@ -141,7 +142,7 @@ class GgufSource:
             self._lost |= {name} if is_new else set()
         if is_new:
             _LOG.warning("%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
-                         *(self._path, name, 12 * 2.0**-25))  # fmt: skip
+                         *(self._path, name, LEAST_WEIGHT))  # fmt: skip
 
     def file_of(self, name: str) -> Path:
         return self._files[self._tensor(name).part].path

@@ -13,22 +13,22 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.models.weights.columns import mxfp4
+
 __all__ = ["TABLES", "WORKED_OUT", "count_lost", "float_scales", "half_scales", "table_codes"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 _NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TABLES: dict[str, npt.NDArray[np.int8]] = {
-    name: np.array(table, dtype=np.int8) for name, table in (("IQ4_NL", _NL), ("IQ4_XS", _NL), ("MXFP4", _FP4))
-}
-"""By type: the weight, without its scale, of each code. That of MXFP4 is twice the value of E2M1."""
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), np.array(_NL, dtype=np.int8)), "MXFP4": mxfp4.TABLE
+}  # fmt: skip
+"""By type: the weight, without its scale, of each code."""
 WORKED_OUT = ("IQ4_XS", "MXFP4")
 """Types whose float16 scales are not in the file as such: one may be too large for a float16 in a sound file."""
 
 _CODES_AT = {"IQ4_NL": 2, "IQ4_XS": 8, "MXFP4": 1}
-_LEAST_EXPONENT = 104  # 2 ** -24, the least float16
 
 
 def table_codes(name: str, blocks: Bytes) -> Bytes:
@@ -40,10 +40,7 @@ def table_codes(name: str, blocks: Bytes) -> Bytes:
 def float_scales(name: str, blocks: Bytes) -> Floats:
     """The scale of every group, float32 [groups]: exact."""
     if name == "MXFP4":
-        exponents = blocks[:, 0].astype(np.uint32)
-        tiny = np.uint32(0x00200000) << np.minimum(exponents, np.uint32(1))
-        bits = np.where(exponents < 2, tiny, (np.maximum(exponents, np.uint32(1)) - np.uint32(1)) << np.uint32(23))
-        return bits.astype(np.uint32).view(np.float32)
+        return mxfp4.float_scales(blocks[:, 0])
     d = blocks[:, :2].view("<f2").astype(np.float32)
     if name == "IQ4_NL":
         return d.reshape(-1)
@@ -57,20 +54,12 @@ def float_scales(name: str, blocks: Bytes) -> Floats:
 def half_scales(name: str, blocks: Bytes) -> npt.NDArray[np.float16]:
     """The same as float16: infinite where one is too large. Groups of zeros, and those of MXFP4 whose scale is below
     2 ** -24, have the scale 0."""
-    with np.errstate(over="ignore"):
-        scales = float_scales(name, blocks).astype(np.float16)
     if name == "MXFP4":
-        scales[(blocks[:, 0] < _LEAST_EXPONENT) | ~_has_weights(blocks)] = 0
-    return scales
+        return mxfp4.half_scales(blocks[:, 0], blocks[:, 1:])
+    with np.errstate(over="ignore"):
+        return float_scales(name, blocks).astype(np.float16)
 
 
 def count_lost(name: str, blocks: Bytes) -> int:
     """Groups of MXFP4 that have weights other than zero, and a scale that becomes 0."""
-    if name != "MXFP4" or not (blocks[:, 0] < _LEAST_EXPONENT).any():
-        return 0
-    return int(np.count_nonzero((blocks[:, 0] < _LEAST_EXPONENT) & _has_weights(blocks)))
-
-
-def _has_weights(blocks: Bytes) -> npt.NDArray[np.bool_]:
-    """Which blocks of MXFP4 are not all zeros: codes 0 and 8 are, of either sign."""
-    return np.asarray((blocks[:, 1:] & np.uint8(0x77)).any(axis=1), dtype=np.bool_)
+    return mxfp4.count_lost(blocks[:, 0], blocks[:, 1:]) if name == "MXFP4" else 0

@@ -41,7 +41,7 @@ from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.models.packed.stream import Piece, pack_stream
 from kvboost_edge.models.weights.source import WeightSource
 
-__all__ = ["Packable", "PackedWeights", "Progress", "load_packed"]
+__all__ = ["Packable", "PackedWeights", "Progress", "free_bytes", "load_packed", "packed_path"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
@@ -136,8 +136,7 @@ def load_packed(
     job = _Job(model, plan, weights, header, num_threads or default_num_threads(), progress)
     if cache_dir == NO_CACHE:
         return _pack_into_memory(job)
-    directory = (cache_dir if cache_dir is not None else cache_directory()) / "packed"
-    path = directory / f"{fingerprint[:40]}-{weights}.kvpack"
+    path = packed_path(fingerprint, weights, cache_dir)
     found = _open_checked(path, header, cache_dir)
     if found is not None:
         return found
@@ -147,9 +146,26 @@ def load_packed(
         _LOG.warning(
             "packed weights (%.1f MB) cannot be kept in %s (%s); they stay in memory alone and are packed again at "
             "every start. Make room, or point KVBOOST_EDGE_CACHE to another disk",
-            *(_size(header) / 1e6, directory, error),
+            *(_size(header) / 1e6, path.parent, error),
         )
     return _pack_into_memory(job)
+
+
+def packed_path(fingerprint: str, weights: str, cache_dir: Path | None = None) -> Path:
+    """Where the packed weights of a model are kept in a format."""
+    directory = (cache_dir if cache_dir is not None else cache_directory()) / "packed"
+    return directory / f"{fingerprint[:40]}-{weights}.kvpack"
+
+
+def free_bytes(directory: Path) -> int:
+    """Room on the disk of a directory that may not be there yet; 0 where the system does not tell."""
+    for path in (directory, *directory.parents):
+        if path.is_dir():
+            try:
+                return shutil.disk_usage(path).free
+            except OSError:
+                return 0
+    return 0
 
 
 def _pack_into_memory(job: _Job) -> PackedWeights:
@@ -179,7 +195,7 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; remove it")
     size = _size(job.header)
-    free = shutil.disk_usage(path.parent).free
+    free = free_bytes(path.parent)
     if free < size:
         raise OSError(f"{free / 1e6:.1f} MB are left")
     file = open_unfinished(path.parent)

@@ -220,6 +220,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
         matrices.append(("gate_up", gate_up, hidden, spec.mlp_bias))
         matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
     norms = _norm_names(spec)
+    if experts is not None and experts.beside:
+        norms |= dict(zip(("beside_out", "experts_in", "experts_out"), experts.names.norms, strict=True))
     if spec.per_layer is not None:
         width = spec.per_layer.width
         matrices.append(("ple_gate", (("per_layer_input_gate", width),), hidden, False))
@@ -258,12 +260,18 @@ def _experts_plan(experts: Experts, kind: str, source: str, to: str, hidden: int
     plan = [PackEntry(f"{to}router", ROUTER_KIND, _named(source, rows, "weight"), hidden)]
     if names.bias:
         plan.append(PackEntry(f"{to}choice", VECTOR, ((f"{source}{names.bias}", experts.count),)))
+    if names.scales:
+        sizes = zip(("router_in", "shares"), names.scales, (hidden, experts.count), strict=True)
+        plan += [PackEntry(to + name, VECTOR, ((source + tensor, size),)) for name, tensor, size in sizes]
     gate, up, down = names.parts
     every = [f"{names.experts}{expert}." for expert in range(experts.count)]
     both = tuple((f"{one}{part}", experts.width) for one in every for part in (gate, up))
     plan.append(PackEntry(f"{to}experts_gate_up", kind, _named(source, both, "weight"), hidden))
     last = tuple((f"{one}{down}", hidden) for one in every)
     plan.append(PackEntry(f"{to}experts_down", kind, _named(source, last, "weight"), experts.width))
+    if experts.biased:
+        biases = (("router", ((names.router, experts.count),)), ("experts_gate_up", both), ("experts_down", last))
+        plan += [PackEntry(f"{to}{name}_bias", VECTOR, _named(source, parts, "bias")) for name, parts in biases]
     return plan
 
 

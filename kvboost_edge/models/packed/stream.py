@@ -31,9 +31,10 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
-__all__ = ["Piece", "pack_stream", "pieces_of", "read_rows"]
+__all__ = ["Piece", "pack_stream", "packing_bytes", "pieces_of", "read_rows"]
 
 _PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
+_WORKING_PIECES = 8  # so much is a thread's own: what it reads, as floats, their codes, and what it makes of them
 _PIECES_PER_THREAD = 2  # so many are under way for each thread: none waits for the writer
 
 _NOTHING = np.empty(0, dtype=np.uint8)
@@ -79,6 +80,13 @@ def pieces_of(plan: Sequence[PackEntry]) -> Iterator[Piece]:
             stop = min([end for end in ends if start < end <= stop and end % LANES == 0], default=stop)
             yield Piece(entry, start, stop)
             start = stop
+
+
+def packing_bytes(num_threads: int) -> int:
+    """Memory that packing takes at most beside the packed weights, whatever the sizes of tensors: one that holds all
+    experts of a layer is read a few megabytes at a time, too. Vectors are small, and packed whole."""
+    waiting = _PIECES_PER_THREAD * num_threads + 1
+    return (waiting + _WORKING_PIECES * num_threads) * _PIECE_BYTES
 
 
 def pack_stream(

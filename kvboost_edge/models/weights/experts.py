@@ -34,6 +34,7 @@ _WHOLE = (
     (re.compile(r"(.*\.block_sparse_moe\.)input_linear\.weight"), _GATE_UP),
     (re.compile(r"(.*\.block_sparse_moe\.)output_linear\.weight"), ("down_proj",)),
 )
+_BIASES = re.compile(r"(.*\.experts\.)(gate_proj|up_proj|down_proj)\.bias")
 _BIAS, _SHARED_GATE = ".e_score_correction_bias", ".shared_expert_gate.weight"
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
@@ -45,12 +46,16 @@ def expert_number(name: str) -> int | None:
 
 
 def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
-    """The matrices of the experts in a tensor [experts, rows, columns]; [] for a tensor that is something else.
-    ModelFormatError where rows of two matrices are an odd number."""
+    """The matrices of the experts in a tensor [experts, rows, columns], or their biases in one of [experts, rows]; []
+    for a tensor that is something else. ModelFormatError where rows of two matrices are an odd number."""
     if len(shape) == 2 and shape[0] == 1 and name.endswith(_BIAS):
         return [ExpertRows(name, 0, shape[1:])]
     if len(shape) == 1 and name.endswith(_SHARED_GATE):
         return [ExpertRows(name, 0, (1, *shape))]
+    biases = _BIASES.fullmatch(name) if len(shape) == 2 else None
+    if biases is not None:
+        rows = shape[1]
+        return [ExpertRows(f"{biases[1]}{i}.{biases[2]}.bias", i * rows, (rows,)) for i in range(shape[0])]
     if len(shape) != 3:
         return []
     for pattern, inside in _WHOLE:

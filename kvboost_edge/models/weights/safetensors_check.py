@@ -29,6 +29,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 # A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no model reads it.
 _MASK_CONSTANT = ".masked_bias"
+# Weights in an element, by the last word of a tensor's name and its dtype: of AWQ and GPTQ, and of MXFP4.
+_PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -70,8 +72,7 @@ def check_weights(
             )
     dtypes: dict[str, int] = {}
     for name, (_, entry) in entries.items():
-        # A word of AWQ or GPTQ holds eight weights.
-        count = _count(entry.shape) * (8 if name.endswith(".qweight") and entry.dtype == "I32" else 1)
+        count = _count(entry.shape) * _PACKED.get((name.rpartition(".")[2].rpartition("_")[2], entry.dtype), 1)
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
     nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
     return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)

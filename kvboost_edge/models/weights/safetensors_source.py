@@ -22,7 +22,7 @@ __all__ = ["SafetensorsSource"]
 Floats = npt.NDArray[np.float32]
 _Entries = dict[str, tuple[TensorEntry, FileBytes]]
 _DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-_STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32}
+_STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32, "U8": np.uint8}
 
 
 class SafetensorsSource:
@@ -32,7 +32,8 @@ class SafetensorsSource:
     each other part has.
     """
 
-    def __init__(self, model_dir: Path | str) -> None:
+    def __init__(self, model_dir: Path | str, *, split_experts: bool = True) -> None:
+        """split_experts: each expert's matrices are tensors of their own, also where the files have them in one."""
         self._stack = contextlib.ExitStack()
         self._entries: _Entries = {}
         try:
@@ -41,7 +42,9 @@ class SafetensorsSource:
                 self._stack.callback(file.close)
                 self._entries.update((entry.name, (entry, file)) for entry in read_header(path))
             self.parts = counted_parts(self._entries)
-            self._entries = _with_experts(self._language_part(self._entries))
+            self._entries = self._language_part(self._entries)
+            if split_experts:
+                self._entries = _with_experts(self._entries)
             if "embed_tokens.weight" in self._entries:  # of the model without its head, as embedding models are saved
                 self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
@@ -96,7 +99,8 @@ class SafetensorsSource:
         raise ModelFormatError(f"tensor {name!r} is not stored quantized")
 
     def stored_shape(self, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
-        """Shape of a tensor. ModelFormatError unless it is of that dtype ("I32" or "F16") and number of dimensions."""
+        """Shape of a tensor. ModelFormatError unless it is of that dtype ("I32", "F16" or "U8") and number of
+        dimensions."""
         entry, file = self._find(name)
         if entry.dtype != dtype or len(entry.shape) != num_dims:
             raise ModelFormatError(
@@ -106,9 +110,15 @@ class SafetensorsSource:
 
     def stored(self, name: str, dtype: str, num_dims: int) -> npt.NDArray[Any]:
         """A whole tensor as it is in the file, checked as `stored_shape` does."""
-        values = np.empty(self.stored_shape(name, dtype, num_dims), dtype=_STORED[dtype])
+        shape = self.stored_shape(name, dtype, num_dims)
+        return self.stored_span(name, dtype, num_dims, 0, int(np.prod(shape, dtype=np.int64))).reshape(shape)
+
+    def stored_span(self, name: str, dtype: str, num_dims: int, first: int, count: int) -> npt.NDArray[Any]:
+        """`count` elements of a tensor in the file's order, from element `first` on, checked as `stored_shape` does."""
+        self.stored_shape(name, dtype, num_dims)
+        values = np.empty(count, dtype=_STORED[dtype])
         entry, file = self._find(name)
-        file.read_into(values, entry.start)
+        file.read_into(values, entry.start + first * values.itemsize)
         return values
 
     def file_of(self, name: str) -> Path:

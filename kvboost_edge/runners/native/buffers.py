@@ -15,8 +15,7 @@ from kvboost_edge.kernels.program import attend as la
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.families import ModelSpec
-from kvboost_edge.runners.native.mixture import MixtureSizes
-from kvboost_edge.runners.native.sizes import Sizes
+from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
 
 __all__ = ["Buffers"]
 
@@ -153,4 +152,5 @@ class Buffers:
             lt.B_DISPATCH: aligned_empty((sizes.numbers + places,), np.int64),
             lt.B_SPREAD: aligned_empty((places * sizes.spread + 4 * _SLACK,), np.int8),
             lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner + 4 * _SLACK,), np.int8),
+            lt.B_BESIDE: aligned_empty((num_tokens * sizes.beside,), np.float32),
         }

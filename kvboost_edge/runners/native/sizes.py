@@ -1,20 +1,85 @@
-"""How wide the rows of a pass's buffers are."""
+"""Sizes of a pass's buffers, from a model's spec."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.models.config.experts import Experts
 from kvboost_edge.models.config.families import ModelSpec
-from kvboost_edge.runners.native.mixture import MixtureSizes
-from kvboost_edge.runners.native.states import MixerSizes
+from kvboost_edge.models.config.mixers import Mixer
 
-__all__ = ["Sizes", "padded"]
+__all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
+
+_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
 
 
 def padded(value: int, multiple: int) -> int:
+    """The next multiple."""
     return -(-value // multiple) * multiple
+
+
+class MixtureSizes(NamedTuple):
+    """Buffers of layers with experts.
+
+    routed   floats in a row of the router's logits, padded to tiles
+    numbers  of the dispatch before its slots
+    spread   bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and up leave
+    beside   floats in a row of the MLP beside them; 0 without one
+    """
+
+    used: int
+    routed: int
+    numbers: int
+    spread: int
+    inner: int
+    beside: int
+
+    @classmethod
+    def of(cls, experts: Experts, hidden: int, *, floats: bool) -> MixtureSizes:
+        """hidden: inputs of an expert, padded to groups. floats: whether their weights are."""
+        rows = experts.count + (1 if experts.names.shared_gate else 0)
+        each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
+        spread, inner = (count // GROUP * each for count in (hidden, experts.width))
+        beside = hidden if experts.beside else 0
+        return cls(experts.used, padded(rows, LANES), dispatch_numbers(experts.count), spread, inner, beside)
+
+
+class MixerSizes(NamedTuple):
+    """Floats of a token in the buffers that a mixer's operations use.
+
+    wide   what its matrices make, with `gates` the first float of those of its gates
+    mixed  what its output projection reads
+    key    queries or keys;  value: values and what OP_STEPS has beside them
+    """
+
+    wide: int
+    gates: int
+    mixed: int
+    key: int = 0
+    value: int = 0
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> MixerSizes:
+        """ModelFormatError for sizes that the kernels do not take."""
+        width = mixer.value_heads * mixer.value_dim or mixer.channels
+        uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
+        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
+            raise ModelFormatError(
+                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
+                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+            )
+        if mixer.kind == "conv":
+            return cls(3 * mixer.channels, 0, width)
+        gates = mixer.channels + width
+        wide = gates + -(-2 * mixer.value_heads // LANES) * LANES
+        return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

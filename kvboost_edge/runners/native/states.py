@@ -2,84 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
-
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.state_pool import StatePool
-from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import sequences as ls
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
-from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.runners.native.emitter import Emitter, Rows
 from kvboost_edge.runners.native.plan import state_spec
+from kvboost_edge.runners.native.sizes import MixerSizes
 
-__all__ = ["MixerSizes", "StateBuilder", "StateOperations", "pass_states"]
+__all__ = ["StateOperations", "pass_states"]
 
 _L2_EPS = 1e-6  # of the length of queries and keys
-_MOST_TAPS, _MOST_DIM = 15, SCRATCH_BYTES // 4  # a head fits into the scratch of a thread
 _CONV = {lt.F_WEIGHT: "conv", lt.F_BIAS: "conv_bias"}
 _GATES = {lt.F_DECAY: "decay", lt.F_DT_BIAS: "dt_bias"}
-Rows = tuple[int, int]
-
-
-class MixerSizes(NamedTuple):
-    """Floats of a token in the buffers that a mixer's operations use.
-
-    wide   what its matrices make, with `gates` the first float of those of its gates
-    mixed  what its output projection reads
-    key    queries or keys;  value: values and what OP_STEPS has beside them
-    """
-
-    wide: int
-    gates: int
-    mixed: int
-    key: int = 0
-    value: int = 0
-
-    @classmethod
-    def of(cls, mixer: Mixer) -> MixerSizes:
-        """ModelFormatError for sizes that the kernels do not take."""
-        width = mixer.value_heads * mixer.value_dim or mixer.channels
-        uneven = mixer.channels % LANES or mixer.key_dim % LANES or mixer.value_dim % LANES or width % GROUP
-        if uneven or not 1 <= mixer.taps <= _MOST_TAPS or max(mixer.key_dim, mixer.value_dim) > _MOST_DIM:
-            raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, dims at most "
-                f"{_MOST_DIM}, values in all a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
-            )
-        if mixer.kind == "conv":
-            return cls(3 * mixer.channels, 0, width)
-        gates = mixer.channels + width
-        wide = gates + -(-2 * mixer.value_heads // LANES) * LANES
-        return cls(wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads)
-
-
-class StateBuilder(Protocol):
-    """What the operations of a layer are added to: the builder of a program."""
-
-    spec: Any
-    sizes: Any
-    packed: Any
-
-    def add(self, op: int, fields: dict[int, int], **params: float) -> None: ...
-
-    def norm(self, weight: str, reader: str) -> None: ...
-
-    def linear(
-        self,
-        name: str,
-        source: Rows,
-        out: Rows,
-        *,
-        add: bool = False,
-        factor: float = 1.0,
-        panel: int = ...,
-        first: int = 0,
-    ) -> None: ...
 
 
 class StateOperations:
@@ -89,7 +28,7 @@ class StateOperations:
     held   weights of norms that they point to, which must outlive them
     """
 
-    def __init__(self, builder: StateBuilder, mixer: Mixer) -> None:
+    def __init__(self, builder: Emitter, mixer: Mixer) -> None:
         self._builder, self._mixer, self._sizes = builder, mixer, MixerSizes.of(mixer)
         self._state_bytes = state_spec(mixer).nbytes
         # Nobody has queries there: not of attention in this layer, and not of OP_SCAN any more.

@@ -34,7 +34,7 @@ BOTH_WAYS = "the torch runner attends causally, and the model both ways; the nat
 KEEPS_STATES = "layers of this family keep a state instead of keys and values, which the native runner alone computes"
 _PACKAGES = ("torch", "transformers")
 # What transformers needs to load weights that are quantized so.
-_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel")}
+_QUANTIZERS = {"awq": ("gptqmodel", "accelerate"), "gptq": ("optimum", "gptqmodel"), "mxfp4": ("accelerate",)}
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens, narrowed_root
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES
+from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, prefix_hashes
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, OUTSIDE_MASK, Place
 
-__all__ = ["PromptChain", "key_of", "prefix_hashes"]
-
-
-def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tuple[bytes, ...]:
-    """The prefix hashes (32 bytes each) of the full blocks of a prompt, in order; RequestError for wrong ids."""
-    data, size = encode_tokens(token_ids), block_size * TOKEN_BYTES
-    found: list[bytes] = []
-    parent = root
-    for start in range(0, len(data) - size + 1, size):
-        parent = chain_hash(parent, data[start : start + size])
-        found.append(parent)
-    return tuple(found)
+__all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
 
 
-def key_of(prefix_hash: bytes) -> int:
-    """The part of a hash that the router remembers."""
-    return int.from_bytes(prefix_hash[:KEY_BYTES], "little")
+def key_of(prefix_hash: bytes, place: Place = Place.POOL) -> int:
+    """The part of a hash that the router remembers of a block at that place."""
+    return int.from_bytes(prefix_hash[place * KEY_BYTES : (place + 1) * KEY_BYTES], "little")
+
+
+class Outside(NamedTuple):
+    """Those blocks of a chain that are told of at a place outside of pools (`OUTSIDE_MASK`): their keys there, in
+    order, and how many blocks of the chain end with each."""
+
+    keys: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class PromptChain(NamedTuple):
@@ -35,12 +35,15 @@ class PromptChain(NamedTuple):
     num_tokens   of the whole prompt, at least 1
     block_size   tokens of a block
     cache_key    of the caller's `prompt_cache_key`, None without one: such prompts lean to one replica
+    disk, shared   of the same blocks, in those places
     """
 
     keys: tuple[int, ...]
     num_tokens: int
     block_size: int
     cache_key: int | None = None
+    disk: Outside = Outside()
+    shared: Outside = Outside()
 
     @classmethod
     def of(
@@ -64,4 +67,12 @@ class PromptChain(NamedTuple):
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
             raise RequestError(f"{len(hashes)} hashes of blocks of {block_size} tokens do not fit {num_tokens} tokens")
         cache_key = None if not prompt_cache_key else key_of(narrowed_root(root, "cache_key", prompt_cache_key))
-        return cls(tuple(map(key_of, hashes)), num_tokens, block_size, cache_key)
+        words = np.frombuffer(b"".join(hashes), "<u8").reshape(len(hashes), HASH_BYTES // KEY_BYTES)
+        keys = tuple(words[:, Place.POOL].tolist())
+        disk, shared = (_outside(words[:, place]) for place in (Place.DISK, Place.SHARED))
+        return cls(keys, num_tokens, block_size, cache_key, disk, shared)
+
+
+def _outside(keys: npt.NDArray[np.uint64]) -> Outside:
+    at = np.flatnonzero(keys & np.uint64(OUTSIDE_MASK) == 0)
+    return Outside(tuple(keys[at].tolist()), tuple((at + 1).tolist()))

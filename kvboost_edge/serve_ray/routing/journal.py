@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Iterable
 
 from kvboost_edge.kvcache.events import CacheEvents
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, Cursor, EventBatch
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, OUTSIDE_MASK, Cursor, EventBatch, Place
 
 __all__ = ["Journal"]
 
@@ -25,23 +26,22 @@ class Journal:
         self._batches: deque[EventBatch] = deque()
         self._num_changes = 0
         self._serial = -1
-        self._held: set[bytes] = set()
+        self._held: dict[Place, set[bytes]] = {place: set() for place in Place}
 
-    def add(self, events: CacheEvents) -> EventBatch | None:
-        """What the engine's `take_cache_events` gave; the batch it became, None where nothing changed."""
-        published = {prefix_hash[:KEY_BYTES] for prefix_hash in events.published}
+    def add(self, events: CacheEvents, place: Place = Place.POOL) -> EventBatch | None:
+        """What the engine's `take_cache_events` gave, or its `take_tier_events` of the tier at a place; the batch it
+        became, None where nothing changed."""
+        held, published = self._held[place], _keys(events.published, place)
         if events.is_whole:
-            evicted = self._held - published
-            published = published - self._held
+            evicted = held - published
         else:
             # Of two hashes with one key, one that came outweighs one that left: a belief too many costs time only.
-            evicted = {prefix_hash[:KEY_BYTES] for prefix_hash in events.evicted} - published
-            evicted &= self._held
-            published -= self._held
+            evicted = (_keys(events.evicted, place) - published) & held
+        published -= held
         if not published and not evicted and self._serial >= 0:
             return None
-        self._held |= published
-        self._held -= evicted
+        held |= published
+        held -= evicted
         self._serial += 1
         batch = EventBatch(self._epoch, self._serial, False, b"".join(published), b"".join(evicted))
         self._batches.append(batch)
@@ -61,4 +61,12 @@ class Journal:
             return []
         if 0 < missing <= len(self._batches):
             return list(self._batches)[-missing:]
-        return [EventBatch(self._epoch, self._serial, True, b"".join(self._held), b"")]
+        held = b"".join(key for keys in self._held.values() for key in keys)
+        return [EventBatch(self._epoch, self._serial, True, held, b"")]
+
+
+def _keys(prefix_hashes: Iterable[bytes], place: Place) -> set[bytes]:
+    """What of these hashes is told of a place."""
+    start = place * KEY_BYTES
+    keys = {prefix_hash[start : start + KEY_BYTES] for prefix_hash in prefix_hashes}
+    return keys if place is Place.POOL else {key for key in keys if not key[0] & OUTSIDE_MASK}

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.serve_ray.routing.records import ReplicaReport
+from kvboost_edge.serve_ray.routing.records import Place, ReplicaReport
 
 __all__ = ["Loads"]
 
@@ -15,7 +15,7 @@ Vector = npt.NDArray[np.float64]
 
 _ASSUMED_SECONDS = 1e-3  # of a token, before any replica has reported
 _FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_running num_waiting max_running free_blocks
-answer_seconds""".split()
+answer_seconds disk_token_seconds shared_token_seconds""".split()
 
 
 class Loads:
@@ -92,13 +92,20 @@ class Loads:
         figures["num_waiting"][slot] += 1 if num_tokens > 0 else -1
         figures["free_blocks"][slot] -= num_blocks
 
-    def seconds(self, missing_tokens: Vector, missing_blocks: Vector, now: float) -> tuple[Vector, Vector]:
+    def token_seconds(self, place: Place) -> Vector:
+        """A token that is read from a disk or a shared server, [slots]; 0: that replica reads nothing there."""
+        return self._figures["disk_token_seconds" if place is Place.DISK else "shared_token_seconds"]
+
+    def seconds(
+        self, missing_tokens: Vector, missing_blocks: Vector, now: float, restoring: Vector | float = 0.0
+    ) -> tuple[Vector, Vector]:
         """(expected time to the first token, the part of it for its own tokens) in each slot, [slots], of a prompt that
         lacks so much there. The rest is the queue before it, the step that runs, and where the replica is full the time
-        until somebody leaves."""
+        until somebody leaves. While blocks are read, which takes `restoring` seconds, those in the queue are computed.
+        """
         figures = self._figures
         running, step_tokens = figures["num_running"], figures["step_tokens"]
-        wait = np.maximum(figures["busy_until"] - now, 0.0)
+        wait = np.maximum(figures["busy_until"] - now, restoring)
         share = np.maximum(1.0 - running / np.maximum(step_tokens, 1.0), 0.125)  # of a step, left to prompts
         own = missing_tokens * figures["seconds_per_token"] / share
         too_many = np.maximum(running + figures["num_waiting"] + 1.0 - figures["max_running"], 0.0)

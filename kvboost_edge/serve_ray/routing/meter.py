@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
-from kvboost_edge.serve_ray.routing.records import ReplicaReport
+from kvboost_edge.serve_ray.routing.records import Place, ReplicaReport
 
 __all__ = ["Meter"]
 
@@ -22,23 +22,34 @@ class Meter:
 
     seconds_per_token   what is taken as known before anything was measured
     step_tokens, max_running   see ReplicaReport
+    tiers               places outside the pool that are read, and what a token takes from there before one was measured
     """
 
-    def __init__(self, *, seconds_per_token: float, step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        *,
+        seconds_per_token: float,
+        step_tokens: int,
+        max_running: int,
+        tiers: Mapping[Place, float] | None = None,
+    ) -> None:
         # ConfigError for figures that are none.
         ReplicaReport(serial=0, seconds_per_token=seconds_per_token, step_tokens=step_tokens, max_running=max_running)
         self._step_tokens, self._max_running = step_tokens, max_running
         self._tokens, self._seconds = _PRIOR_TOKENS, _PRIOR_TOKENS * seconds_per_token
-        self._begun: dict[Hashable, tuple[float, int]] = {}  # without a first token: (since when, missing tokens)
+        # Of each place read: (tokens, the seconds they took).
+        self._read = {place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds) for place, seconds in (tiers or {}).items()}
+        # Without a first token: (since when, missing tokens, whether its time is theirs alone).
+        self._begun: dict[Hashable, tuple[float, int, bool]] = {}
         self._running: dict[Hashable, float] = {}  # since their first token
         self._queued_tokens = 0
         self._free_since = -math.inf  # the last first token
         self._answer_seconds = self._step_seconds = 0.0
         self._serial = -1
 
-    def begin(self, request: Hashable, missing_tokens: int, now: float) -> None:
-        """A request arrived that has so many prompt tokens to compute (`Choice.missing_tokens`)."""
-        self._begun[request] = (now, missing_tokens)
+    def begin(self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0) -> None:
+        """A request arrived that has so many prompt tokens to compute, and to read first (see `Choice`)."""
+        self._begun[request] = (now, missing_tokens, not restored_tokens)
         self._queued_tokens += missing_tokens
 
     def first_token(self, request: Hashable, now: float) -> None:
@@ -46,13 +57,18 @@ class Meter:
         begun = self._begun.pop(request, None)
         if begun is None:
             return
-        since, tokens = begun
+        since, tokens, is_measure = begun
         self._queued_tokens -= tokens
-        fades = math.exp(-tokens / _REMEMBERED_TOKENS)
-        self._tokens = self._tokens * fades + tokens
-        self._seconds = self._seconds * fades + max(now - max(since, self._free_since), 0.0)
+        if is_measure:
+            spent = max(now - max(since, self._free_since), 0.0)
+            self._tokens, self._seconds = _faded(self._tokens, self._seconds, tokens, spent)
         self._free_since = now
         self._running[request] = now
+
+    def restored(self, place: Place, num_tokens: int, seconds: float) -> None:
+        """So many prompt tokens were read from there for one request, and from nowhere else."""
+        if place in self._read and num_tokens > 0:
+            self._read[place] = _faded(*self._read[place], num_tokens, seconds)
 
     def end(self, request: Hashable, now: float, num_tokens: int = 0) -> None:
         """It is done, cancelled or failed, after so many tokens of answer."""
@@ -84,7 +100,19 @@ class Meter:
             free_blocks=free_blocks,
             answer_seconds=self._answer_seconds,
             is_draining=is_draining,
+            disk_token_seconds=self._token_seconds(Place.DISK),
+            shared_token_seconds=self._token_seconds(Place.SHARED),
         )
+
+    def _token_seconds(self, place: Place) -> float:
+        tokens, seconds = self._read.get(place, (1.0, 0.0))
+        return max(seconds / tokens, 1e-9) if place in self._read else 0.0
+
+
+def _faded(tokens: float, seconds: float, more_tokens: int, more_seconds: float) -> tuple[float, float]:
+    """Sums of tokens and of the time they took, in which what is older counts for less."""
+    fades = math.exp(-more_tokens / _REMEMBERED_TOKENS)
+    return tokens * fades + more_tokens, seconds * fades + more_seconds
 
 
 def _moved(mean: float, value: float) -> float:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from typing import NamedTuple
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["KEY_BYTES", "Choice", "Cursor", "EventBatch", "ReplicaReport"]
+__all__ = ["KEY_BYTES", "OUTSIDE_MASK", "Choice", "Cursor", "EventBatch", "Place", "ReplicaReport"]
 
 KEY_BYTES = 8
-"""Of each prefix hash its first 8 bytes are told and remembered. Two hashes that begin alike make the router believe in
-a block that is not there: the replica compares whole hashes and tokens, so that costs time and nothing else."""
+"""Of each prefix hash 8 bytes are told and remembered. Two hashes that are alike there make the router believe in a
+block that is not there: the replica compares whole hashes and tokens, so that costs time and nothing else."""
+
+OUTSIDE_MASK = 3
+"""Of blocks outside of pools those are told whose key has these bits 0, one in four: there are many more of them, and a
+few blocks that are read or not make little difference."""
+
+
+class Place(enum.IntEnum):
+    """Where a block is: a replica's pool, a disk that it can read, a server that all replicas share. Of each the hash
+    has another key: its bytes from 8 times the number on."""
+
+    POOL = 0
+    DISK = 1
+    SHARED = 2
 
 
 class Cursor(NamedTuple):
@@ -26,12 +40,12 @@ NOTHING_KNOWN = Cursor(0, -1)
 
 
 class EventBatch(NamedTuple):
-    """What changed in a replica's cache since the batch before it, or all it holds.
+    """What changed in a replica's pool and in what it knows of tiers since the batch before it, or all there is.
 
     epoch      a random number of the replica's process, never 0: another one means an empty cache and new serials
     serial     counts the batches of an epoch from 0
     is_whole   `published` is all there is after batch `serial`; whatever was known before is forgotten
-    published, evicted   keys of blocks, KEY_BYTES each, in one piece; a key is in at most one of the two
+    published, evicted   keys of blocks at a `Place`, KEY_BYTES each, in one piece; each is in at most one of the two
     """
 
     epoch: int
@@ -56,6 +70,7 @@ class ReplicaReport:
     free_blocks         blocks nobody references, idle cached ones included
     answer_seconds      how long a request holds its place from its first token on, on average; 0: not known
     is_draining         it takes no more requests
+    disk_token_seconds, shared_token_seconds   measured: a prompt token that is read from there; 0: it reads nothing
     """
 
     serial: int
@@ -69,11 +84,13 @@ class ReplicaReport:
     free_blocks: int = 1 << 40
     answer_seconds: float = 0.0
     is_draining: bool = False
+    disk_token_seconds: float = 0.0
+    shared_token_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds_per_token) and self.seconds_per_token > 0):
             raise ConfigError(f"seconds_per_token={self.seconds_per_token!r} must be finite and above 0")
-        for name in ("decode_seconds", "answer_seconds"):
+        for name in ("decode_seconds", "answer_seconds", "disk_token_seconds", "shared_token_seconds"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}={value!r} must be finite and at least 0")
@@ -89,12 +106,14 @@ class Choice(NamedTuple):
     """Where a request may go.
 
     replica_id        the name it was added by
-    matched_tokens    of the prompt, believed to be in its cache
-    missing_tokens    the rest of the prompt, at least 1; tell the replica: its `Meter` counts them as queued
+    matched_tokens    of the prompt, believed to be in its pool
+    missing_tokens    to be computed, at least 1; tell the replica: its `Meter` counts them as queued
     expected_seconds  until the first token, as far as the router knows
+    restored_tokens   the rest of the prompt: believed to be in a tier that the replica reads
     """
 
     replica_id: str
     matched_tokens: int
     missing_tokens: int
     expected_seconds: float
+    restored_tokens: int = 0

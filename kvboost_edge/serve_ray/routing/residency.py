@@ -9,6 +9,7 @@ all that a replica told becomes such a belief, until it has told everything anew
 
 from __future__ import annotations
 
+import bisect
 import math
 import sys
 from collections import deque
@@ -163,7 +164,7 @@ class Residency:
 
         Blocks are looked up by halving, as if a replica that holds a block held all before it.
         """
-        places = range(len(keys)) if not self._coarse else [i for i, key in enumerate(keys) if not key & self._coarse]
+        places = self._places(keys)
         found: list[Level] = []
         get, last, first = self._holders.get, len(places) - 1, 0
         step = -(-len(places) // _MOST_LEVELS)
@@ -184,6 +185,16 @@ class Residency:
             first = min(low + step, last)
             holders &= get(keys[places[first]], 0)
         return found
+
+    def _places(self, keys: Sequence[int]) -> Sequence[int]:
+        """Which of some keys are remembered if anybody told of them."""
+        return range(len(keys)) if not self._coarse else [i for i, key in enumerate(keys) if not key & self._coarse]
+
+    def reach(self, keys: Sequence[int]) -> int:
+        """How many blocks of a chain somebody told of, whoever it was, from its beginning; looked up as `levels`."""
+        places, holders = self._places(keys), self._holders
+        held = bisect.bisect_left(places, True, key=lambda index: keys[index] not in holders)
+        return places[held - 1] + 1 if held else 0
 
     def keys_of(self, slot: int) -> dict[int, bool]:
         """What a replica is believed to hold, and whether it told so."""

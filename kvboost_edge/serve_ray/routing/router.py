@@ -10,10 +10,12 @@ import numpy.typing as npt
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.choose import choose, home, seed_of
 from kvboost_edge.serve_ray.routing.loads import Loads
-from kvboost_edge.serve_ray.routing.records import Choice, Cursor, EventBatch, ReplicaReport
+from kvboost_edge.serve_ray.routing.records import Choice, Cursor, EventBatch, Place, ReplicaReport
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 __all__ = ["PrefixRouter"]
+
+Depths = npt.NDArray[np.int64]
 
 _KEY_SHARE = 0.8  # what a second costs at the home of a prompt's cache key
 _OTHERS = 0.5  # of a prompt's own seconds, for those who come after it
@@ -21,7 +23,8 @@ _FEW_HOLDERS = 8  # so many bits are looked at one by one
 
 
 class PrefixRouter:
-    """Chooses replicas by the expected time to the first token. Not for several threads at once.
+    """Chooses replicas by the expected time to the first token: what is in no pool and no tier is computed, what is in
+    a tier is read. Not for several threads at once.
 
     `now` is seconds of one clock that never goes back (`time.monotonic`). What the router believes may be wrong: that
     costs time. Which replica may be used at all is never a belief: only those added, not removed, not draining.
@@ -116,8 +119,11 @@ class PrefixRouter:
         depths = _depths(levels, len(usable))
         most = chain.num_tokens - 1  # the last token of a prompt is always computed
         matched = np.minimum(depths * chain.block_size, most)
+        reached, restoring = self._restoring(chain, depths)
+        served = np.minimum(reached * chain.block_size, most)
         missing_blocks = (-(-chain.num_tokens // chain.block_size) - depths).astype(np.float64)
-        seconds, own = self._loads.seconds((chain.num_tokens - matched).astype(np.float64), missing_blocks, now)
+        missing_tokens = (chain.num_tokens - served).astype(np.float64)
+        seconds, own = self._loads.seconds(missing_tokens, missing_blocks, now, restoring)
         # What is computed here keeps others waiting too: a token to be computed weighs more than a moment of waiting.
         ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
@@ -126,12 +132,28 @@ class PrefixRouter:
         if count > 1:
             order = slots[np.argsort(ranks[slots], kind="stable")]
             chosen += [int(slot) for slot in order[:count] if slot != chosen[0]][: count - 1]
-        return [self._choice(slot, int(matched[slot]), chain, float(seconds[slot])) for slot in chosen]
+        found: list[Choice] = []
+        for slot in chosen:
+            replica_id, here, there = self._ids[slot], int(matched[slot]), int(served[slot])
+            assert replica_id is not None  # only members are usable
+            found.append(Choice(replica_id, here, chain.num_tokens - there, float(seconds[slot]), there - here))
+        return found
 
-    def _choice(self, slot: int, matched_tokens: int, chain: PromptChain, seconds: float) -> Choice:
-        replica_id = self._ids[slot]
-        assert replica_id is not None  # only members are usable
-        return Choice(replica_id, matched_tokens, chain.num_tokens - matched_tokens, seconds)
+    def _restoring(self, chain: PromptChain, depths: Depths) -> tuple[Depths, npt.NDArray[np.float64] | float]:
+        """(blocks of a chain that each slot will have once its tiers were read, [slots], seconds that takes). A disk is
+        read before a shared server, and each from where the pool, or the disk, ends."""
+        on_disk, on_server = (self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED))
+        reached: Depths = depths
+        seconds: npt.NDArray[np.float64] | float = 0.0
+        if chain.disk.keys and on_disk.any():
+            told = _depths(self._residency.levels(chain.disk.keys), len(depths))
+            reached = np.where(on_disk > 0, np.maximum(np.array((0, *chain.disk.ends))[told], depths), depths)
+            seconds = (reached - depths) * chain.block_size * on_disk
+        if chain.shared.keys and on_server.any():
+            before, told_by_any = reached, self._residency.reach(chain.shared.keys)
+            reached = np.where(on_server > 0, np.maximum((0, *chain.shared.ends)[told_by_any], before), before)
+            seconds = seconds + (reached - before) * chain.block_size * on_server
+        return reached, seconds
 
     def _usable(self, among: Collection[str] | None) -> npt.NDArray[np.bool_]:
         if among is None:
@@ -156,7 +178,7 @@ class PrefixRouter:
         slot = self._slots.get(choice.replica_id)
         if slot is None:
             return
-        num_blocks = -(-choice.missing_tokens // chain.block_size)
+        num_blocks = -(-(choice.missing_tokens + choice.restored_tokens) // chain.block_size)
         self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
         self._residency.believe(slot, chain.keys, choice.matched_tokens // chain.block_size, now)
 
@@ -175,7 +197,7 @@ class PrefixRouter:
         return self._residency.num_bytes()
 
     def beliefs(self, replica_id: str) -> dict[int, bool]:
-        """Keys of the blocks a replica is believed to hold, and whether it told so."""
+        """Keys of the blocks, at any `Place`, that a replica is believed to hold, and whether it told so."""
         return self._residency.keys_of(self._slots[replica_id])
 
     def check(self) -> None:
@@ -186,7 +208,7 @@ class PrefixRouter:
         assert int(self._loads.usable.sum()) <= len(self._slots)
 
 
-def _depths(levels: Sequence[Level], num_slots: int) -> npt.NDArray[np.int64]:
+def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
     """Blocks of a chain that each slot holds, [num_slots]."""
     depths = np.zeros(num_slots, np.int64)
     many = [level for level in levels if level.holders.bit_count() > _FEW_HOLDERS]

@@ -297,9 +297,22 @@ class Throughput(_Answer):
     generated_tokens_per_second: float
 
 
+class ReplicaStats(_Answer):
+    """One replica's part of them."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    cache: dict[str, float]
+    pool: dict[str, Any]
+    tiers: dict[str, TierFigures]
+    memory: dict[str, int]
+
+
 class Stats(_Answer):
     """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and memory are the engine's
-    own names. models: which are loaded, and what they take."""
+    own names. replicas: of each, by name, where several serve the model and the others are their sums. models: which
+    are loaded, and what they take."""
 
     object: Literal["stats"]
     model: str
@@ -309,6 +322,7 @@ class Stats(_Answer):
     tiers: dict[str, TierFigures]
     memory: dict[str, int]
     throughput: Throughput
+    replicas: dict[str, ReplicaStats]
     models: ModelsMemory
 
 
@@ -342,9 +356,22 @@ class TierView(_Answer):
     recent_hit_tokens: int
 
 
+class ReplicaPool(_Answer):
+    """One replica's pool: its blocks, those of them that can be matched, and their bytes of all."""
+
+    num_blocks: int
+    blocks: int
+    bytes: int
+    max_bytes: int
+    running: int
+    waiting: int
+    hit_rate: float | None
+
+
 class Blocks(_Answer):
     """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of one byte a block. The
-    slots are those of a model that keeps states beside keys and values."""
+    slots are those of a model that keeps states beside keys and values. replicas: by name, where several serve the
+    model; the pool is then theirs in a row, in this order."""
 
     num_blocks: int
     block_size: int
@@ -368,3 +395,4 @@ class Blocks(_Answer):
     state_slots: int
     state_slots_used: int
     replayed_tokens: int
+    replicas: dict[str, ReplicaPool]

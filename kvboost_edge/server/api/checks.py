@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Query
 from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.errors import ApiError, stopped
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.bridge import Answer
+from kvboost_edge.server.work.bridge import Answer, off_loop
 
 __all__ = [
     "ModelParam",
@@ -24,10 +25,13 @@ __all__ = [
     "check_mode",
     "check_priority",
     "loaded_model",
+    "looked_up",
     "most_with_logprobs",
     "room_for",
     "served_model",
 ]
+
+T = TypeVar("T")
 
 ModelParam = Annotated[str | None, Query(max_length=256)]
 """Which model a route without a body looks at."""
@@ -68,6 +72,18 @@ def loaded_model(request: Request, name: str | None) -> ModelState:
         message = f"the model {served.name!r} is not loaded ({served.phase}); a request for it loads it"
         raise ApiError(503, message, code="model_not_loaded", headers={"Retry-After": "1", "Cache-Control": "no-store"})
     return served.state
+
+
+async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
+    """What `work` finds out of the model's engine, beside the event loop; it is not unloaded meanwhile. EngineStopped
+    or NoReplica (503) where it has stopped."""
+    try:
+        with state.looks.begin():
+            return await off_loop(work)
+    except KVBoostError as error:
+        if state.engine.is_alive():
+            raise
+        raise stopped(state.engine) from error
 
 
 def room_for(state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str) -> int:

@@ -84,7 +84,7 @@ def _plain_turn(tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: 
     if reasoning == "closed" or (fits and schema is None):
         return None
     if schema is not None:
-        grammar = answer_grammar(format.reasoning, schema, reasoning=reasoning, special_id=tokenizer.marker_id)
+        grammar = answer_grammar(format, schema, reasoning=reasoning, special_id=tokenizer.marker_id)
         fits = {"grammar": MadeGrammar(grammar)}
     return Turn(format, (), reasoning, False, fits)
 

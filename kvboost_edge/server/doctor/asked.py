@@ -38,8 +38,8 @@ def normal(
 ) -> Normal:
     """What to ask of the model. messages: as templates know them; answers: of the tenant and salt, whose earlier
     requests count. variables: the template's, as the client gives them."""
-    same_tools, reordered = normaliser.tools(answers.root, tools)
-    plain, changed = normaliser.messages(answers.root, messages)
+    same_tools, reordered = normaliser.tools(answers, tools)
+    plain, changed = normaliser.messages(answers, messages)
     given = dict(variables or {})
     settings = json.dumps(given, sort_keys=True)
     if "thinking" in normaliser.kinds:

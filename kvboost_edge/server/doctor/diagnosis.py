@@ -26,7 +26,7 @@ not_compared    requests are not kept (--request-history 0), so nothing is known
 first_seen      the tenant asked nothing lately that begins alike
 new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is computed once
 tail            the last block, which is not full, is computed again
-evicted         it was cached and was dropped since, from the pool and every tier below
+evicted         it was cached and was dropped since: for room, by a reset, or with its model
 state           its keys and values are cached, and the state that the model keeps beside them is not, or only further
                 ahead: up to hit_tokens it was taken over, up to `position` computed again. From now on it is kept there
 not_kept        it was asked before and is not there all the same: that request still runs, or its mode keeps nothing
@@ -50,7 +50,6 @@ def diagnose(
     result: GenerationResult,
     *,
     block_size: int,
-    tiers: Sequence[str],
     decode: Decode,
     thinks: str,
     compares: bool = True,
@@ -76,24 +75,21 @@ def diagnose(
         return dataclasses.replace(found, position=result.matched_tokens)
     if not compares:
         cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
-        return dataclasses.replace(found, cause=cause, evicted_from=_lost(cause, tiers))
+        return dataclasses.replace(found, cause=cause, evicted_from=result.evicted_from)
     if result.reused_span_tokens:
         return dataclasses.replace(found, cause="other_position")
     if closest is None or common < block_size or result.cached_tokens > common:
         # Nothing that is kept begins so; the cache may know more, such as other choices of an answer.
         cause = found.cause if found.cause != "first_seen" or not result.cached_tokens else "new_text"
         position = max(common, result.cached_tokens)
-        return dataclasses.replace(found, cause=cause, position=position, evicted_from=_lost(cause, tiers))
+        return dataclasses.replace(found, cause=cause, position=position, evicted_from=result.evicted_from)
     found = dataclasses.replace(found, compared_with=closest.request_id)
     if result.cached_tokens + block_size <= common // block_size * block_size:
-        cause = "evicted" if result.miss_reason == "evicted" else "not_kept"
-        return dataclasses.replace(found, cause=cause, evicted_from=_lost(cause, tiers))
+        # A pool goes with its model: what it held is gone, and the new one cannot know of it.
+        pool = ("pool",) if record.loading != closest.loading else ()
+        dropped = (*pool, *result.evicted_from)
+        return dataclasses.replace(found, cause="evicted" if dropped else "not_kept", evicted_from=dropped)
     return dataclasses.replace(found, cause=_cause(record, closest, common, decode, thinks), position=common)
-
-
-def _lost(cause: str, tiers: Sequence[str]) -> tuple[str, ...]:
-    """Where it was dropped from."""
-    return ("pool", *tiers) if cause == "evicted" else ()
 
 
 def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,18 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["Doctor", "Watch"]
 
 
+_loadings = itertools.count(1)
+
+
 class Doctor:
     """One loaded model's; only the event loop's thread touches it.
 
+    model     its name
     history   what was asked before; one that keeps nothing: only what the engine says itself is known
     count     is told the cause of each request
     """
 
-    def __init__(self, engine: Engine, history: History, count: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, model: str, history: History, count: Callable[[str], None]) -> None:
         self.history = history
-        self._engine, self._count = engine, count
+        self._engine, self._model, self._count = engine, model, count
         self._left: list[tuple[Watch, RequestHandle]] = []
-        self._tiers = tuple(engine.paged_stats()["tiers"])
+        self._loading = next(_loadings)
 
     def watch(
         self, request_id: str, tenant: str | None, salt: str | None, token_ids: Sequence[int], asked: Asked
@@ -39,7 +45,8 @@ class Doctor:
         """A request that begins to run."""
         self.settle()
         self.history.sweep_later()
-        record = Record(request_id, asked, np.asarray(token_ids, dtype=np.int32), len(token_ids))
+        ids = np.asarray(token_ids, dtype=np.int32)
+        record = Record(request_id, asked, ids, len(token_ids), loading=self._loading)
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)
 
@@ -53,11 +60,11 @@ class Doctor:
             common,
             result,
             block_size=self._engine.config.block_size,
-            tiers=self._tiers,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
             thinks=self._thinks(),
             compares=self.history.seconds > 0,
         )
+        found = dataclasses.replace(found, model=self._model)
         self._count(found.cause)
         return found
 

@@ -9,32 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from kvboost_edge.engine.answers import KeptAnswers
+from kvboost_edge.engine.fair_store import FairStore
 from kvboost_edge.server.settings import NORMALISERS
 
 __all__ = ["Normaliser", "without_billing"]
 
 _BILLING = ("x-anthropic-billing-header:",)
-_MOST_SPACES = 64
-_MOST_BYTES = 1 << 20  # of one tenant and salt
 _OBJECT_BYTES = 500  # about what Python's objects take around a small one
 
 Json = dict[str, Any]
 
 
-class _Space:
-    """The first spellings of one tenant and salt, the least recently used first."""
-
-    def __init__(self) -> None:
-        self.first: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
-        self.num_bytes = 0
-
-
 class Normaliser:
-    """Remembers how things were spelled first, for each root (tenant and salt) apart. Safe to use from any thread.
+    """Remembers how things were spelled first, for each root (tenant and salt) apart, bounded as `FairStore`. Safe to
+    use from any thread.
 
     kinds: which of `NORMALISERS` are done:
 
@@ -46,17 +38,17 @@ class Normaliser:
 
     def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:
         self.kinds = frozenset(kinds)
-        self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
+        self._first: FairStore[Any] = FairStore()
         self._lock = threading.Lock()
 
-    def tools(self, root: bytes, tools: list[Json] | None) -> tuple[list[Json] | None, bool]:
+    def tools(self, answers: KeptAnswers, tools: list[Json] | None) -> tuple[list[Json] | None, bool]:
         """The tools as they were given first, and whether that is another order of them or of their keys."""
         if not tools or "tools" not in self.kinds:
             return tools, False
         parts = sorted(_canonical(tool) for tool in tools)
-        return self._as_first(root, b"tools" + "\0".join(parts).encode(), tools)
+        return self._as_first(answers, b"tools" + "\0".join(parts).encode(), tools)
 
-    def messages(self, root: bytes, messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
+    def messages(self, answers: KeptAnswers, messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
         """Messages as templates know them, with the arguments of calls as they were given first and without billing
         lines; and which kinds changed something."""
         done: list[str] = []
@@ -68,34 +60,26 @@ class Normaliser:
                     message = {**message, "content": content}
                     done.append("billing")
             if message.get("tool_calls") and "arguments" in self.kinds:
-                calls = [self._call(root, call) for call in message["tool_calls"]]
+                calls = [self._call(answers, call) for call in message["tool_calls"]]
                 message = {**message, "tool_calls": [call for call, _ in calls]}
                 done += ["arguments"] * any(changed for _, changed in calls)
             found.append(message)
         return found, list(dict.fromkeys(done))
 
-    def _call(self, root: bytes, call: Mapping[str, Any]) -> tuple[Json, bool]:
+    def _call(self, answers: KeptAnswers, call: Mapping[str, Any]) -> tuple[Json, bool]:
         function = call["function"]
-        arguments, changed = self._as_first(root, b"call" + _canonical(function).encode(), function["arguments"])
+        arguments, changed = self._as_first(answers, b"call" + _canonical(function).encode(), function["arguments"])
         return {**call, "function": {**function, "arguments": arguments}}, changed
 
-    def _as_first(self, root: bytes, what: bytes, value: Any) -> tuple[Any, bool]:
+    def _as_first(self, whose: KeptAnswers, what: bytes, value: Any) -> tuple[Any, bool]:
         """The first value that was the same as this one, and whether it is spelled otherwise."""
         key, size = hashlib.sha256(what).digest(), 2 * len(what) + _OBJECT_BYTES
-        with self._lock:
-            space = self._spaces.setdefault(root, _Space())
-            self._spaces.move_to_end(root)
-            if len(self._spaces) > _MOST_SPACES:
-                self._spaces.popitem(last=False)
-            known = space.first.get(key)
+        with self._lock:  # of two at once one is the first
+            known = self._first.find(whose.root, key)
             if known is None:
-                space.first[key] = (value, size)
-                space.num_bytes += size
-                while space.num_bytes > _MOST_BYTES:
-                    space.num_bytes -= space.first.popitem(last=False)[1][1]
+                self._first.keep(whose.owner, whose.root, key, value, size)
                 return value, False
-            space.first.move_to_end(key)
-        return known[0], json.dumps(known[0]) != json.dumps(value)
+        return known, json.dumps(known) != json.dumps(value)
 
 
 def without_billing(text: str) -> str:

@@ -56,7 +56,8 @@ NOT_SAID = Asked()
 @dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """One request. `ids` are the prompt's, with those computed of the answer behind them once it is there;
-    `num_reasoning` of these are reasoning. `diagnosis`: what became of it."""
+    `num_reasoning` of these are reasoning. `loading`: which loading of its model answers it. `diagnosis`: what became
+    of it."""
 
     request_id: str
     asked: Asked
@@ -64,6 +65,7 @@ class Record:
     num_prompt: int
     at: float = dataclasses.field(default_factory=time.time)
     num_reasoning: int = 0
+    loading: int = 0
     diagnosis: Diagnosis | None = None
 
     @property
@@ -92,7 +94,8 @@ class Diagnosis:
     text, text_before    what stands there, and what stood there
     compared_with    the id of that earlier request, "" without one
     computed_tokens  prompt tokens computed; seconds: the time that took
-    evicted_from     tiers the blocks were dropped from
+    evicted_from     the pool and tiers that had the block and dropped it
+    model            which was asked
     """
 
     request_id: str
@@ -111,6 +114,7 @@ class Diagnosis:
     compared_with: str = ""
     evicted_from: tuple[str, ...] = ()
     normalised: tuple[str, ...] = ()
+    model: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with times rounded to milliseconds."""

@@ -19,7 +19,8 @@ class _Answer(BaseModel):
 
 class PromptCache(_Answer):
     """Where a prompt left what its API key asked before, and why. The two texts are of that place, `text_before` of the
-    request `compared_with`; `seconds`: what computing `computed_tokens` took."""
+    request `compared_with`; `seconds`: what computing `computed_tokens` took; `evicted_from`: the pool and tiers that
+    had it and dropped it."""
 
     request_id: str
     at: float
@@ -37,6 +38,7 @@ class PromptCache(_Answer):
     compared_with: str
     evicted_from: list[str]
     normalised: list[str]
+    model: str
 
 
 class PromptCaches(_Answer):

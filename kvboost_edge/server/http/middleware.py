@@ -24,6 +24,7 @@ from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.models.server import ServerState
+from kvboost_edge.server.state import MODEL_FACT
 
 __all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_request_id"]
 
@@ -90,12 +91,13 @@ class Envelope:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            answer = as_api_error(error, engine_alive=self._state.engines_alive())
+            answer = as_api_error(error, engine_alive=self._state.engine_alive(scope))
             if answer.status_code == 500:
                 log_failure(scope, error)
             if status == _CLIENT_GONE:  # nothing was sent yet
                 await error_response(answer, scope["path"])(scope, receive, send_dressed)
         finally:
+            facts.pop(MODEL_FACT, None)
             facts = {name: value for name, value in facts.items() if name != "tenant"}
             # What the connection itself answered, because the rest of the body did not come or was malformed.
             status = facts.pop("refused", status)

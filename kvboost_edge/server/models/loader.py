@@ -33,6 +33,7 @@ __all__ = ["Loader", "reserved_bytes"]
 _PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
 _SOON = 0.01  # a clock may run out a little early
 _FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
+_ENDING_SECONDS = 5.0  # for loadings under way when the server ends; packing ends by itself, a download may not
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
 
@@ -56,6 +57,9 @@ class Loader:
         self._changed = asyncio.Event()
         self._ended = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: ServedModel | None = None
+        self.left: ServedModel | None = None
+        """The model whose loading did not end when the server did: its threads still run."""
 
     @property
     def taken(self) -> int:
@@ -72,7 +76,7 @@ class Loader:
         admission = Admission(engine, self._shared.settings)
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
-        doctor = Doctor(engine, served.history, metrics.observe_cause)
+        doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)
         served.known, served.num_bytes, served.metrics = Known.of(engine), reserved_bytes(engine), metrics
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
 
@@ -107,13 +111,21 @@ class Loader:
             served.clock = loop.call_later(max(0.0, end - time.monotonic()), self._expire, served)
 
     async def close(self) -> None:
-        """Unload what was loaded here; a loading in progress is waited for, which a packing model cuts short."""
+        """Unload what was loaded here. Loadings in progress get a few seconds to end; what does not is left behind."""
         self._ended.set()
         self._changed.set()
         for served in self._all:
             served.stop_clock()
+        loadings = [one.loading for one in self._all if one.loading is not None]
+        if loadings:
+            _, running = await asyncio.wait(loadings, timeout=_ENDING_SECONDS)
+            self.left = self._under_way if running else None
+            for task in running:
+                task.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
+        if self.left is not None:
+            self._log("a loading was left behind", self.left, level=logging.WARNING)
         for served in self._all:
             if served.num_loads and served.state is not None:
                 await self._unload(served, "the server ends")
@@ -126,7 +138,7 @@ class Loader:
                 if served.unloading is not None:
                     served.waits_for = "it is being unloaded"
                     await served.unloading
-                served.phase = "loading"
+                served.phase, self._under_way = "loading", served
                 await self._adopt_new(served, await self._loaded(served))
             served.num_loads += 1
             self._log("model loaded", served, seconds=round(served.load_seconds, 1), bytes=served.num_bytes)
@@ -159,14 +171,14 @@ class Loader:
         assert source is not None
         if served.planned is None:
             served.waits_for = "its files are looked at"
-            served.planned = await in_thread(source.plan)
+            served.planned = await in_thread(source.plan, unwanted=lambda planned: None)
         while True:
             await self._make_room(served, served.planned)
             served.num_bytes, served.waits_for = served.planned, "its weights are being read"
             self._log("model loading", served, bytes=served.planned)
             started = time.monotonic()
             try:
-                return await in_thread(lambda: source.load(self._ended))
+                return await in_thread(lambda: source.load(self._ended), unwanted=lambda engine: engine.close())
             except CapacityError:
                 # The machine has less than the budget. Without those that are idle there may be enough.
                 served.num_bytes = 0
@@ -254,8 +266,9 @@ class Loader:
     async def _leave(self, served: ServedModel) -> None:
         if served.state is None or not served.may_leave:
             return
-        engine = served.state.engine
-        pinned = (await in_thread(engine.paged_stats))["pinned_blocks"] if engine.is_alive() else 0
+        engine, pinned = served.state.engine, 0
+        with served.state.looks.begin(), contextlib.suppress(KVBoostError):  # of one that has stopped nothing is pinned
+            pinned = (await in_thread(engine.paged_stats))["pinned_blocks"]
         if self._ended.is_set() or not served.may_leave or served.state.engine is not engine:
             return
         if served.unloads_at is None or served.unloads_at - _SOON > time.monotonic():
@@ -269,6 +282,14 @@ class Loader:
 
     async def _unload(self, served: ServedModel, why: str) -> None:
         """It leaves at once; what it holds is given back when this returns."""
+        await asyncio.shield(self._begin_unloading(served, why))
+
+    def let_go_if_stopped(self, served: ServedModel) -> None:
+        """Unload a model whose engine stopped after an error, if it can be loaded again: the next request does that."""
+        if served.source is not None and served.state is not None and not served.state.engine.is_alive():
+            self._begin_unloading(served, "its engine stopped")
+
+    def _begin_unloading(self, served: ServedModel, why: str) -> asyncio.Task[None]:
         state = served.state
         assert state is not None
         assert served.metrics is not None
@@ -276,11 +297,12 @@ class Loader:
         served.state, served.phase = None, "unloading"
         served.stop_clock()
         served.metrics.follow(None, None)
-        served.unloading = self._spawn(self._close(served, state.engine, why))
-        await asyncio.shield(served.unloading)
+        served.unloading = self._spawn(self._close(served, state, why))
+        return served.unloading
 
-    async def _close(self, served: ServedModel, engine: Engine, why: str) -> None:
-        started = time.monotonic()
+    async def _close(self, served: ServedModel, state: ModelState, why: str) -> None:
+        started, engine = time.monotonic(), state.engine
+        await state.looks.over()
         kept = engine.config.disk_cache_dir is not None or engine.config.redis_url is not None
         try:
             served.abilities = await in_thread(lambda: _closed(engine, served.abilities))

@@ -85,6 +85,7 @@ class Models:
         served.keep_alive = keep_alive
         served.stop_clock()
         try:
+            self.loader.let_go_if_stopped(served)
             state = served.state
             if state is None:
                 state = await self._when_loaded(request, served)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from kvboost_edge.server.errors import ApiError, QueueFull, stopped
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.server.models.registry import Models
-from kvboost_edge.server.state import ModelState, Shared
+from kvboost_edge.server.state import ModelState, Shared, model_of
 from kvboost_edge.server.work.admission import Bodies, Ticket
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Scope
 
     from kvboost_edge.server.settings import ServerSettings
 
@@ -54,14 +55,17 @@ class ServerState:
         """Sequences in flight."""
         return sum(state.admission.sequences for state in self.models.loaded)
 
-    def engines_alive(self) -> bool:
-        """Whether the engine of each loaded model computes requests."""
-        return all(state.engine.is_alive() for state in self.models.loaded)
+    @staticmethod
+    def engine_alive(scope: Scope) -> bool:
+        """Whether the engine of a request's model computes requests; True of a request that has none."""
+        state = model_of(scope)
+        return state is None or state.engine.is_alive()
 
     def stopped(self) -> ApiError | None:
-        """What is told of the first engine that is not alive, or None while all are."""
-        dead = (state.engine for state in self.models.loaded if not state.engine.is_alive())
-        return next(map(stopped, dead), None)
+        """What is told of the first engine that has stopped for good, or None: a model that can be loaded again is, by
+        the next request for it."""
+        lasting = (one.state.engine for one in self.models.all if one.state is not None and one.source is None)
+        return next((stopped(engine) for engine in lasting if not engine.is_alive()), None)
 
     def trouble(self) -> str | None:
         """Why the server cannot take requests, or None when it can."""
@@ -71,19 +75,19 @@ class ServerState:
         return "the server is shutting down" if self.draining else None
 
     def check_queue(self, tenant: str | None) -> None:
-        """QueueFull where no model has room for a request; which one it is for is not known yet."""
-        full: QueueFull | None = None
+        """QueueFull where no model has room for a request; which one it is for is not known yet. Of several full
+        models none counts it as its own."""
+        refusals: list[QueueFull] = []
         for one in self.models.all:
-            if one.state is None:
+            refusal = None if one.state is None else one.state.admission.refusal(tenant)
+            if refusal is None:
                 return
-            try:
-                one.state.admission.check(tenant)
-            except QueueFull as error:
-                full = error
-            else:
-                return
-        if full is not None:
-            raise full
+            refusals.append(refusal)
+        if len(refusals) > 1:
+            self.models.num_refused += 1
+        else:
+            self.first.admission.refused += 1
+        raise refusals[0]
 
     def retry_after(self) -> int:
         """Seconds until a place is likely free."""

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
@@ -91,10 +91,18 @@ class Admission:
                 "send less, or raise --max-queue-tokens",
                 code="request_too_large",
             )
+        refusal = self.refusal(tenant, num_sequences, num_tokens)
+        if refusal is not None:
+            self.refused += 1
+            raise refusal
+
+    def refusal(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> QueueFull | None:
+        """Why these do not fit beside what is in flight, or None where they do. Counts nothing."""
         if not self._places.fit(tenant, num_sequences):
-            self._refuse(tenant, self._places, "{} requests{} are in flight")
+            return self._full(tenant, self._places, "{} requests{} are in flight")
         if not self._tokens.fit(tenant, num_tokens):
-            self._refuse(tenant, self._tokens, "requests{1} with {0} tokens are in flight")
+            return self._full(tenant, self._tokens, "requests{1} with {0} tokens are in flight")
+        return None
 
     def enter(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
         """Count a request that may come in, else raise as `check`."""
@@ -123,9 +131,8 @@ class Admission:
         seconds = self._mean_seconds * max(1, in_flight) / self.batch
         return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
 
-    def _refuse(self, tenant: str | None, shares: Shares, what: str) -> NoReturn:
-        self.refused += 1
-        raise _full(tenant, shares, what, self.retry_after(tenant))
+    def _full(self, tenant: str | None, shares: Shares, what: str) -> QueueFull:
+        return _full(tenant, shares, what, self.retry_after(tenant))
 
 
 class Bodies:

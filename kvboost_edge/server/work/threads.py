@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 __all__ = ["in_thread"]
 
 T = TypeVar("T")
 
+_PATIENCE_SECONDS = 60.0
 
-async def in_thread(work: Callable[[], T]) -> T:
+
+async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | None = None) -> T:
     """Run in a thread of its own: loading a model takes longer than those that requests share may be held. A caller
-    that is cancelled meanwhile does not wait."""
+    that is cancelled meanwhile does not wait.
+
+    unwanted   is given, in that thread, a result that nobody waits for any more; the process may end without it
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    taken: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def tell(result: T | None, error: BaseException | None) -> None:
+        taken.put(not future.done())
         if future.done():
             return
         if error is None:
@@ -32,7 +40,13 @@ async def in_thread(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as raised:
             error = raised
-        loop.call_soon_threadsafe(tell, result, error)
+        try:
+            loop.call_soon_threadsafe(tell, result, error)
+            is_taken = unwanted is None or taken.get(timeout=_PATIENCE_SECONDS)
+        except (RuntimeError, queue.Empty):  # the loop has ended, and who called with it
+            is_taken = False
+        if error is None and not is_taken and unwanted is not None:
+            unwanted(cast("T", result))
 
-    threading.Thread(target=run, name="kvboost-models").start()
+    threading.Thread(target=run, name="kvboost-models", daemon=unwanted is not None).start()
     return await future

@@ -4,13 +4,14 @@ what differs is the model's way. No model is known by its name."""
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.calls import PROBES, Calls, call_format
-from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, TurnFormat
+from kvboost_edge.text.turns.calls import PROBES, Call, Calls, call_format
+from kvboost_edge.text.turns.formats import CHANNELS, CallFormat, ReasoningFormat, TurnFormat
 
 __all__ = ["turn_format"]
 
@@ -33,6 +34,9 @@ _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>",
 def turn_format(render: Render) -> TurnFormat:
     """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show is not there."""
     turns = _Turns(render)
+    if _has_channels(turns):
+        marks = ReasoningFormat(CHANNELS.header(CHANNELS.thoughts), CHANNELS.end)
+        return TurnFormat(_channel_calls(turns), marks, turns.shows_tools(), replays=False, channels=CHANNELS)
     reasoning = _reasoning(turns)
     return TurnFormat(
         calls=_calls(turns, reasoning) if _writes_plainly(turns, reasoning) else None,
@@ -74,6 +78,28 @@ class _Turns:
     def shows_tools(self) -> bool:
         shown = self.text([_USER], tools=PROBES.tools)
         return shown is not None and PROBES.name in shown
+
+
+# -- messages in channels --
+
+
+def _has_channels(turns: _Turns) -> bool:
+    """Whether an answer is a message of the channel for answers."""
+    front, found, _ = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)
+    return bool(found) and front.endswith(CHANNELS.start + CHANNELS.header(CHANNELS.answer))
+
+
+def _channel_calls(turns: _Turns) -> CallFormat | None:
+    """Calls are messages to the tool, whatever else stands in their headers."""
+    call = Call(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
+    for as_text in (False, True):
+        given = PROBES.messages([call], as_text=as_text)
+        text = turns.answer({"content": "", "tool_calls": given}, PROBES.tools) or ""
+        _, found, behind = text.rpartition(f"to={CHANNELS.functions}{PROBES.name}")
+        _, begun, arguments = behind.partition(CHANNELS.message)
+        if found and begun and arguments.startswith(json.dumps(call.arguments)):
+            return CallFormat("channels", CHANNELS.channel, arguments_as_text=as_text)
+    return None
 
 
 # -- reasoning --

@@ -10,6 +10,7 @@ A message's calls are one text, of these pieces (any but the call itself may be 
     "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is
                   argument_before KEY value_before VALUE argument_after, strings as they are, other values as JSON
     "keyword"     NAME(KEY=VALUE, KEY=VALUE), values as Python or JSON writes them
+    "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see `ChannelFormat`
 
 Models are free with white space around the pieces, so nobody asks for what the template writes there.
 """
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["ID_SLOT", "CallFormat", "ReasoningFormat", "Tool", "TurnFormat"]
+__all__ = ["CHANNELS", "ID_SLOT", "CallFormat", "ChannelFormat", "ReasoningFormat", "Tool", "TurnFormat"]
 
 ID_SLOT = "\0"
 """Stands in a piece where the model writes an id of its own for the call."""
@@ -44,7 +45,7 @@ class CallFormat:
                        value, in `constants`
     """
 
-    kind: Literal["json", "named_json", "tagged", "keyword"]
+    kind: Literal["json", "named_json", "tagged", "keyword", "channels"]
     trigger: str
     opening: str = ""
     before: str = ""
@@ -64,6 +65,40 @@ class CallFormat:
     argument_after: str = ""
 
 
+class ChannelFormat(NamedTuple):
+    """A turn of several messages, each with a header that says for whom it is (the format of gpt-oss):
+
+        start [ to=RECIPIENT] channel NAME [ to=RECIPIENT] [constrain] [json] message TEXT end
+
+    `start` of the first is the end of the prompt. Messages of the channel `thoughts` are reasoning, those to
+    "functions.NAME" calls, others the answer. A call ends with `called`, the turn with `done`.
+    """
+
+    start: str = "<|start|>assistant"
+    channel: str = "<|channel|>"
+    message: str = "<|message|>"
+    constrain: str = "<|constrain|>"
+    end: str = "<|end|>"
+    called: str = "<|call|>"
+    done: str = "<|return|>"
+    thoughts: str = "analysis"
+    calls: str = "commentary"
+    answer: str = "final"
+    functions: str = "functions."
+
+    def header(self, name: str) -> str:
+        """What stands in front of the text of a message to nobody in a channel."""
+        return f"{self.channel}{name}{self.message}"
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What ends a message's text, besides `start`."""
+        return self.end, self.called, self.done
+
+
+CHANNELS = ChannelFormat()
+
+
 class TurnFormat(NamedTuple):
     """What a chat template tells about the assistant's turns.
 
@@ -73,6 +108,7 @@ class TurnFormat(NamedTuple):
     replays      whether the content of a past message stands right behind what a generation prompt is, so that its own
                   tokens can take its place
     preserves     whether the variable preserve_thinking makes the template show the reasoning of past turns
+    channels     how a turn is made of messages; None where it is one text
     """
 
     calls: CallFormat | None
@@ -80,10 +116,19 @@ class TurnFormat(NamedTuple):
     shows_tools: bool
     replays: bool
     preserves: bool = False
+    channels: ChannelFormat | None = None
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
         """Whether a prompt ends inside a reasoning block, or one may come first, or none."""
         text = prompt.rstrip()
+        if self.channels is not None:
+            states: dict[str, Literal["opened", "closed"]] = {
+                "thoughts": "opened",
+                "calls": "closed",
+                "answer": "closed",
+            }
+            found = (name for name in states if text.endswith(self.channels.header(getattr(self.channels, name))))
+            return next((states[name] for name in found), "possible")
         if self.reasoning is None or text.endswith(self.reasoning.end):
             return "closed"
         return "opened" if text.endswith(self.reasoning.start) else "possible"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.channels.grammar import channel_grammar
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.lark import FREE, JSON_SPACE, SPACE, Atom, Lark, Rule, SpecialId, escaped
 from kvboost_edge.text.turns.schemas import members_of, value_kind
@@ -49,6 +50,16 @@ def calls_grammar(
         raise RequestError("the model's chat template shows no tool calls in a way that is known")
     if not tools and choice != "none":
         raise RequestError(f"tool_choice {choice!r} needs at least one tool")
+    if format.channels is not None:
+        called = [] if choice == "none" else tools
+        return channel_grammar(
+            format.channels,
+            called,
+            required=choice == "required",
+            state=reasoning,
+            special_id=special_id,
+            answer=answer,
+        )
     lark = Lark(special_id)
     turn = _Turn(lark, format.calls, tools, parallel=parallel and format.calls.parallel)
     bodies = {"auto": turn.auto, "required": turn.required, "none": turn.none}
@@ -58,14 +69,16 @@ def calls_grammar(
     return _behind_reasoning(lark, format.reasoning, reasoning, bodies[choice])
 
 
-def answer_grammar(
-    reasoning_format: ReasoningFormat | None, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId
-) -> str:
+def answer_grammar(format: TurnFormat, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId) -> str:
     """The grammar of an answer in JSON that fits `schema`, behind a reasoning block where there may be one; `reasoning`
     and `special_id` as for `calls_grammar`."""
+    if format.channels is not None:
+        return channel_grammar(
+            format.channels, [], required=False, state=reasoning, special_id=special_id, answer=schema
+        )
     lark = Lark(special_id)
     answer = lark.json("answer", schema)
-    return _behind_reasoning(lark, reasoning_format, reasoning, lambda _: [[SPACE, answer]])
+    return _behind_reasoning(lark, format.reasoning, reasoning, lambda _: [[SPACE, answer]])
 
 
 Body = Callable[[str], list[list[Atom]]]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.call_reader import CallReader
+from kvboost_edge.text.turns.channels.turn import ChannelTurn
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning, folded
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
@@ -28,9 +29,13 @@ class TurnParser:
             raise RequestError("the model's chat template shows no tool calls in a way that is known")
         self._scanner = Scanner()
         self._parts: list[Part] = []
-        turn = _Turn(self._scanner, self._parts, tools, format.calls if calls else None)
-        self._turn = turn
-        self._steps = turn.read(format.reasoning, reasoning)
+        self._turn: _Turn | ChannelTurn
+        if format.channels is not None:
+            self._turn = ChannelTurn(self._scanner, self._parts, tools if calls else (), format.channels)
+            self._steps = self._turn.read(reasoning)
+        else:
+            self._turn = _Turn(self._scanner, self._parts, tools, format.calls if calls else None)
+            self._steps = self._turn.read(format.reasoning, reasoning)
         next(self._steps, None)
 
     def push(self, text: str) -> list[Part]:
@@ -46,9 +51,14 @@ class TurnParser:
         return self._turn.in_reasoning
 
     @property
-    def has_reasoned(self) -> bool:
-        """Whether a reasoning block has ended."""
-        return self._turn.has_reasoned
+    def num_thoughts(self) -> int:
+        """Reasoning blocks that have ended."""
+        return self._turn.num_thoughts
+
+    @property
+    def in_answer(self) -> bool:
+        """Whether the text so far ends inside of an answer that is a message of its own."""
+        return self._turn.in_answer
 
     def close(self) -> list[Part]:
         """The turn is over: what was held back. A call that is cut short stays as far as it came."""
@@ -69,7 +79,8 @@ class _Turn:
         self._scanner, self._parts, self._format = scanner, parts, format
         self._calls = CallReader(scanner, parts, tools, format) if format is not None else None
         self._bare = False  # white space that comes next only separates
-        self.in_reasoning = self.has_reasoned = False
+        self.in_reasoning = self.in_answer = False
+        self.num_thoughts = 0
 
     def read(self, markers: ReasoningFormat | None, state: str) -> Step[None]:
         try:
@@ -95,7 +106,7 @@ class _Turn:
         yield from scanner.space()
         scanner.forget()
         yield from self._thoughts(markers.end)
-        self.in_reasoning, self.has_reasoned = False, True
+        self.in_reasoning, self.num_thoughts = False, 1
         self._bare = True
 
     def _thoughts(self, marker: str) -> Step[None]:

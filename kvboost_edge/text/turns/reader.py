@@ -46,7 +46,7 @@ class TurnReader:
     def __init__(self, turn: Turn, tokenizer: Tokenizer, stop: Sequence[str], keep: Keep) -> None:
         """keep: remembers with which ids a text was written, for the client's next turn."""
         self._keep = keep
-        self._codec = tokenizer.codec
+        self._codec, self._has_channels = tokenizer.codec, turn.format.channels is not None
         # Of special tokens only those show that are markers of this format.
         self._markers = tokenizer.special_ids_in(_literals(turn.format))
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
@@ -54,6 +54,7 @@ class TurnReader:
         self._parser = TurnParser(turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls)
         self._ids: list[int] = []
         self._answer_at: int | None = 0  # where the ids begin that stand behind the reasoning; None: inside of a token
+        self._answer_ids: list[int] | None = []  # of an answer that is a message of its own; None: it begins in a token
         self.num_reasoning_tokens = 0
         self.message = TurnMessage()
 
@@ -63,15 +64,26 @@ class TurnReader:
             return []
         self._ids.append(token_id)
         text, self._stopped = self._stops.push(self._detokenizer.push(token_id))
-        reasoned = self._parser.has_reasoned
+        thoughts, answers = self._parser.num_thoughts, self._parser.in_answer
         parts = self._parser.push(text)
-        if self._parser.has_reasoned and not reasoned:
+        self._note_answer(token_id, parts, begun=answers)
+        if self._parser.num_thoughts > thoughts:
             self.num_reasoning_tokens = len(self._ids)
             self._answer_at = None if any(not isinstance(part, Reasoning) for part in parts) else len(self._ids)
         elif self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip():
             self._answer_at += 1  # white space between the two
         self.message.add(parts)
         return parts
+
+    def _note_answer(self, token_id: int, parts: Sequence[Part], *, begun: bool) -> None:
+        """Keep the ids of an answer that stands between markers, where each of these is a token."""
+        shows = any(isinstance(part, Content) for part in parts)
+        if not begun and self._parser.in_answer:
+            self._answer_ids = None if shows else []
+        elif begun and not self._parser.in_answer:
+            self._answer_ids = None if shows else self._answer_ids
+        elif begun and self._answer_ids is not None:
+            self._answer_ids.append(token_id)
 
     def close(self) -> list[Part]:
         """The end: what was held back. The answer is kept as clients will send it back."""
@@ -84,10 +96,13 @@ class TurnReader:
             self.num_reasoning_tokens = len(self._ids)
         self.message.add(parts)
         # The engine keeps whole outputs by itself; clients have a call, or what stands behind the reasoning.
-        if self._answer_at is not None and (self.num_reasoning_tokens or self.message.calls):
+        if self._has_channels:
+            if self._answer_ids and not self.message.calls:
+                self._keep(self.message.content, self._answer_ids)
+        elif self._answer_at is not None and (self.num_reasoning_tokens or self.message.calls):
             for key in call_keys(self.message.as_sent()) or [self.message.content]:
                 self._keep(key, self._ids[self._answer_at :])
-        if self.num_reasoning_tokens and not self._parser.in_reasoning:
+        if self.num_reasoning_tokens and not self._parser.in_reasoning and not self._has_channels:
             self._keep(thought_key(self.message.as_sent()), self._ids)
         return parts
 
@@ -172,4 +187,6 @@ def _new_id() -> str:
 def _literals(format: TurnFormat) -> str:
     """All that the markers are made of."""
     calls = () if format.calls is None else dataclasses.astuple(format.calls)
-    return "\n".join([*(format.reasoning or ()), *(one for one in calls if isinstance(one, str))])
+    return "\n".join(
+        [*(format.reasoning or ()), *(format.channels or ()), *(one for one in calls if isinstance(one, str))]
+    )

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvboost_edge.tiers.disk.sidecar import Record, padded
+from kvboost_edge.tiers.dropped import Dropped
 
 __all__ = ["Entry", "Index", "Use"]
 
@@ -59,6 +60,7 @@ class Index:
         self._probation_bytes = 0
         self.live: Counter[int] = Counter()
         """Bytes of records by segment."""
+        self.dropped = Dropped()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,6 +70,11 @@ class Index:
 
     def get(self, prefix_hash: bytes) -> Entry | None:
         return self._entries.get(prefix_hash)
+
+    def hashes(self) -> list[bytes]:
+        """Of all blocks."""
+        with self._lock:
+            return list(self._entries)
 
     def add(self, entry: Entry) -> None:
         """A block that was just written; one of the same hash is replaced and keeps its standing."""
@@ -86,6 +93,7 @@ class Index:
     def drop(self, prefix_hash: bytes) -> Entry | None:
         """Forget a block; what it was."""
         with self._lock:
+            self.dropped.add([prefix_hash] * (prefix_hash in self._entries))
             return self._remove(prefix_hash)
 
     def drop_segment(self, segment: int) -> int:
@@ -94,6 +102,7 @@ class Index:
             gone: list[bytes] = []
             if self.live[segment]:
                 gone = [prefix_hash for prefix_hash, entry in self._entries.items() if entry.segment == segment]
+            self.dropped.add(gone)
             for prefix_hash in gone:
                 self._remove(prefix_hash)
             del self.live[segment]
@@ -101,6 +110,7 @@ class Index:
 
     def clear(self) -> None:
         with self._lock:
+            self.dropped.add(self._entries)
             self._entries.clear()
             self.live.clear()
             for order in self._orders:

@@ -97,6 +97,15 @@ class DiskTier:
         """Whether the block is there, unless it turns out to be damaged."""
         return self._store is not None and prefix_hash in self._store.index
 
+    def known(self) -> list[bytes]:
+        """See Tier."""
+        return [] if self._store is None else self._store.index.hashes()
+
+    def dropped(self, prefix_hash: bytes) -> bool:
+        """Whether it was there since the directory was opened, and went for room or as damaged."""
+        index = None if self._store is None else self._store.index
+        return index is not None and prefix_hash in index.dropped and prefix_hash not in index
+
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         """These blocks of one chain, in its order, were used just now; so were the blocks before them."""
         if self._store is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.base import BlockAddress, TierStats
+from kvboost_edge.tiers.dropped import Dropped
 from kvboost_edge.tiers.redis.address import parse_url
 from kvboost_edge.tiers.redis.server import Command, Server, ServerError
 from kvboost_edge.tiers.redis.values import (
@@ -84,6 +85,7 @@ class RedisTier:
         # of them, which a read would tell.
         self._seen: dict[bytes, float] = {}
         self._seen_s = min(_SEEN_S, ttl_s / 2)
+        self._dropped = Dropped()
         self._no_writes = ""
         self._writes_again_at = 0.0
         self._advice = ""
@@ -105,6 +107,19 @@ class RedisTier:
         with self._lock:
             seen = self._seen.get(prefix_hash)
         return True if seen is not None and self._clock() - seen < self._seen_s else None
+
+    def known(self) -> list[bytes]:
+        """See Tier."""
+        since = self._clock() - self._seen_s
+        if self._closed or self._server.is_off:
+            return []
+        with self._lock:
+            return [prefix_hash for prefix_hash, seen in self._seen.items() if seen > since]
+
+    def dropped(self, prefix_hash: bytes) -> bool:
+        """Whether it was written or read here, and was gone when it was read again: for room, or as its time was up."""
+        with self._lock:
+            return prefix_hash in self._dropped and prefix_hash not in self._seen
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
         """The first blocks of the chain get their full time to live again, with the next read or write."""
@@ -294,7 +309,9 @@ class RedisTier:
                 del self._seen[next(iter(self._seen))]
 
     def _lost(self, *prefix_hashes: bytes) -> None:
+        """The first one is gone, and where it is the others hardly are there."""
         with self._lock:
+            self._dropped.add(hash_ for hash_ in prefix_hashes[:1] if hash_ in self._seen)
             for prefix_hash in prefix_hashes:
                 self._seen.pop(prefix_hash, None)
 

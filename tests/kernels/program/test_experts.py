@@ -20,9 +20,9 @@ from kvboost_edge.kernels.linear.weights import (
     pack_rows,
 )
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.norms import ACT_SILU
+from kvboost_edge.kernels.program.norms import ACT_CLAMPED_SWIGLU, ACT_SILU
 from kvboost_edge.kernels.program.route import dispatch_numbers
-from kvboost_edge.kernels.reference.experts import Routing, mixed_rows, route_rows, slots_of
+from kvboost_edge.kernels.reference.experts import ExpertWeights, Routing, expert_rows, mixed_rows, route_rows, slots_of
 from kvboost_edge.kernels.reference.linear import activate_rows
 from linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
 
@@ -40,7 +40,9 @@ class Routed(NamedTuple):
     slots: list[tuple[int, list[int]]]
 
 
-def _route(program: Program, logits: Floats, routing: Routing, bias: Floats | None = None) -> Routed:
+def _route(
+    program: Program, logits: Floats, routing: Routing, bias: Floats | None = None, factors: Floats | None = None
+) -> Routed:
     """Adds the operations of the router; the arrays are full when the program has run."""
     tokens, experts = logits.shape
     padded = -(-experts // 16) * 16
@@ -56,6 +58,9 @@ def _route(program: Program, logits: Floats, routing: Routing, bias: Floats | No
     if bias is not None:
         program.arrays.append(bias)
         how[lt.F_BIAS] = bias.ctypes.data
+    if factors is not None:
+        program.arrays.append(factors)
+        how[lt.F_SCALE] = factors.ctypes.data
     program.add(lt.OP_ROUTE, {**sizes, **how}, {lt.P_FACTOR: routing.scale, lt.P_EPS: routing.eps})
     program.add(lt.OP_DISPATCH, sizes)
     return Routed(chosen, shares, [(experts, numbers)])  # type: ignore[list-item]
@@ -70,9 +75,15 @@ def _slots(routed: Routed) -> list[tuple[int, list[int]]]:
     return [(int(numbers[1 + i]), slots[first[i] : first[i + 1]].tolist()) for i in range(active)]
 
 
-def _routed(logits: Floats, routing: Routing, bias: Floats | None = None, threads: int = 1) -> Routed:
+def _routed(
+    logits: Floats,
+    routing: Routing,
+    bias: Floats | None = None,
+    factors: Floats | None = None,
+    threads: int = 1,
+) -> Routed:
     program = Program(len(logits))
-    routed = _route(program, logits, routing, bias)
+    routed = _route(program, logits, routing, bias, factors)
     program.run(threads)
     return routed
 
@@ -88,15 +99,17 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_routing_equals_the_specification(name: str, biased: bool) -> None:
+def test_routing_equals_the_specification(name: str, biased: bool, scaled: bool) -> None:
     rng, routing = np.random.default_rng(3), ROUTINGS[name]
     logits = (3 * rng.standard_normal((37, 20))).astype(np.float32)
     bias = rng.standard_normal(20).astype(np.float32) if biased else None
-    routed = _routed(logits, routing, bias, threads=2)
+    factors = rng.standard_normal(20).astype(np.float32) if scaled else None
+    routed = _routed(logits, routing, bias, factors, threads=2)
     for dtype in (np.float32, np.float64):
-        chosen, shares = route_rows(logits.astype(dtype), routing, bias)
+        chosen, shares = route_rows(logits.astype(dtype), routing, bias, factors)
         np.testing.assert_array_equal(routed.chosen, chosen)
         np.testing.assert_allclose(routed.shares, shares, rtol=3e-6)
     expected = [(expert, slots.tolist()) for expert, slots in slots_of(chosen, 20)]
@@ -132,7 +145,7 @@ def test_a_broken_token_has_experts_and_no_number(score: str, bad: float) -> Non
     assert (np.diff(routed.chosen, axis=1) > 0).all()
     if np.isnan(bad):
         assert np.isnan(routed.shares[4]).all()
-    np.testing.assert_array_equal(np.delete(routed.shares, 4, 0), np.delete(clean.shares, 4, KINDS["f32"]))
+    np.testing.assert_array_equal(np.delete(routed.shares, 4, 0), np.delete(clean.shares, 4, 0))
 
 
 class Layer(NamedTuple):
@@ -146,6 +159,11 @@ class Layer(NamedTuple):
     down: list[PackedRows]
     all_gate_up: PackedRows
     all_down: PackedRows
+    act: int = ACT_SILU
+    biases: tuple[Floats, Floats] | None = None  # [experts, 2 * inner] and [experts, hidden]
+
+    def bias(self, which: int, expert: int) -> Floats | None:
+        return None if self.biases is None else self.biases[which][expert]
 
 
 def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, list[PackedRows]]:
@@ -165,17 +183,25 @@ def _packed(kind: str, rows: int, inputs: int, seed: int) -> tuple[PackedRows, l
 EXPERTS = 6
 
 
-def _layer(kind: str) -> Layer:
+def _layer(kind: str, *, biased: bool = False) -> Layer:
+    """biased: as gpt-oss's; of gates from -20 to 20 or so."""
     hidden, inner = (256, 256) if kind in BLOCK_FORMATS else (80, 96)
     if kind in TABLE_FORMATS:
         hidden = 96
     all_gate_up, gate_up = _packed(kind, 2 * inner, hidden, seed=0)
     all_down, down = _packed(kind, hidden, inner, seed=10)
-    return Layer(kind, EXPERTS, hidden, inner, gate_up, down, all_gate_up, all_down)
+    layer = Layer(kind, EXPERTS, hidden, inner, gate_up, down, all_gate_up, all_down)
+    if not biased:
+        return layer
+    rng = np.random.default_rng(5)
+    biases = tuple((6 * rng.standard_normal((EXPERTS, rows))).astype(np.float32) for rows in (2 * inner, hidden))
+    return layer._replace(act=ACT_CLAMPED_SWIGLU, biases=(biases[0], biases[1]))
 
 
-def _run(layer: Layer, x: Floats, logits: Floats, before: Floats, extra: Extra = PLAIN) -> tuple[Floats, Routed]:
-    """`before` and what the experts add, by the operations of a layer."""
+def _run(
+    layer: Layer, x: Floats, logits: Floats, before: Floats, extra: Extra = PLAIN, *, add: bool = True
+) -> tuple[Floats, Routed]:
+    """`before` and what the experts add, by the operations of a layer; without `add` what they add."""
     tokens, kind, used = len(x), NUMBERS[layer.kind], ROUTING.used
     is_float = layer.kind in ("f32", "bf16")
     program = Program(tokens, extra.matrix)
@@ -196,12 +222,21 @@ def _run(layer: Layer, x: Floats, logits: Floats, before: Floats, extra: Extra =
     shared = {**sizes, lt.F_KIND: kind, lt.F_UNIT: 3}
     program.add(lt.OP_EXPERTS_GATED, {**shared, **matrix_fields(program, layer.all_gate_up), lt.F_COUNT: layer.inner,
                                       lt.F_INPUTS: layer.hidden, lt.F_SRC_STEP: row, lt.F_DST_STEP: layer.inner,
-                                      lt.F_ACT: ACT_SILU, lt.F_QUANT: quant})  # fmt: skip
+                                      lt.F_ACT: layer.act, lt.F_QUANT: quant, **_bias(program, layer, 0)})  # fmt: skip
     program.add(lt.OP_EXPERTS_DOWN, {**shared, **matrix_fields(program, layer.all_down), lt.F_COUNT: layer.hidden,
                                      lt.F_INPUTS: layer.inner, lt.F_SRC_STEP: layer.inner, lt.F_DST: lt.B_HIDDEN,
-                                     lt.F_DST_STEP: row}, {lt.P_FACTOR: extra.factor})  # fmt: skip
+                                     lt.F_DST_STEP: row, lt.F_ADD: int(add), **_bias(program, layer, 1)},
+                {lt.P_FACTOR: extra.factor})  # fmt: skip
     program.run(extra.threads)
     return out[:, : layer.hidden], routed
+
+
+def _bias(program: Program, layer: Layer, which: int) -> dict[int, int]:
+    if layer.biases is None:
+        return {}
+    array = np.ascontiguousarray(layer.biases[which])
+    program.arrays.append(array)
+    return {lt.F_BIAS: array.ctypes.data}
 
 
 ROUTING = Routing(3, renorm="add")
@@ -215,32 +250,75 @@ def _data(layer: Layer, tokens: int) -> tuple[Floats, Floats, Floats]:
     return np.float32(0.01 if layer.kind in NEW_FORMATS else 1) * x, 2 * logits, before
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4, 23])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_experts_equal_the_specification(kind: str, tokens: int) -> None:
+def test_experts_equal_the_specification(kind: str, tokens: int, biased: bool) -> None:
     """Each expert's matrices are those of the linear kernels, which have an oracle of their own, row by row; then the
     walk over the experts."""
-    layer = _layer(kind)
+    layer = _layer(kind, biased=biased)
     x, logits, before = _data(layer, tokens)
 
     def mlp(expert: int, rows: Floats) -> Floats:
-        wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, PLAIN)[0]
-        inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :])
-        return run_linear(kind, inner, layer.down[expert], layer.hidden, PLAIN)[0]
+        biases = [Extra(bias=layer.bias(which, expert)) for which in range(2)]
+        wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, biases[0])[0]
+        inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :], clamped=biased)
+        return run_linear(kind, inner, layer.down[expert], layer.hidden, biases[1])[0]
 
     out, routed = _run(layer, x, logits, before, Extra(factor=0.5))
     chosen, shares = route_rows(logits, ROUTING)
     np.testing.assert_array_equal(routed.chosen, chosen)
     expected = mixed_rows(x, before, chosen, shares * np.float32(0.5), mlp, layer.experts)
     # An inner number on the edge between two codes may fall to either side: the oracle's activation is in float64.
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6 if kind in ("f32", "bf16") else 2e-3)
+    size = 16 if biased else 1  # inner numbers go to 56
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=size * (2e-6 if kind in ("f32", "bf16") else 2e-3))
     assert np.linalg.norm(out - expected) <= 2e-5 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 23])
+@pytest.mark.parametrize("kind", ["f32", "int4"])
+def test_what_experts_give_alone_does_not_depend_on_what_was_there(kind: str, tokens: int, threads: int) -> None:
+    layer = _layer(kind)
+    x, logits, before = _data(layer, tokens)
+    extra = Extra(threads=threads)
+    out, _ = _run(layer, x, logits, np.full_like(before, np.nan), extra, add=False)
+    np.testing.assert_array_equal(out, _run(layer, x, logits, np.zeros_like(before), extra)[0])
+    assert np.count_nonzero(out) > 0.9 * out.size
+
+
+@pytest.mark.parametrize("tokens", [1, 23])
+def test_biased_experts_equal_plain_numpy(tokens: int) -> None:
+    """Nothing of the kernels is in the expectation: biases before the share, gates limited on one side, ups on both."""
+    layer = _layer("f32", biased=True)
+    x, logits, before = _data(layer, tokens)
+    experts = []
+    for expert in range(EXPERTS):
+        matrices = [np.random.default_rng(seed + expert) for seed in (0, 10)]
+        shapes = ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
+        gate_up, down = (
+            (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
+            for rng, shape in zip(matrices, shapes, strict=True)
+        )
+        experts.append(ExpertWeights(gate_up, down, layer.bias(0, expert), layer.bias(1, expert)))
+
+    def swiglu(gate: Floats, up: Floats) -> Floats:
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+
+    chosen, shares = route_rows(logits.astype(np.float64), ROUTING)
+    wide = x.astype(np.float64)
+    expected = mixed_rows(wide, before.astype(np.float64), chosen, shares,
+                          lambda expert, rows: expert_rows(rows, experts[expert], swiglu), EXPERTS)  # fmt: skip
+    out, _ = _run(layer, x, logits, before)
+    assert np.linalg.norm(out - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("matrix", [0, 1])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int) -> None:
-    layer = _layer(kind)
+def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: int, biased: bool) -> None:
+    layer = _layer(kind, biased=biased)
     x, logits, before = _data(layer, 150)
     logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
     alone = np.concatenate([_run(layer, *(a[i : i + 1] for a in (x, logits, before)))[0] for i in range(150)])
@@ -252,15 +330,16 @@ def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind: str, matrix: in
         np.testing.assert_array_equal(_run(layer, *part, Extra(matrix=matrix))[0], alone[start:stop])
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", ["f32", "int4"])
-def test_what_is_not_finite_stays_with_its_token(kind: str) -> None:
-    layer = _layer(kind)
+def test_what_is_not_finite_stays_with_its_token(kind: str, biased: bool) -> None:
+    layer = _layer(kind, biased=biased)
     x, logits, before = _data(layer, 30)
     clean, _ = _run(layer, x, logits, before)
     x[11], logits[11] = np.nan, np.nan
     out, _ = _run(layer, x, logits, before)
     assert np.isnan(out[11]).all()
-    np.testing.assert_array_equal(np.delete(out, 11, 0), np.delete(clean, 11, KINDS["f32"]))
+    np.testing.assert_array_equal(np.delete(out, 11, 0), np.delete(clean, 11, 0))
 
 
 def test_experts_are_added_by_ascending_number(monkeypatch: pytest.MonkeyPatch) -> None:

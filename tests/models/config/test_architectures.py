@@ -83,7 +83,8 @@ def test_gguf_files_are_those_that_are_read_and_that_the_tests_write() -> None:
         ("qwen3", "transformers; llama.cpp (GGUF)"),
         ("stablelm", "transformers"),
         ("minicpm", "a NumPy model; llama.cpp (GGUF)"),
-        ("gpt_oss", "nothing"),
+        ("gpt_oss", "transformers; llama.cpp (GGUF)"),
+        ("seed_oss", "nothing"),
     ],
 )
 def test_what_a_family_is_compared_with(name: str, proof: str) -> None:

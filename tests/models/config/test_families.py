@@ -100,7 +100,11 @@ def test_rope_frequencies_equal_transformers(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields", "message"),
     [
-        ("gpt_oss", {}, "gpt_oss"),
+        ("seed_oss", {}, "seed_oss"),
+        ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit=9.0 is not known"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not known"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "not read of model_type='gpt_oss'"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "not read of model_type='llama'"),
         ("llama", {"hidden_act": "relu"}, "relu"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),

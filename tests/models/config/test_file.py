@@ -162,3 +162,14 @@ def test_a_damaged_number_is_refused_whatever_the_runner(key: str, value: Any, t
     with pytest.raises(ModelFormatError, match=rf"config\.json: {key}=.* must be a number from"):
         read_config(write(tmp_path, {**CONFIG, key: value}))
     assert read_config(write(tmp_path, {**CONFIG, key: 0.5}))[key] == 0.5
+
+
+def test_suppressed_tokens(tmp_path: Path) -> None:
+    assert generation_defaults(CONFIG, {}).suppressed_token_ids == ()
+    assert generation_defaults(CONFIG, {"suppress_tokens": [9, 3, 9, -1]}).suppressed_token_ids == (3, 9)
+    assert generation_defaults(CONFIG, {"suppress_tokens": None}).suppressed_token_ids == ()
+    directory = write(tmp_path, CONFIG, {"suppress_tokens": [5, 10**6]})
+    with pytest.raises(ModelFormatError, match=r"generation_config.*suppress_tokens has the id 1000000, .* beyond"):
+        read_generation_config(directory)
+    with pytest.raises(ModelFormatError, match=r"suppress_tokens=.* must be an integer or a list of integers"):
+        generation_defaults(CONFIG, {"suppress_tokens": ["x"]})

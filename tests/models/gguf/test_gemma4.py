@@ -26,6 +26,7 @@ from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.entries import packing_entries
 from kvboost_edge.models.packed.plan import pack_plan, row_tables
 from kvboost_edge.models.weights.row_table import RowTable
+from kvboost_edge.runners.native.runner import NativeRunner
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -57,7 +58,73 @@ LARGE: dict[str, Any] = {
     "num_global_key_value_heads": 1,
     "final_logit_softcapping": 8.0,
 }
-MODELS = {"small": SMALL, "large": LARGE, "shared alone": {**SMALL, "use_double_wide_mlp": False}}
+EXPERTS: dict[str, Any] = {
+    **LARGE,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
+MODELS = {
+    "small": SMALL,
+    "large": LARGE,
+    "shared alone": {**SMALL, "use_double_wide_mlp": False},
+    "experts": EXPERTS,
+}
+
+
+def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts' matrices as transformers has them, all of a layer in one."""
+    found = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in range(LAYERS) if len(found) < len(tensors) else ():
+        each = [f"model.layers.{layer}.experts.{expert}." for expert in range(EXPERTS["num_experts"])]
+        both = [torch.cat([tensors[f"{one}{part}_proj.weight"] for part in ("gate", "up")]) for one in each]
+        found[f"model.layers.{layer}.experts.gate_up_proj"] = torch.stack(both)
+        down = [tensors[f"{one}down_proj.weight"] for one in each]
+        found[f"model.layers.{layer}.experts.down_proj"] = torch.stack(down)
+    return found
+
+
+def test_gate_and_up_may_be_tensors_of_their_own(tmp_path: Path) -> None:
+    """Files of early converters have them apart; the model is the same."""
+    model, whole = _write(tmp_path, EXPERTS)
+    more: dict[str, np.ndarray | None] = {}
+    for layer in range(LAYERS):
+        both = load_file(model / "model.safetensors")[f"model.layers.{layer}.experts.gate_up_proj"]
+        gate, up = np.split(both, 2, axis=1)
+        more |= {f"blk.{layer}.ffn_gate_up_exps.weight": None, f"blk.{layer}.ffn_gate_exps.weight": gate.copy(),
+                 f"blk.{layer}.ffn_up_exps.weight": up.copy()}  # fmt: skip
+    apart = write_gguf(model, tmp_path / "apart.gguf", more=more)
+    with GgufSource(read_gguf(whole)) as one, GgufSource(read_gguf(apart)) as other:
+        assert one.names() == other.names()
+        for name in one.names():
+            np.testing.assert_array_equal(one.rows(name), other.rows(name))
+
+
+BAD_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no factors of the router": ({"more": {"blk.2.ffn_gate_inp.scale": None}}, "lacks tensor .*router.scale"),
+    "no factors of experts": ({"more": {"blk.2.ffn_down_exps.scale": None}}, "lacks tensor .*per_expert_scale"),
+    "factors of fewer experts": (
+        {"more": {"blk.2.ffn_down_exps.scale": np.ones(5, np.float32)}}, r"per_expert_scale' has shape \(5,\)",
+    ),
+    "a factor that is NaN": (
+        {"more": {"blk.2.ffn_down_exps.scale": np.array([1, 1, np.nan, 1, 1, 1], np.float32)}}, "holds NaN",
+    ),
+    "no norm": ({"more": {"blk.2.post_ffw_norm_1.weight": None}}, "lacks tensor .*post_feedforward_layernorm_1"),
+    "fewer experts": ({"keys": {"expert_count": 5}}, r"has shape \(6, 64\), expected \(5, 64\)"),
+    "more of a token than there are": ({"keys": {"expert_used_count": 7}}, "top_k_experts=7 is above num_experts=6"),
+    "another width": ({"keys": {"expert_feed_forward_length": 32}}, r"has shape \(64, 64\), expected \(32, 64\)"),
+    "a file that denies them": ({"keys": {"expert_count": 0}}, "is not known to the native runner"),
+    "another factor": ({"more": {"blk.2.ffn_up.scale": np.ones(1, np.float32)}}, "'blk.2.ffn_up.scale' is not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_EXPERTS)
+def test_experts_that_contradict_are_refused(name: str, tmp_path: Path) -> None:
+    change, message = BAD_EXPERTS[name]
+    _, path = _write(tmp_path, EXPERTS, **change)
+    with pytest.raises(ModelFormatError, match=message):
+        NativeRunner.from_dir(path, weights="int8", cache_dir=NO_CACHE)
 
 
 def _write(directory: Path, settings: dict[str, Any], **options: Any) -> tuple[Path, Path]:
@@ -77,7 +144,7 @@ def test_config_and_tensors_make_the_same_model(name: str, tmp_path: Path) -> No
     }
     assert config["global_head_dim"] == 64
     with GgufSource(read_gguf(path)) as source:
-        stored = {key: torch.from_numpy(source.rows(key)) for key in source.names()}
+        stored = _whole({key: torch.from_numpy(source.rows(key)) for key in source.names()})
     theirs = load_file(directory / "model.safetensors")
     assert stored.keys() == theirs.keys()
     assert "model.layers.3.layer_scalar" in stored
@@ -137,6 +204,30 @@ def test_the_engine_chats_with_a_file_alone(tmp_path: Path) -> None:
         assert again.output_token_ids == answer.output_token_ids
 
 
+def test_tokens_that_a_file_suppresses_are_never_generated(tmp_path: Path) -> None:
+    """The one that would come next, and whatever comes in its place."""
+    metadata = gemma4_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    sizes = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
+    model, path = _write(tmp_path, {**SMALL, **sizes}, tokenizer=metadata)
+    suppressed: list[int] = []
+    for number in range(3):
+        with CPUPagedEngine.from_pretrained(path, weights="f32", num_blocks=32) as engine:
+            answer = engine.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).output_token_ids
+            sampled = engine.generate([5, 6, 7], max_new_tokens=9, ignore_eos=True, temperature=3.0, seed=1)
+        assert not set(suppressed) & {*answer, *sampled.output_token_ids}
+        suppressed.append(answer[0])
+        given = {**metadata, "tokenizer.ggml.suppress_tokens": suppressed}
+        path = write_gguf(model, tmp_path / f"{number}.gguf", tokenizer=given)
+    assert len(set(suppressed)) == 3
+    bad = write_gguf(model, tmp_path / "bad.gguf", tokenizer={**metadata, "tokenizer.ggml.suppress_tokens": [10**6]})
+    with pytest.raises(ModelFormatError, match="suppress_tokens has the id 1000000, which is beyond the vocabulary"):
+        Checkpoint.open(bad).generation()
+    none = write_gguf(model, tmp_path / "none.gguf", tokenizer={**metadata, "tokenizer.ggml.suppress_tokens": "5"})
+    with pytest.raises(ModelFormatError, match="suppress_tokens='5' must be a list of token ids"):
+        Checkpoint.open(none).generation()
+
+
 def test_keys_that_sharing_layers_do_not_use_may_be_there(tmp_path: Path) -> None:
     """The makers' checkpoints have them, and the converter writes what is there."""
     unused = np.ones((64, 64), np.float32)
@@ -186,8 +277,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a rope that turns late": (
         SMALL, {"more": {"rope_freqs.weight": np.where(np.arange(32) < 8, 1e30, 1).astype(np.float32)}}, "must be ones",
     ),
-    "experts": (SMALL, {"keys": {"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 32}},
-                "gemma4.expert_count=128 is a mixture of experts"),
 }  # fmt: skip
 
 

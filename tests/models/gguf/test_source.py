@@ -22,6 +22,7 @@ from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
 from paged_driver import PagedDriver
@@ -43,7 +44,8 @@ def test_family_equals_safetensors(name: str, tmp_path: Path) -> None:
     model = save_model(name, tmp_path / "model")
     path = write_gguf(model, tmp_path / "m.gguf")
     exact = name not in ("gemma", "gemma2", "gemma3")
-    with GgufSource(read_gguf(path)) as ours, SafetensorsSource(model) as theirs:
+    directory = ColumnExperts if name == "gpt_oss" else SafetensorsSource
+    with GgufSource(read_gguf(path)) as ours, directory(model) as theirs:
         assert ours.names() == theirs.names() - {"lm_head.weight" if FAMILIES[name].get("tie_word_embeddings") else ""}
         for tensor in ours.names():
             assert ours.shape(tensor) == theirs.shape(tensor)
@@ -339,6 +341,15 @@ def test_endings_by_text(tmp_path: Path) -> None:
     types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 39 + [3]}
     path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=5, tokenizer__ggml__eot_token_id=7, **types)
     assert Checkpoint.open(path).generation().eos_token_ids == (5, 7, 39)
+
+
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_the_endings_of_turns_in_messages(has_calls: bool, tmp_path: Path) -> None:
+    """<|end|> ends a message of the turn where calls and turns have ends of their own, and else the turn."""
+    tokens = [f"t{i}" for i in range(37)] + ["<|end|>", "<|return|>", "<|call|>" if has_calls else "t39"]
+    types = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 37 + [3, 3, 3]}
+    path = _file(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=38, **types)
+    assert Checkpoint.open(path).generation().eos_token_ids == ((38, 39) if has_calls else (37, 38))
 
 
 def test_the_endings_of_gemma4(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ VARIANTS = {
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "glm4-whole": ("glm4", {"attention_bias": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}}),
+    "gemma4-experts": ("gemma4", {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3,
+                                  "moe_intermediate_size": 64}),
     "granite_swa-thetas": ("granite_swa", {"layer_rope_theta": [1000.0, 0, 50.0, 1000.0]}),
     "granite_swa-odd": ("granite_swa", {"hidden_size": 80}),
     "granite_swa-nope": ("granite_swa", {"layer_rope_theta": [0, 0, 0, 0], "tie_word_embeddings": True}),

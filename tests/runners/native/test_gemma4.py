@@ -30,7 +30,9 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4": ("gemma4", {}),
     "gemma4-wide": ("gemma4-wide", {}),
     "gemma4-alike": ("gemma4", {"global_head_dim": 32}),
-}
+    "gemma4-experts": ("gemma4", {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3,
+                                  "moe_intermediate_size": 64}),
+}  # fmt: skip
 Logits = npt.NDArray[np.float32]
 
 

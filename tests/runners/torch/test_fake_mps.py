@@ -55,7 +55,7 @@ def error(logits: np.ndarray, family: str) -> float:
 # Sorting tokens by expert and dividing integer positions is outside what the double of the device knows.
 AMPLIFYING = ("gemma4-wide",)
 NOT_ON_THE_DOUBLE = (
-    "olmoe", "ernie4_5_moe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "ministral3",
+    "olmoe", "ernie4_5_moe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "ministral3", "gemma4-moe",
 )  # fmt: skip
 
 

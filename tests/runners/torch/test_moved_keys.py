@@ -27,6 +27,7 @@ SIZE, BLOCKS = 16, 64
 FULL, SLIDING = "full_attention", "sliding_attention"
 OTHER_ROPE = {
     "llama-llama3rope": "llama3", "llama-yarn": "yarn", "gemma4": "proportional", "gemma4-wide": "proportional",
+    "gemma4-moe": "proportional",
 }  # fmt: skip
 # Their rope turns neighbouring channels or is scaled: refused, see below.
 OTHER_TURNS = ("ernie4_5", "ernie4_5_moe", "glm4", "ministral3", "hunyuan_v1_dense")

@@ -10,6 +10,7 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import shared_root
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
+from kvboost_edge.serve_ray.routing.records import Place
 
 ROOT = b"r" * 32
 
@@ -27,14 +28,23 @@ def test_tenants_have_no_key_in_common():
     tokens = list(range(64))
     roots = [shared_root(ROOT, tenant, salt) for tenant in (None, "a", "b") for salt in (None, "s")]
     chains = [PromptChain.of(tokens, root, 16, "same key") for root in roots]
-    keys = [key for chain in chains for key in (*chain.keys, chain.cache_key)]
-    assert len(set(keys)) == len(keys) == 6 * 5
+    keys = [key for chain in chains for key in (*chain.keys, chain.cache_key, *chain.disk.keys, *chain.shared.keys)]
+    assert len(set(keys)) == len(keys) > 6 * (4 + 1)
 
 
 def test_what_does_not_fit_is_refused():
     hashes = prefix_hashes(range(40), ROOT, 16)
     assert PromptChain.of_hashes(hashes, 40, 16) == PromptChain.of(range(40), ROOT, 16)
-    assert PromptChain.of(range(40), ROOT, 16).keys == tuple(map(key_of, hashes))
+    chain = PromptChain.of(range(40), ROOT, 16)
+    assert chain.keys == tuple(map(key_of, hashes))
+    # Outside of pools one block in four is told of, and how many blocks there are up to it.
+    hashes = prefix_hashes(range(400), ROOT, 1)
+    chain = PromptChain.of_hashes(hashes, 400, 1)
+    for place, outside in ((Place.DISK, chain.disk), (Place.SHARED, chain.shared)):
+        told = [(i + 1, key) for i, one in enumerate(hashes) if not (key := key_of(one, place)) % 4]
+        assert list(zip(outside.ends, outside.keys, strict=True)) == told
+        assert 50 < len(told) < 150
+    assert PromptChain.of(range(15), ROOT, 16)[:1] == ((),)
     for num_tokens in (0, 31, 48):
         with pytest.raises(RequestError, match="do not fit"):
             PromptChain.of_hashes(hashes, num_tokens, 16)

@@ -7,29 +7,37 @@ from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.serve_ray.routing.journal import Journal
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor, Place
 
 
 def hash_of(number: int) -> bytes:
-    return number.to_bytes(KEY_BYTES, "little") + bytes(24)
+    """The keys of its places: the number, a thousand and four times the number, two thousand and the number."""
+    return b"".join(key.to_bytes(KEY_BYTES, "little") for key in (number, 1000 + 4 * number, 2000 + number, 0))
 
 
 def keys(data: bytes) -> set[int]:
     return {int.from_bytes(data[at : at + KEY_BYTES], "little") for at in range(0, len(data), KEY_BYTES)}
 
 
-changes = st.tuples(st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))
+changes = st.tuples(st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sampled_from(Place))
+
+
+def told_of(held: dict[Place, set[int]]) -> set[int]:
+    """The keys of what is held, written out: all of a pool's, of the other places one in four."""
+    pool, disk, shared = (held[place] for place in Place)
+    return pool | {1000 + 4 * one for one in disk} | {2000 + one for one in shared if one % 4 == 0}
 
 
 @given(st.lists(st.tuples(changes, st.sets(st.integers(0, 2))), max_size=30), st.integers(1, 12))
 def test_every_asker_knows_what_is_held(steps, max_changes):
-    """Three askers, each asks after some of the steps; few changes are kept, so some are told everything."""
-    journal, held = Journal(max_changes), set()
+    """Three askers, each asks after some of the steps; few changes are kept, so some are told everything. Pool
+    and tiers have their own events, whole ones too, and one journal."""
+    journal, held = Journal(max_changes), {place: set() for place in Place}
     known = [(NOTHING_KNOWN, set()) for _ in range(3)]
-    for (is_whole, came, left), askers in steps:
+    for (is_whole, came, left, place), askers in steps:
         left = set() if is_whole else left - came
-        held = came if is_whole else (held | came) - left
-        journal.add(CacheEvents(is_whole, tuple(map(hash_of, came)), tuple(map(hash_of, left))))
+        held[place] = came if is_whole else (held[place] | came) - left
+        journal.add(CacheEvents(is_whole, tuple(map(hash_of, came)), tuple(map(hash_of, left))), place)
         for asker in askers:
             cursor, told = known[asker]
             batches = journal.since(cursor)
@@ -40,7 +48,7 @@ def test_every_asker_knows_what_is_held(steps, max_changes):
                 told = keys(batch.published) | (set() if batch.is_whole else told - keys(batch.evicted))
                 cursor = Cursor(batch.epoch, batch.serial)
             known[asker] = cursor, told
-            assert told == held
+            assert told == told_of(held)
             assert journal.since(cursor) == []
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.serve_ray.routing.meter import Meter
+from kvboost_edge.serve_ray.routing.records import Place
 
 
 def meter(seconds_per_token: float = 1e-3) -> Meter:
@@ -75,3 +76,21 @@ def test_answers_are_measured():
 def test_figures_that_are_none_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Meter(**{"seconds_per_token": 1e-3, "step_tokens": 512, "max_running": 8, **wrong})
+
+
+def test_reading_is_measured_apart_from_computing():
+    """A request that is read first is no measure of computing; a disk's tokens measure the disk, the server's nothing
+    where it has none."""
+    measured = Meter(seconds_per_token=1e-3, step_tokens=512, max_running=8, tiers={Place.DISK: 1e-5})
+    before = measured.report(0.0, free_blocks=1)
+    assert (before.disk_token_seconds, before.shared_token_seconds) == (pytest.approx(1e-5), 0.0)
+    measured.begin("read", 16, 0.0, restored_tokens=5000)
+    measured.first_token("read", 4.0)
+    assert measured.report(4.0, free_blocks=1).seconds_per_token == before.seconds_per_token
+    for _ in range(40):
+        measured.restored(Place.DISK, 5000, 1.0)
+        measured.restored(Place.SHARED, 5000, 9.0)
+        measured.restored(Place.DISK, 0, 50.0)
+    after = measured.report(5.0, free_blocks=1)
+    assert after.disk_token_seconds == pytest.approx(1 / 5000, rel=0.05)
+    assert after.shared_token_seconds == 0.0

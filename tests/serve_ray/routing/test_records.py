@@ -13,6 +13,8 @@ WRONG = {
     "seconds_per_token": [0.0, -1.0, math.inf, math.nan],
     "decode_seconds": [-1.0, math.nan],
     "answer_seconds": [-1.0, math.inf],
+    "disk_token_seconds": [-1.0, math.nan],
+    "shared_token_seconds": [-1.0, math.inf],
     "serial": [-1],
     "queued_tokens": [-1],
     "num_running": [-1],

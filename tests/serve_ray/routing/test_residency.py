@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.serve_ray.routing.journal import Journal
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch
+from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch, Place
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
@@ -23,7 +23,12 @@ key_sets = st.sets(st.integers(0, 15), max_size=6)
 
 
 def hash_of(key: int) -> bytes:
-    return key.to_bytes(KEY_BYTES, "little") + bytes(24)
+    """In a pool a block's key is the number itself, on a disk a hundred and four times as much, on a server 200."""
+    return b"".join(one.to_bytes(KEY_BYTES, "little") for one in (key, 100 + 4 * key, 200 + 4 * key, 0))
+
+
+def key_at(key: int, place: Place) -> int:
+    return key if place is Place.POOL else 100 * place + 4 * key
 
 
 def batch_of(
@@ -34,7 +39,8 @@ def batch_of(
 
 
 class Replicas(RuleBasedStateMachine):
-    """Three replicas whose caches change; their batches are kept back, lost, repeated, and come in any order."""
+    """Three replicas whose caches and tiers change; their batches are kept back, lost, repeated, and come in any
+    order."""
 
     @initialize(max_entries=st.sampled_from([6, 1000]))
     def start(self, max_entries: int) -> None:
@@ -50,11 +56,13 @@ class Replicas(RuleBasedStateMachine):
             self.journals.append(Journal(8, epoch=1 + slot))
             self.underway.append([])
 
-    @rule(slot=slots, came=key_sets, left=key_sets)
-    def change(self, slot: int, came: set[int], left: set[int]) -> None:
-        self.held[slot] = (self.held[slot] | came) - (left - came)
-        events = CacheEvents(False, tuple(map(hash_of, came)), tuple(map(hash_of, left - came)))
-        batch = self.journals[slot].add(events)
+    @rule(slot=slots, came=key_sets, left=key_sets, place=st.sampled_from(Place))
+    def change(self, slot: int, came: set[int], left: set[int], place: Place) -> None:
+        left -= came
+        self.held[slot] |= {key_at(key, place) for key in came}
+        self.held[slot] -= {key_at(key, place) for key in left}
+        events = CacheEvents(False, tuple(map(hash_of, came)), tuple(map(hash_of, left)))
+        batch = self.journals[slot].add(events, place)
         if batch is not None:
             self.underway[slot].append(batch)
 
@@ -147,6 +155,16 @@ def test_levels_say_who_holds_how_much(depths, length):
     if step == 1:
         expected = [Level(d, sum(1 << i for i, own in enumerate(depths) if own >= d)) for d in sorted({*depths} - {0})]
         assert levels == expected
+
+
+@given(st.lists(st.integers(0, 40), max_size=4), st.integers(1, 40))
+def test_what_anybody_holds_reaches_as_far_as_the_longest(depths, length):
+    known, keys = Residency(10**6, SECONDS), list(range(100, 100 + length))
+    for slot, depth in enumerate(depths):
+        known.open(slot)
+        assert known.apply(slot, batch_of(0, keys[:depth]), 0.0)
+    assert known.reach(keys) == min(max(depths, default=0), length)
+    assert known.reach([]) == known.reach([3]) == 0
 
 
 def test_a_gap_is_seen_and_doubted_and_healed():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.hashing import shared_root
-from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.chain import Outside, PromptChain
 from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, EventBatch, ReplicaReport
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
@@ -80,6 +80,57 @@ def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
         near = [name for name, rank in ranks.items() if rank <= least * 1.02 + 1e-3 - 1e-9]
         assert sums[choices[0].replica_id][2] >= max((sums[name][2] for name in near), default=0)
     router.check()
+
+
+DISK, SERVER = 0.1 * SPEED, 0.3 * SPEED
+tiered = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans(), st.booleans(), st.integers(0, 300)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(tiered, st.integers(0, 30), st.integers(1, 30))
+def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
+    """(blocks in the pool, on the disk, has a disk, has the server, tokens queued) of each, and what the first of them
+    told of the server. A disk is read from where the pool ends, the server from where the disk ends; while that is read
+    the queue is computed."""
+    router = router_of(len(figures))
+    keys, disk, server = (list(range(start, start + length)) for start in (1000, 2000, 3000))
+    # Of the disk every third block is told of, of the server every other one: what is told last counts.
+    on_disk = Outside(tuple(disk[2::3]), tuple(range(3, length + 1, 3)))
+    shared = Outside(tuple(server[1::2]), tuple(range(2, length + 1, 2)))
+    prompt = PromptChain(tuple(keys), 16 * length + 1, 16, None, on_disk, shared)
+    on_server = min(on_server, length) // 2 * 2
+    sums = {}
+    for number, (pool, held, has_disk, has_server, queued) in enumerate(figures):
+        name, pool, held = f"r{number}", min(pool, length), min(held, length) // 3 * 3
+        told_here = [*keys[:pool], *disk[2:held:3], *(server[1:on_server:2] if number == 0 else [])]
+        router.take_events(name, told(told_here), 0.0)
+        speeds = {"disk_token_seconds": DISK * has_disk, "shared_token_seconds": SERVER * has_server}
+        router.take_report(name, report(1, queued_tokens=queued, **speeds), 0.0)
+        disk_end = max(pool, held) if has_disk else pool
+        end = max(disk_end, on_server) if has_server else disk_end
+        reading = 16 * ((disk_end - pool) * DISK + (end - disk_end) * SERVER)
+        missing = 16 * (length - end) + 1
+        sums[name] = 16 * pool, missing, max(queued * SPEED, reading) + missing * SPEED, 16 * (end - pool)
+    for choice in router.choose(prompt, 0.0, count=len(figures)):
+        matched, missing, seconds, restored = sums[choice.replica_id]
+        assert (choice.matched_tokens, choice.missing_tokens, choice.restored_tokens) == (matched, missing, restored)
+        assert choice.expected_seconds == pytest.approx(seconds)
+    router.check()
+
+
+def test_a_tier_sends_a_prompt_away_from_a_full_home():
+    """Its home holds it and is busy: computing it anew elsewhere would take longer than waiting, reading does not."""
+    prompt = PromptChain.of(list(range(1600)), ROOT, 16)
+    for speed, goes in ((0.0, "r0"), (SERVER, "r1")):
+        router = router_of(2)
+        router.take_events("r0", told([*prompt.keys, *prompt.shared.keys]), 0.0)
+        for number, queued in enumerate((1200, 0)):
+            figures = {"queued_tokens": queued, "shared_token_seconds": speed}
+            router.take_report(f"r{number}", report(1, **figures), 0.0)
+        assert first(router, prompt) == goes
 
 
 @given(

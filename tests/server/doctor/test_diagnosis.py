@@ -29,20 +29,23 @@ def record(text: str | list[int], asked: Asked | None = None, *, answer: str = "
     return made
 
 
-def result(mine: Record, cached: int, reason: str = "first_seen") -> GenerationResult:
+def result(mine: Record, cached: int, reason: str = "first_seen", dropped: tuple[str, ...] = ()) -> GenerationResult:
     return GenerationResult(
         mode=GenerationMode.PREFIX_CACHE, prompt="", output_text="", output_token_ids=(), generated_tokens=0,
         finish_reason="stop", prompt_tokens=mine.num_prompt, cached_tokens=cached, kv_reuse_ratio=0.0,
         hit_tokens={"pool": cached}, miss_reason=reason, ttft_ms=0.0, total_ms=0.0, tokens_per_sec=0.0,
         token_times_ms=(), phases={**_PHASES, "prefill": 1500.0}, logprobs=None, seed=0, preemptions=0,
+        evicted_from=dropped,
     )  # fmt: skip
 
 
-def found(mine: Record, other: Record | None, cached: int | None = None, reason: str = "first_seen") -> Diagnosis:
+def found(
+    mine: Record, other: Record | None, cached: int | None = None, reason: str = "first_seen", *dropped: str
+) -> Diagnosis:
     common = 0 if other is None else other.common(mine.ids[: mine.num_prompt])
     cached = common // BLOCK * BLOCK if cached is None else cached
-    options: dict[str, Any] = {"block_size": BLOCK, "tiers": ("disk",), "decode": decode, "thinks": "<think>"}
-    made = diagnose(mine, other, common, result(mine, cached, reason), **options)
+    options: dict[str, Any] = {"block_size": BLOCK, "decode": decode, "thinks": "<think>"}
+    made = diagnose(mine, other, common, result(mine, cached, reason, dropped), **options)
     assert made.cause in CAUSES
     return placed(made, mine, other, decode)
 
@@ -78,12 +81,23 @@ def test_the_same_prompt_again_computes_its_last_block() -> None:
     assert found(record("[u]Hello there[a]", CHAT), before).cause == "tail"
 
 
-@pytest.mark.parametrize(("reason", "cause", "tiers"), [("evicted", "evicted", ("pool", "disk")),
-                                                        ("first_seen", "not_kept", ())])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "cause", "tiers"),
+    [("evicted", "evicted", ("pool",)), ("evicted", "evicted", ("pool", "disk")), ("first_seen", "not_kept", ())],
+)
 def test_what_was_there_and_is_not(reason: str, cause: str, tiers: tuple[str, ...]) -> None:
     before = record("[u]Hello there and everywhere", CHAT)
-    made = found(record("[u]Hello there and everywhere!", CHAT), before, cached=4, reason=reason)
+    made = found(record("[u]Hello there and everywhere!", CHAT), before, 4, reason, *tiers)
     assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
+    assert found(record("abcdefgh"), None, 0, reason, *tiers).evicted_from == tiers, "nothing is kept of it"
+
+
+@pytest.mark.parametrize(("reason", "tiers"), [("first_seen", ()), ("evicted", ("disk",))])
+def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason: str, tiers: tuple[str, ...]) -> None:
+    before, mine = (record(f"[u]Hello there and everywhere{end}", CHAT) for end in ("", "!"))
+    mine.loading = before.loading + 1
+    made = found(mine, before, 0, reason, *tiers)
+    assert (made.cause, made.evicted_from) == ("evicted", ("pool", *tiers))
 
 
 def test_tools_in_another_order_and_other_tools() -> None:
@@ -121,7 +135,7 @@ def test_the_same_text_in_other_tokens() -> None:
 @pytest.mark.parametrize("reason", ["bypassed", "not_started", ""])
 def test_what_the_engine_says_itself_is_the_cause(reason: str) -> None:
     mine = record("[u]Hello")
-    made = diagnose(mine, mine, 8, result(mine, 0, reason), block_size=4, tiers=(), decode=decode, thinks="")
+    made = diagnose(mine, mine, 8, result(mine, 0, reason), block_size=4, decode=decode, thinks="")
     assert made.cause == (reason or "none")
 
 
@@ -135,6 +149,6 @@ def test_a_field_is_found_where_a_message_says_the_same_twice() -> None:
 def test_a_missing_state_is_told_with_both_numbers(compares: bool) -> None:
     mine = record("It is Tuesday. Hello there")
     outcome = dataclasses.replace(result(mine, 8, "state"), matched_tokens=20)
-    options: dict[str, Any] = {"block_size": BLOCK, "tiers": ("disk",), "decode": decode, "thinks": ""}
+    options: dict[str, Any] = {"block_size": BLOCK, "decode": decode, "thinks": ""}
     made = diagnose(mine, record("It is Tuesday."), 14, outcome, compares=compares, **options)
     assert (made.cause, made.hit_tokens, made.position) == ("state", {"pool": 8}, 20)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvboost_edge.server.models import loader
 from live_servers import serving
+from model_rooms import SIZE, Room
 from served_models import ASKED, CountedSource
 
 
@@ -41,3 +44,15 @@ def alone(tiny_model_dir: Path, second_model_dir: Path) -> dict[str, Any]:
             found[name] = client.post("/v1/completions", json={"model": name, **ASKED}).json()["choices"][0]
     assert found["a"] != found["b"]
     return found
+
+
+@pytest.fixture
+def all_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "reserved_bytes", lambda engine: SIZE)
+
+
+@pytest.fixture
+async def room(all_of_one_size: None) -> AsyncIterator[Room]:
+    found = Room()
+    yield found
+    await found.close()

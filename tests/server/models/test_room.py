@@ -3,79 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import httpx
 import pytest
 
-from engine.fake_runner import fake_engine
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.server.app import create_app
 from kvboost_edge.server.models import loader
-from kvboost_edge.server.models.served import ModelSource, ServedModel
-from kvboost_edge.server.models.server import ServerState
-from kvboost_edge.server.settings import ServerSettings
+from model_rooms import SIZE, Room, until
 
-SIZE = 100
-
-
-class Room:
-    """An app over the models a, b and c; `wrong` is raised, once, by the next loading of a name."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.wrong: dict[str, Exception] = {}
-        self._first = fake_engine(64)
-        others = [((name,), self._source(name)) for name in ("b", "c")]
-        chosen = ServerSettings(model_name="a", **settings)
-        app = create_app(self._first, chosen, self._source("a"), others, int(2.5 * SIZE))
-        self.kv: ServerState = app.state.kv
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
-
-    def _source(self, name: str) -> ModelSource:
-        def load(stopped: threading.Event) -> Any:
-            if name in self.wrong:
-                raise self.wrong.pop(name)
-            return fake_engine(64)
-
-        return ModelSource(lambda: SIZE, load)
-
-    async def ask(self, name: str) -> httpx.Response:
-        return await self.client.post("/tokenize", json={"model": name, "content": "x"})
-
-    def model(self, name: str) -> ServedModel:
-        found = self.kv.models.find(name)
-        assert found is not None
-        return found
-
-    @property
-    def loaded(self) -> str:
-        return "".join(one.name for one in self.kv.models.all if one.state is not None)
-
-    async def close(self) -> None:
-        await self.client.aclose()
-        await self.kv.models.close()
-        self._first.close()
-        assert not self.kv.models.first.num_loads or self.loaded == ""
-
-
-@pytest.fixture(autouse=True)
-def all_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "reserved_bytes", lambda engine: SIZE)
-
-
-@pytest.fixture
-async def room() -> AsyncIterator[Room]:
-    found = Room()
-    yield found
-    await found.close()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
+pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 
 async def test_the_one_that_was_not_used_for_longest_leaves(room: Room) -> None:

@@ -59,14 +59,22 @@ def test_calls_are_read_from_the_template(name: str) -> None:
     assert {key: getattr(calls, key) for key in CALLS[name]} == CALLS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CALLS])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in (*CALLS, "channels")])
 def test_a_way_that_is_not_known_is_no_way(name: str) -> None:
     assert format_of(name).calls is None
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_reasoning_is_read_from_the_template(name: str) -> None:
-    wanted = {"qwen3": THINK, "deepseek": THINK, "glm": THINK, "switched": THINK, "qwen3.5": THINK}
+    analysis = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
+    wanted = {
+        "qwen3": THINK,
+        "deepseek": THINK,
+        "glm": THINK,
+        "switched": THINK,
+        "channels": analysis,
+        "qwen3.5": THINK,
+    }
     assert format_of(name).reasoning == wanted.get(name)
 
 

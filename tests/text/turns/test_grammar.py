@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 import kvboost_edge
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.codec import FastCodec
-from kvboost_edge.text.turns.formats import ReasoningFormat, Tool, TurnFormat
+from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser
 from turn_families import CALLING, MARKERS, TOOLS, Calls, format_of, written
@@ -219,9 +219,7 @@ def test_an_answer_in_json_stands_behind_the_reasoning(markers: bool) -> None:
         "required": ["a"],
         "$defs": {"b": {"enum": [1, "x"]}},
     }
-    made = functools.partial(
-        answer_grammar, ReasoningFormat("<think>", "</think>"), schema, special_id=words.codec.marker_id
-    )
+    made = functools.partial(answer_grammar, format_of("qwen3"), schema, special_id=words.codec.marker_id)
     assert words.takes(made(reasoning="closed"), '{"a": "x"}')
     assert words.takes(made(reasoning="opened"), 'so {"a": 2}\n</think>\n\n{"a": 1}')
     assert words.takes(made(reasoning="possible"), '<think>so</think>{"a": 1}')

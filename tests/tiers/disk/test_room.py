@@ -67,6 +67,23 @@ def test_of_a_chain_the_tail_goes_before_the_head(tmp_path):
         assert not all(held)
 
 
+def test_what_went_for_room_is_remembered_as_dropped(tmp_path):
+    written = [chain(10, seed) for seed in range(120)]
+    with opened(tmp_path, **options()) as tier:
+        for blocks in written:
+            write(tier, blocks)
+        hashes = [block.prefix_hash for blocks in written for block in blocks]
+        held, dropped = ({hash_ for hash_ in hashes if asked(hash_)} for asked in (tier.holds, tier.dropped))
+        assert held | dropped == set(hashes)
+        assert not held & dropped
+        assert len(dropped) == tier.stat().evicted > 0
+        assert not tier.dropped(chain(1, 1000)[0].prefix_hash), "it was never there"
+        write(tier, written[0])
+        assert not any(tier.dropped(block.prefix_hash) for block in written[0]), "it is there again"
+        tier.drop([written[0][0].prefix_hash])
+        assert tier.dropped(written[0][0].prefix_hash)
+
+
 def test_heads_that_are_shared_survive_a_full_disk(tmp_path):
     head = chain(20, 1)
     with opened(tmp_path, **options()) as tier:

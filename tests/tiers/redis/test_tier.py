@@ -54,6 +54,25 @@ def test_a_read_ends_at_the_first_block_that_is_missing(server, client):
     tier.close()
 
 
+def test_a_block_that_the_server_let_go_is_known_as_dropped(server, client):
+    blocks, payloads = chain(4, 1000)
+    tier = opened(server.url)
+
+    def dropped():
+        return [tier.dropped(block.prefix_hash) for block in blocks]
+
+    assert reads(tier, blocks, payloads) == 0
+    assert dropped() == [False] * 4, "they never were there"
+    tier.write(blocks, payloads)
+    assert dropped() == [False] * 4
+    client.flushall()
+    assert reads(tier, blocks[1:], payloads[1:]) == 0
+    assert dropped() == [False, True, False, False], "of those behind it nothing is known"
+    tier.write(blocks[1:2], payloads[1:2])
+    assert dropped() == [False] * 4
+    tier.close()
+
+
 def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, client):
     blocks, payloads = chain(4, 100_000)
     first, second = opened(server.url), opened(server.url)

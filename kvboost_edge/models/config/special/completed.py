@@ -10,7 +10,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import granite_hybrid_objections, is_static_dynamic
 from kvboost_edge.models.config.file import number_of, size_of
 
-__all__ = ["granite_hybrid", "has_rope", "hunyuan", "minicpm", "ministral3"]
+__all__ = ["gpt_oss", "granite_hybrid", "has_rope", "hunyuan", "minicpm", "ministral3"]
 
 Config = Mapping[str, Any]
 
@@ -18,6 +18,12 @@ Config = Mapping[str, Any]
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+# What gpt-oss has where the config does not say it.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 # What MiniCPM's own code takes where the config does not say it.
@@ -34,6 +40,12 @@ def _rope_of(config: Config) -> Mapping[str, Any]:
 def ministral3(config: Config) -> Config:
     """The rope it has without being told."""
     return config if _rope_of(config) else {**config, "rope_parameters": _MINISTRAL3_ROPE}
+
+
+def gpt_oss(config: Config) -> Config:
+    """The rope and the window it has without being told."""
+    rope = {} if _rope_of(config) else {"rope_parameters": _GPT_OSS_ROPE}
+    return {"sliding_window": 128, **config, **rope}
 
 
 def hunyuan(config: Config) -> Config:

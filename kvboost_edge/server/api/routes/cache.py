@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -16,7 +17,7 @@ from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request import SamplingParams
 from kvboost_edge.engine.results import WarmResult
-from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import (
     ERRORS,
     BlockCounts,
@@ -29,14 +30,14 @@ from kvboost_edge.server.api.answers import (
     Warmed,
 )
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import ModelParam, answered, check_priority, loaded_model, room_for
+from kvboost_edge.server.api.checks import ModelParam, answered, check_priority, loaded_model, looked_up, room_for
 from kvboost_edge.server.api.generation import watched
 from kvboost_edge.server.api.prompts import encode_plain, encode_text, estimate_messages, estimate_tokens, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.doctor.asked import normal
-from kvboost_edge.server.errors import stopped
+from kvboost_edge.server.engines import Figures, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.state import ModelState
@@ -44,8 +45,6 @@ from kvboost_edge.server.work.bridge import EncodedPrompt, Job, off_loop, runnin
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
-
-T = TypeVar("T")
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
@@ -106,9 +105,12 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Forget every cached block that no request uses, of all models that are loaded."""
-    dropped = 0
-    for state in server_of(request).models.loaded:
-        dropped += await _of_engine(state, state.engine.reset_cache)
+    dropped, loaded = 0, server_of(request).models.loaded
+    with contextlib.ExitStack() as looks:
+        for state in loaded:  # those behind the first must not be unloaded meanwhile
+            looks.enter_context(state.looks.begin())
+        for state in loaded:
+            dropped += await looked_up(state, state.engine.reset_cache)
     return json_response({"object": "cache.reset", "blocks_dropped": dropped})
 
 
@@ -116,7 +118,7 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
 async def stats(request: Request, model: ModelParam = None) -> Response:
     """Queue, cache, pool, tiers, memory and throughput of a model, and which models are loaded."""
     state = loaded_model(request, model)
-    figures = await _of_engine(state, lambda: _stats(state))
+    figures = await looked_up(state, lambda: _stats(state))
     return json_response({**figures, "models": memory_of(server_of(request).models)}, headers=_NO_STORE)
 
 
@@ -124,7 +126,7 @@ async def stats(request: Request, model: ModelParam = None) -> Response:
 async def blocks(request: Request, model: ModelParam = None) -> Response:
     """The pool of a model as a picture: one byte for each block. No text, no token."""
     state = loaded_model(request, model)
-    return json_response(await _of_engine(state, lambda: _blocks(state)), headers=_NO_STORE)
+    return json_response(await looked_up(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
 async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> dict[str, Any]:
@@ -164,16 +166,6 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
         results = await wait_all(ticket, handles)
     figures = costs(results, 1, 0.0) if results else {"timings": None, "kvboost": None}
     return {"object": "warm", **dataclasses.asdict(stored), "usage": usage_of(results, 1), **figures}
-
-
-async def _of_engine(state: ModelState, work: Callable[[], T]) -> T:
-    """Ask the engine beside the event loop. EngineStopped or NoReplica (503) when it stopped before or meanwhile."""
-    try:
-        return await off_loop(work)
-    except KVBoostError as error:
-        if state.engine.is_alive():
-            raise
-        raise stopped(state.engine) from error
 
 
 def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
@@ -220,8 +212,6 @@ def _size(body: UnpinRequest) -> int:
 
 def _stats(state: ModelState) -> dict[str, Any]:
     engine, admission = state.engine, state.admission
-    pool = engine.paged_stats()
-    memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
     return {
         "object": "stats",
         "model": state.model_name,
@@ -233,11 +223,30 @@ def _stats(state: ModelState) -> dict[str, Any]:
             "max_in_flight": admission.max_sequences,
             "refused": admission.refused,
         },
+        **_held(engine),
+        "throughput": state.metrics.throughput(),
+        "replicas": {
+            name: {
+                "running": one.num_running(),
+                "waiting": one.num_waiting(),
+                "waiting_tokens": one.waiting_tokens(),
+                **_held(one),
+            }
+            for name, one in replicas_of(engine).items()
+            if name
+        },
+    }
+
+
+def _held(engine: Figures) -> dict[str, Any]:
+    """What is in the cache of an engine, of one replica or of all."""
+    pool = engine.paged_stats()
+    memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
+    return {
         "cache": engine.cache_stats(),
         "pool": {name: value for name, value in pool.items() if name not in memory and name != "tiers"},
         "tiers": pool["tiers"],
         "memory": memory,
-        "throughput": state.metrics.throughput(),
     }
 
 
@@ -247,7 +256,6 @@ def _blocks(state: ModelState) -> dict[str, Any]:
     detailed = pool["num_blocks"] <= _MOST_DETAILS
     details = engine.block_details(_MOST_DETAILS) if detailed else []
     states = bytes(detail.state for detail in details) if detailed else bytes(engine.block_map())
-    looked_up = pool["hit_tokens"] + pool["span_tokens"] + pool["miss_tokens"]
     recent_hits, recent_spans, recent_computed = state.metrics.recent_prompts()
     return {
         "num_blocks": pool["num_blocks"],
@@ -261,7 +269,7 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "hit_tokens": pool["hit_tokens"],
         "span_tokens": pool["span_tokens"],
         "miss_tokens": pool["miss_tokens"],
-        "hit_rate": pool["hit_tokens"] / looked_up if looked_up else None,
+        "hit_rate": _hit_rate(pool),
         "memory": {name: pool[name] for name in Memory.model_fields},
         "tiers": _tier_views(pool, recent_hits),
         "recent_span_tokens": recent_spans,
@@ -269,14 +277,35 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
         **{name: pool[name] for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")},
+        "replicas": {name: _replica_pool(one) for name, one in replicas_of(engine).items() if name},
     }
 
 
-def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """The pool and the tiers below it, the nearest first. Of the pool what can be matched counts."""
+def _hit_rate(pool: Mapping[str, Any]) -> float | None:
+    looked_up: int = pool["hit_tokens"] + pool["span_tokens"] + pool["miss_tokens"]
+    return pool["hit_tokens"] / looked_up if looked_up else None
+
+
+def _replica_pool(figures: Figures) -> dict[str, Any]:
+    pool = figures.paged_stats()
+    return {
+        "num_blocks": pool["num_blocks"],
+        **_matchable(pool),
+        "running": figures.num_running(),
+        "waiting": figures.num_waiting(),
+        "hit_rate": _hit_rate(pool),
+    }
+
+
+def _matchable(pool: Mapping[str, Any]) -> dict[str, int]:
+    """What of a pool can be matched, and the bytes of all of it."""
     chunks = pool["loaded_chunks"]
-    own = {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
-    tiers = {"pool": {**own, "writable": True, "state": ""}, **pool["tiers"]}
+    return {"blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"]}
+
+
+def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The pool and the tiers below it, the nearest first."""
+    tiers = {"pool": {**_matchable(pool), "writable": True, "state": ""}, **pool["tiers"]}
     return {
         name: {**{field: tier[field] for field in _TIER_FIELDS}, "recent_hit_tokens": recent_hits.get(name, 0)}
         for name, tier in tiers.items()

@@ -7,6 +7,7 @@ when there are several: it names the model and shows how the server is used.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -51,5 +52,9 @@ async def version() -> Response:
 @router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Prometheus text. Reading the engine may wait for its bookkeeping, so it happens beside the event loop."""
-    body = await asyncio.to_thread(server_of(request).metrics.render)
+    server = server_of(request)
+    with contextlib.ExitStack() as looks:
+        for state in server.models.loaded:
+            looks.enter_context(state.looks.begin())
+        body = await asyncio.to_thread(server.metrics.render)
     return Response(body, headers=_NO_STORE, media_type=CONTENT_TYPE)

@@ -9,7 +9,7 @@ from starlette.types import Send
 from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model
+from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model, looked_up
 from kvboost_edge.server.api.dialects.llama_cpp.answers import LLAMA_ERRORS, Completed, Props, Slot, Templated
 from kvboost_edge.server.api.dialects.llama_cpp.schemas import ApplyTemplate, Infill, LlamaCompletion
 from kvboost_edge.server.api.dialects.llama_cpp.translate import DEFAULTS, FIELDS, completion_of, infill_of
@@ -91,7 +91,7 @@ async def props(request: Request, model: ModelParam = None) -> Response:
 async def slots(request: Request, model: ModelParam = None) -> Response:
     """As many as sequences are computed together. No slot holds a cache here: blocks do, which all requests share."""
     state = loaded_model(request, model)
-    running = await off_loop(state.engine.num_running)
+    running = await looked_up(state, state.engine.num_running)
     context = state.engine.runner_info.max_context
     rows = [
         dumps({"id": number, "n_ctx": context, "speculative": True, "is_processing": number < running})

@@ -27,8 +27,7 @@ const COUNTERS = [
   ["generated_tokens_total", "Tokens generated"],
   ["evictions", "Blocks evicted"],
   ["preemptions", "Requests preempted"],
-  ["state_slots_used", "States kept"],
-  ["replayed_tokens", "Prompt tokens replayed for a state"],
+  ["replayed_tokens", "Tokens replayed"],
 ];
 
 export class LiveView {
@@ -40,13 +39,14 @@ export class LiveView {
   #busy = false;
   #pause = INTERVAL_MS;
   #refused = false; // the key is not accepted: asking again would not help
+  #replicas = {};
   #samples = []; // [time in ms, generated tokens so far]
 
   /** `key()`: the API key. `model`: a ModelChoice, whose pool is shown. */
   constructor(key, model) {
     this.#key = key;
     this.#model = model;
-    this.#map = new PoolMap(byId("map"), (text) => { byId("map-detail").textContent = text || HINT; });
+    this.#map = new PoolMap(byId("map"), (text, block) => { byId("map-detail").textContent = text ? text + this.#whose(block) : HINT; });
     for (const { name, words } of STATES) byId("legend").append(legendItem(name, words));
     for (const [name, label] of LEDGER) byId("ledger").append(ledgerItem(name, label));
     for (const [name, label] of COUNTERS) byId("counters").append(pair(label, element("dd", { id: name, text: "–" })));
@@ -101,13 +101,20 @@ export class LiveView {
     byId("pool-size").textContent = sizeInWords(pool, this.#map.perCell);
     for (const { name } of STATES) byId(`count-${name}`).textContent = count(pool.counts?.[name]);
     byId("map").setAttribute("aria-label", `Map of the block pool: ${STATES.map(({ name, words }) => `${count(pool.counts?.[name])} ${words}`).join(", ")}`);
-    showTiers(pool.tiers, pool.recent_span_tokens, pool.recent_computed_tokens);
+    this.#replicas = pool.replicas ?? {};
+    showTiers(pool.tiers, pool.recent_span_tokens, pool.recent_computed_tokens, this.#replicas);
     byId("running").textContent = count(pool.running);
     byId("waiting").textContent = count(pool.waiting);
     byId("hit-rate").textContent = percent(pool.hit_rate);
     this.#showSpeed(pool.generated_tokens_total);
     this.#showLedger(pool.memory ?? {});
     for (const [name] of COUNTERS) byId(name).textContent = count(pool[name]);
+  }
+
+  /** Which replica has the block. */
+  #whose(block) {
+    for (const [name, pool] of Object.entries(this.#replicas)) if ((block -= pool.num_blocks) < 0) return `, replica ${name}`;
+    return "";
   }
 
   /** What is shown is another model's. */

@@ -114,6 +114,7 @@ export class ModelChoice {
   #show() {
     const choice = byId("model-choice");
     byId("model-field").hidden = this.#models.length < 2;
+    document.body.classList.toggle("several", this.#models.length > 1); // then rows of requests name theirs
     if (choice.options.length !== this.#models.length) choice.replaceChildren(...this.#models.map(() => element("option")));
     this.#models.forEach(({ id, state }, at) => {
       const text = state === "" ? id : `${id} (${inWords(state)})`;

@@ -55,7 +55,7 @@ export function describe({ states, refs, tokens }, start, stop) {
 
 const saturating = (number, word) => (number === 255 ? `255 or more ${word}s` : plural(number, word));
 
-/** Draws on `canvas`; the cell under the pointer or the keyboard's cursor is told to `tell`. */
+/** Draws on `canvas`; the cell under the pointer or the keyboard's cursor is told to `tell`, with its first block. */
 export class PoolMap {
   #canvas;
   #tell;
@@ -157,7 +157,7 @@ export class PoolMap {
     const text = this.#cursor < 0 ? "" : describe(this.#pool, start, Math.min(start + perCell, this.#pool.states.length));
     if (text === this.#said) return;
     this.#said = text;
-    this.#tell(text);
+    this.#tell(text, start);
   }
 }
 

@@ -40,6 +40,7 @@ export class PromptRow {
       element("span", { class: "prompt-at", text: clock(one.at) }),
       element("span", { class: "prompt-cause" }, element("span", { class: "shape", "aria-hidden": "true", text: SHAPES[this.kind] }), causeInWords(one.cause)),
       element("span", { class: "prompt-cost" }, element("span", { class: "sr", text: "cost " }), duration(1000 * one.seconds)),
+      element("span", { class: "note prompt-model" }, element("span", { class: "sr", text: "model " }), String(one.model ?? "")),
       bar(one),
       element("span", { class: "note prompt-figures", text: inFigures(one) }),
     );

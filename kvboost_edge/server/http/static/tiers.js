@@ -16,16 +16,18 @@ export function trouble({ writable, state }) {
   return writable === false ? "stores nothing at the moment" : "";
 }
 
-/** Shows `tiers`, by name, and the prompt tokens of the last minute reused at other positions, if any, and computed. */
-export function showTiers(tiers, moved, computed) {
+/** Shows `tiers`, by name, the prompt tokens of the last minute reused at other positions, if any, and computed, and each
+ * replica's pool. */
+export function showTiers(tiers, moved, computed, replicas) {
   const entries = Object.entries(tiers ?? {});
-  byId("tiers").replaceChildren(...entries.map(([name, tier]) => row(name, tier)));
+  const pools = Object.entries(replicas).map(([name, pool]) => row(`replica ${name}`, pool, `, ${count(pool.running)} running, ${count(pool.waiting)} waiting`));
+  byId("tiers").replaceChildren(...entries.map(([name, tier]) => row(name, tier)), ...pools);
   const found = entries.map(([name, tier]) => `${count(tier.recent_hit_tokens)} from ${name}`);
   if (moved > 0) found.push(`${count(moved)} reused at other positions`);
   byId("tier-hits").textContent = `Prompt tokens, last 60 s: ${[...found, `${count(computed)} computed`].join(", ")}`;
 }
 
-function row(name, tier) {
+function row(name, tier, more = "") {
   const bar = element("span", { class: "bar-track", "aria-hidden": "true" }, element("span"));
   bar.firstChild.style.width = tier.max_bytes > 0 ? `${Math.min(100, (100 * tier.bytes) / tier.max_bytes)}%` : "0";
   const wrong = trouble(tier);
@@ -33,7 +35,7 @@ function row(name, tier) {
     "div",
     { "data-tier": name },
     element("dt", { text: name }),
-    element("dd", { text: holdings(tier) }),
+    element("dd", { text: holdings(tier) + more }),
     bar,
     wrong === "" ? null : element("dd", { class: "trouble", text: wrong }),
   );

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.families import describe_model, heads_by_layer
+from kvboost_edge.models.packed.plan import pack_plan
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The shapes of E2B.
@@ -45,6 +46,9 @@ def test_the_shapes_of_e2b() -> None:
     assert (spec.first_shared, len(spec.kv_layers), spec.softmax_scale, spec.logit_cap) == (15, 15, 1.0, 30.0)
     assert sum(4 * layer.num_kv_heads * layer.head_dim for layer in spec.kv_layers) == 18 * 1024  # bytes in float16
     assert spec.per_layer == (262144, 256)
+
+
+MIXTURE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}])
@@ -100,7 +104,12 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head() -> None:
         ({"per_layer_config": {"4": {"head_dim": 512}}}, r"layers of one kind of attention have heads of \[256, 512\]|"
                                                          "layer 19 shares the keys and values of layer 14"),
         ({"per_layer_config": {"13": {"num_key_value_heads": 2}}}, "layer 15 shares the keys and values of layer 13"),
-        ({"enable_moe_block": True}, "enable_moe_block=True"),
+        ({"enable_moe_block": True}, "num_experts=None must be an integer"),
+        ({"enable_moe_block": 1}, "enable_moe_block=1 must be true or false"),
+        ({**MIXTURE, "top_k_experts": 129}, "top_k_experts=129 is above num_experts=128"),
+        ({**MIXTURE, "top_k_experts": 0}, "top_k_experts=0 must be an integer from 1"),
+        ({**MIXTURE, "moe_intermediate_size": 700}, "moe_intermediate_size=700 of the experts is no multiple of 32"),
+        ({**MIXTURE, "moe_intermediate_size": None}, "moe_intermediate_size=None must be an integer"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
     ],
 )  # fmt: skip
@@ -109,9 +118,31 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
         describe_model({**E2B, **changes})
 
 
-def test_the_mixture_is_refused_by_name_for_every_runner() -> None:
-    with pytest.raises(ModelFormatError, match="it is a mixture of experts, whose router is not built for Gemma 4"):
-        check_model_compatibility({**E2B, "enable_moe_block": True})
+def test_experts_stand_beside_the_mlp_of_every_layer() -> None:
+    """The MLP keeps its own width; there are norms behind it, before the experts and behind them."""
+    spec = describe_model({**E2B, **MIXTURE})
+    assert spec.experts is not None
+    assert (spec.experts.count, spec.experts.used, spec.experts.width) == (128, 8, 704)
+    assert spec.experts.beside
+    assert all(spec.experts.sparse)
+    assert spec.layers == describe_model(E2B).layers
+    entries = {entry.name: entry for entry in pack_plan(spec, "int4")}
+    assert entries["layer7.gate_up"].rows == 2 * spec.layers[7].intermediate_size
+    assert entries["layer7.experts_gate_up"].rows == 128 * 2 * 704
+    assert entries["layer7.router"].kind == "f32"
+    assert entries["layer7.router_in"].parts == (("model.layers.7.router.scale", 1536),)
+    assert entries["layer7.shares"].parts == (("model.layers.7.router.per_expert_scale", 128),)
+    norms = {name: entries[f"layer7.{name}"].parts[0][0] for name in ("beside_out", "experts_in", "experts_out")}
+    assert norms == {
+        "beside_out": "model.layers.7.post_feedforward_layernorm_1.weight",
+        "experts_in": "model.layers.7.pre_feedforward_layernorm_2.weight",
+        "experts_out": "model.layers.7.post_feedforward_layernorm_2.weight",
+    }
+    check_model_compatibility({**E2B, **MIXTURE})
+    assert describe_model({**E2B, "enable_moe_block": False}).experts is None
+
+
+def test_attention_both_ways_is_refused_by_name() -> None:
     with pytest.raises(ModelFormatError, match="its attention is bidirectional"):
         check_model_compatibility({**E2B, "use_bidirectional_attention": "all"})
 

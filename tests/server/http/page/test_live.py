@@ -106,6 +106,26 @@ def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
     expect(page.locator("#tier-hits")).to_have_text(f"Prompt tokens, last 60 s: {found}")
 
 
+def test_every_replica_has_its_pool_and_its_blocks(visit):
+    page = visit.page
+    one = {"num_blocks": 2, "blocks": 1, "bytes": 16_000_000, "max_bytes": 32_000_000, "running": 2, "waiting": 0}
+    two = {"num_blocks": 3, "blocks": 3, "bytes": 48_000_000, "max_bytes": 48_000_000, "running": 0, "waiting": 7}
+    _answer_blocks(page, FIGURES | {"replicas": {"<b>a</b>": one, "b": two}})
+    expect(page.locator("#tiers > div")).to_have_count(5)
+    assert [row.inner_text().split("\n") for row in page.locator("#tiers > div").all()[3:]] == [
+        ["replica <b>a</b>", "1 block, 16.0 MB of 32.0 MB, 2 running, 0 waiting"],
+        ["replica b", "3 blocks, 48.0 MB of 48.0 MB, 0 running, 7 waiting"],
+    ]
+    widths = [bar.evaluate("bar => bar.style.width") for bar in page.locator("#tiers .bar-track span").all()[3:]]
+    assert widths == ["50%", "100%"]
+    page.locator("#map").focus()
+    said = [page.inner_text("#map-detail")]
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+        said.append(page.inner_text("#map-detail"))
+    assert [text.split(", ")[-1] for text in said] == ["replica <b>a</b>", "replica <b>a</b>", "replica b"]
+
+
 def test_what_the_server_does_not_know_is_a_dash(visit):
     bare = dict.fromkeys(FIGURES) | {"num_blocks": 2, "block_size": 16, "states": "AAA="}
     _answer_blocks(visit.page, bare)

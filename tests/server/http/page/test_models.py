@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -107,6 +109,29 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
     choice.select_option(value=SMALL)
     page.clock.run_for(1)
     expect(page.locator("#count-free")).not_to_have_text("–")
+
+
+def test_rows_of_requests_name_their_model_where_there_are_several(several):
+    page, long = several.page, "n" * 300
+    bare = {"cause": "first_seen", "prompt_tokens": 20, "hit_tokens": {"pool": 0}, "reused_span_tokens": 0,
+            "computed_tokens": 20, "seconds": 0.1}  # fmt: skip
+    data = [
+        bare | {"request_id": f"req-{at}", "at": 1e9 - at, "model": name}
+        for at, name in enumerate([LARGE, SMALL, long])
+    ]
+    answer = {"object": "list", "data": data, "kept_seconds": 60}
+    page.route("**/v1/requests", lambda route: route.fulfill(json=answer))
+    page.click("nav [data-view=requests]")
+    page.clock.run_for(1)
+    named = page.locator(".prompt-model")
+    expect(named).to_have_text([f"model {LARGE}", f"model {SMALL}", f"model {long}"])
+    expect(named.first).to_be_visible()
+    expect(page.locator(".prompt-row").first).to_have_accessible_name(re.compile(f"cost 100 ms model {LARGE} "))
+    page.set_viewport_size({"width": 320, "height": 640})
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    several.tells(model(SMALL))
+    expect(named.first).to_be_hidden()
+    expect(page.locator(".prompt-row").first).not_to_have_accessible_name(re.compile("model"))
 
 
 def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):

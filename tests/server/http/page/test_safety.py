@@ -139,7 +139,8 @@ def test_what_else_the_server_says_is_shown_as_it_is(visit, live_server):
 
 def test_requests_are_shown_as_they_are(visit):
     page = visit.page
-    texts = ("request_id", "cause", "field", "field_before", "compared_with")
+    page.evaluate("document.body.classList.add('several')")  # so that rows name their model
+    texts = ("request_id", "cause", "field", "field_before", "compared_with", "model")
     listed = [
         dict.fromkeys(texts, payload)
         | {"at": number, "prompt_tokens": payload, "computed_tokens": payload, "seconds": payload, "position": payload}

@@ -1,0 +1,219 @@
+"""gpt-oss's directories as a weight source: all experts of a layer are one tensor there, gate and up taking turns.
+
+    gate_up_proj [experts, inputs, 2 * width], down_proj [experts, width, outputs]     floats, a column for each row
+    ..._blocks   uint8 [experts, rows, groups, 16], ..._scales uint8 [experts, rows, groups]    MXFP4 in their place
+    ..._bias     [experts, rows]
+
+Of the rows of gate_up the even ones are the gate's, the odd ones the way up's. A byte of blocks holds two neighbours,
+the low nibble first. Each expert's matrices and biases appear as tensors of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.weights.columns import mxfp4
+from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.models.weights.source import QuantRows, StoredRows
+
+__all__ = ["ColumnExperts"]
+
+_LOG = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+_WHOLE = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_GROUP = 32
+_BLOCK_BYTES = 16
+_KEPT = 3  # experts whose floats are kept while pieces of them are packed
+
+
+class _Rows(NamedTuple):
+    """Rows of one expert: each `step`-th of a tensor's, from `first` on.
+
+    form    "" floats in columns, "_blocks", or "_bias"
+    rows    of this matrix, or entries of the bias;  inputs: of a matrix
+    """
+
+    whole: str
+    form: str
+    expert: int
+    first: int
+    step: int
+    rows: int
+    inputs: int
+
+
+class ColumnExperts:
+    """A `WeightSource`. ModelFormatError where blocks, scales or biases do not fit each other."""
+
+    def __init__(self, model_dir: Path | str) -> None:
+        self._files = SafetensorsSource(model_dir, split_experts=False)
+        # Rows are columns in these files: an expert is read whole, and kept while its rows are asked for.
+        self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
+        self._lock, self._lost = threading.Lock(), set[str]()
+        self._rows: dict[str, _Rows] = {}
+        try:
+            self._wholes = {name for name in self._files.names() if _WHOLE.fullmatch(name)}
+            for name in sorted(self._wholes):
+                self._add(name)
+            twice = self._files.names() & set(self._rows)
+            if twice:
+                raise self._error(min(twice), "is there a second time, in a tensor of all experts")
+        except BaseException:
+            self._files.__exit__(None, None, None)
+            raise
+
+    def _add(self, name: str) -> None:
+        """Enters the pieces of a tensor of all experts."""
+        found = _WHOLE.fullmatch(name)
+        assert found is not None
+        prefix, base, form = found.groups()
+        whole, parts = name.removesuffix(form) if form else name, _PARTS[base]
+        if form == "_scales":
+            if f"{whole}_blocks" not in self._wholes:
+                raise self._error(name, f"has no fellow '{whole}_blocks'")
+            return
+        experts, rows, inputs = self._sizes(whole, form)
+        if rows % len(parts):
+            raise self._error(name, f"has {rows} rows an expert, which are not {len(parts)} matrices")
+        ending = "bias" if form == "_bias" else "weight"
+        for expert in range(experts):
+            for first, part in enumerate(parts):
+                to = f"{prefix}{expert}.{part}.{ending}"
+                if to in self._rows:
+                    raise self._error(name, f"has {to!r}, which is there a second time")
+                self._rows[to] = _Rows(whole, form, expert, first, len(parts), rows // len(parts), inputs)
+
+    def _sizes(self, whole: str, form: str) -> tuple[int, int, int]:
+        """Experts, rows of each, inputs of a row (0 of biases)."""
+        name = whole + form
+        shape = self._files.shape(name) if form != "_blocks" else self._files.stored_shape(name, "U8", 4)
+        if form == "_blocks":
+            experts, rows, groups, nbytes = shape
+            if nbytes != _BLOCK_BYTES:
+                raise self._error(name, f"has blocks of {nbytes} bytes, expected {_BLOCK_BYTES}")
+            scales = self._files.stored_shape(f"{whole}_scales", "U8", 3)
+            if scales != (experts, rows, groups):
+                raise self._error(f"{whole}_scales", f"has shape {scales}, expected {(experts, rows, groups)}")
+            return experts, rows, groups * _GROUP
+        if len(shape) != (2 if form else 3):
+            raise self._error(name, f"has shape {shape}, expected {2 if form else 3} dimensions")
+        return shape[0], shape[-1], 0 if form else shape[1]
+
+    def __enter__(self) -> ColumnExperts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+
+    def names(self) -> set[str]:
+        return (self._files.names() - self._wholes) | set(self._rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        piece = self._rows.get(name)
+        if piece is None:
+            return self._files.shape(name)
+        return (piece.rows,) if piece.form == "_bias" else (piece.rows, piece.inputs)
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
+        piece = self._rows.get(name)
+        if piece is None:
+            return self._files.rows(name, start, stop)
+        stop = piece.rows if stop is None else stop
+        if piece.form == "_blocks":
+            codes, exponents, _ = self._blocks(piece, start, stop)
+            with np.errstate(over="ignore"):  # infinity is refused by who packs it
+                scales = mxfp4.float_scales(exponents)
+                return np.repeat(scales, _GROUP, axis=1) * mxfp4.TABLE[codes].astype(np.float32)
+        picked = slice(piece.first + piece.step * start, piece.first + piece.step * (stop - 1) + 1, piece.step)
+        if piece.form == "_bias":
+            biases: Floats = self._files.rows(f"{piece.whole}_bias", piece.expert, piece.expert + 1)[0]
+            return biases[picked]
+        return np.ascontiguousarray(self._expert(piece.whole, piece.expert)[:, picked].T)
+
+    def _read_expert(self, whole: str, expert: int) -> Floats:
+        """float32 [inputs, rows]."""
+        found: Floats = self._files.rows(whole, expert, expert + 1)[0]
+        return found
+
+    def kind(self, name: str) -> str | None:
+        piece = self._rows.get(name)
+        if piece is None:
+            return self._files.kind(name)
+        return "int4t" if piece.form == "_blocks" else None
+
+    def type_of(self, name: str) -> str:
+        piece = self._rows.get(name)
+        if piece is None:
+            return self._files.type_of(name)
+        return "MXFP4" if piece.form == "_blocks" else self._files.type_of(piece.whole + piece.form)
+
+    def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
+        piece = self._rows.get(name)
+        if piece is None or piece.form != "_blocks":
+            return self._files.quant_rows(name, start, stop)
+        codes, exponents, packed = self._blocks(piece, start, stop)
+        scales = mxfp4.half_scales(exponents, packed)
+        if not np.isfinite(scales).all():
+            raise self._error(
+                f"{piece.whole}_scales",
+                f"has scales above 65504 for rows {start} to {stop - 1} of {name!r}, the largest that 'int4t' holds; "
+                "give weights='f32' or 'bf16'",
+            )
+        self._note_lost(piece.whole, mxfp4.count_lost(exponents, packed))
+        return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
+
+    def _note_lost(self, whole: str, blocks: int) -> None:
+        """Say once of a tensor that weights of it become zeros."""
+        with self._lock:
+            is_new = blocks > 0 and whole not in self._lost
+            self._lost |= {whole} if is_new else set()
+        if is_new:
+            _LOG.warning("%s: tensor %r has weights below %.1g, which become 0 (scales of 2**-25 and less)",
+                         *(self._files.file_of(f"{whole}_blocks"), whole, mxfp4.LEAST_WEIGHT))  # fmt: skip
+
+    def file_of(self, name: str) -> Path:
+        piece = self._rows.get(name)
+        return self._files.file_of(name if piece is None else piece.whole + piece.form)
+
+    def stored_rows(self, name: str) -> StoredRows:
+        piece = self._rows.get(name)
+        if piece is not None:
+            raise self._error(piece.whole + piece.form, "has rows of all experts: none can be read alone")
+        return self._files.stored_rows(name)
+
+    def _blocks(self, piece: _Rows, start: int, stop: int) -> tuple[Bytes, Bytes, Bytes]:
+        """Codes [rows, inputs], exponents [rows, groups] and the file's bytes [rows, groups, 16] of rows [start,
+        stop)."""
+        if not 0 <= start < stop <= piece.rows:
+            raise self._error(f"{piece.whole}_blocks", f"has no rows {start} to {stop} of {piece.rows}")
+        groups, each = piece.inputs // _GROUP, piece.rows * piece.step
+        first = piece.expert * each + piece.first + piece.step * start
+        rows = piece.step * (stop - start - 1) + 1
+        packed = self._span(f"{piece.whole}_blocks", 4, first, rows, groups * _BLOCK_BYTES)
+        packed = packed.reshape(rows, groups, _BLOCK_BYTES)[:: piece.step]
+        exponents = self._span(f"{piece.whole}_scales", 3, first, rows, groups)[:: piece.step]
+        codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(stop - start, -1)
+        return codes, np.ascontiguousarray(exponents), packed
+
+    def _span(self, name: str, num_dims: int, first: int, rows: int, width: int) -> Bytes:
+        """Rows of a tensor of bytes, its leading axes taken as one."""
+        found: npt.NDArray[Any] = self._files.stored_span(name, "U8", num_dims, first * width, rows * width)
+        return found.reshape(rows, width)
+
+    def _error(self, name: str, what: str) -> ModelFormatError:
+        return ModelFormatError(f"{self._files.file_of(name)}: tensor {name!r} {what}")

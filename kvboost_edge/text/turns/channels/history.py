@@ -1,0 +1,48 @@
+"""Histories as templates that write turns in channels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["one_call_each"]
+
+Message = dict[str, Any]
+_THOUGHT_KEYS = ("thinking", "reasoning_content", "reasoning")
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Messages of one call each, every one with its results behind it, as templates that write turns in channels take
+    them: they show the first call alone. What was thought and said in front of a call is one text, `thinking`."""
+    found: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not calls:
+            found.append(message)
+            continue
+        end = next((i for i in range(at, len(messages)) if messages[i].get("role") != "tool"), len(messages))
+        results, at = list(messages[at:end]), end
+        kept = {key: value for key, value in message.items() if key not in (*_THOUGHT_KEYS, "content", "tool_calls")}
+        thought = _thought_before_calls(message)
+        for number, call in enumerate(calls):
+            before = {"thinking": thought} if thought and number == 0 else {}
+            found.append({**kept, "content": "", **before, "tool_calls": [call]})
+            own = [one for one in results if number == len(calls) - 1 or _answers(one, call)]
+            found += own
+            results = [one for one in results if one not in own]
+    return found
+
+
+def _answers(result: Message, call: Any) -> bool:
+    known = call.get("id") if isinstance(call, dict) else None
+    return known is not None and result.get("tool_call_id") == known
+
+
+def _thought_before_calls(message: Message) -> str:
+    """What was thought, and what was said behind it."""
+    thought = next((message[key] for key in _THOUGHT_KEYS if message.get(key)), "")
+    content = message.get("content")
+    return "\n\n".join(text for text in (thought, content) if isinstance(text, str) and text)

@@ -1,0 +1,178 @@
+"""A turn of several messages taken apart, see `ChannelFormat`: each one's header says what its text is.
+
+A text that no header stands in front of is an answer. What calls no tool, or has no arguments of the kind, is shown as
+it was written, as an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvboost_edge.text.turns.formats import ChannelFormat, Tool
+from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
+
+__all__ = ["ChannelTurn"]
+
+_LONGEST_HEADER = 512  # any that is read is shorter, see the bounds of its pieces
+_RECIPIENT = "to="
+_BETWEEN = "\n\n"  # stands between two messages of one kind, which clients get as one
+
+
+class _Header(NamedTuple):
+    """The name of a channel, and for whom the message is; `text`: the whole of it."""
+
+    channel: str
+    recipient: str
+    text: str
+
+
+class ChannelTurn:
+    """The steps of reading a turn; `in_answer`: inside of the text of an answer behind its header."""
+
+    def __init__(self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: ChannelFormat) -> None:
+        self._scanner, self._parts, self._format = scanner, parts, format
+        self._tools = {format.functions + tool.name: tool.name for tool in tools}
+        channel, message, constrain = map(re.escape, (format.channel, format.message, format.constrain))
+        space, to = r"\s{0,8}", rf"{_RECIPIENT}(?P<%s>[^\s<]{{0,128}})"
+        self._begun = re.compile(
+            rf"{space}(?:{to % 'before'}{space})?(?:{channel}{space}(?P<channel>\w{{0,32}}){space}"
+            rf"(?:{to % 'behind'})?{space}(?:{constrain})?{space}[\w/.+-]{{0,32}}{space})?"
+        )
+        self._header = re.compile(self._begun.pattern + message)
+        self._marks = (*format.ends, format.start)
+        self._said: set[type[Part]] = set()
+        self._calls = 0
+        self.in_reasoning = self.in_answer = False
+        self.num_thoughts = 0
+
+    def read(self, state: str) -> Step[None]:
+        """state: where the prompt ended, as `TurnFormat.reasoning_after` says."""
+        names = {"opened": self._format.thoughts, "closed": self._format.answer}
+        try:
+            if state in names:
+                yield from self._message(_Header(names[state], "", ""))
+            while True:
+                yield from self._message((yield from self._next_header()))
+        except Ended:
+            pass
+
+    def _next_header(self) -> Step[_Header]:
+        """The header that stands here, passed; that of an answer where none does."""
+        scanner, message = self._scanner, self._format.message
+        while (found := self._header.match(scanner.text)) is None:
+            text = scanner.text
+            if not self._may_begin(text) or message in text or len(text) > _LONGEST_HEADER:
+                return _Header("", "", "")
+            try:
+                yield from scanner.more()
+            except Ended:
+                # A header that is cut short says nothing; any other text does.
+                if text and not text.lstrip().startswith((self._format.channel, _RECIPIENT + self._format.functions)):
+                    self._show(Content, text)
+                raise
+        scanner.at = found.end()
+        scanner.forget()
+        return _Header(found["channel"] or "", found["before"] or found["behind"] or "", found[0])
+
+    def _may_begin(self, text: str) -> bool:
+        """Whether a header may begin so."""
+        begun = self._begun.match(text)
+        rest = text if begun is None else text[begun.end() :]
+        marks = (self._format.channel, self._format.constrain, self._format.message, _RECIPIENT)
+        return any(mark.startswith(rest) for mark in marks)
+
+    def _message(self, header: _Header) -> Step[None]:
+        """The text of a message, its end, and what begins the next one."""
+        if header.recipient:
+            yield from self._addressed(header)
+        elif header.channel == self._format.thoughts:
+            self.in_reasoning = True
+            yield from self._text(Reasoning)
+            self.in_reasoning = False
+            self.num_thoughts += 1
+        else:
+            self.in_answer = bool(header.text)
+            yield from self._text(Content)
+        self.in_answer = False
+        yield from self._end()
+
+    def _addressed(self, header: _Header) -> Step[None]:
+        """A message to a tool: its text is the arguments, which are an object; none at all are an empty one."""
+        name, first = self._tools.get(header.recipient), ""
+        if name is not None:
+            try:
+                first = yield from self._first_of_arguments()
+            except Ended:
+                self._start(name)
+                raise
+        if name is None or first == "":
+            self._scanner.at = 0
+            self._show(Content, header.text)
+            yield from self._text(Content, continued=True)
+            return
+        self._scanner.forget()
+        self._start(name)
+        if first == "{":
+            yield from self._text(CallArguments)
+        else:
+            self._parts.append(CallArguments(self._calls - 1, "{}"))
+
+    def _first_of_arguments(self) -> Step[str]:
+        """What stands behind white space: "{", a marker of an end, or "" for anything else."""
+        scanner = self._scanner
+        while True:
+            yield from scanner.space()
+            rest = scanner.text[scanner.at :]
+            found = next((mark for mark in ("{", *self._marks) if rest.startswith(mark)), None)
+            if found is not None or not any(mark.startswith(rest) for mark in self._marks):
+                return found or ""
+            yield from scanner.more()
+
+    def _start(self, name: str) -> None:
+        self._parts.append(CallStart(self._calls, name))
+        self._calls += 1
+
+    def _text(self, kind: type[Part], *, continued: bool = False) -> Step[None]:
+        """Shows the text up to the first marker of an end, which is not passed."""
+        scanner, is_next = self._scanner, not continued
+        while True:
+            ends = [at for mark in self._marks if (at := scanner.text.find(mark)) >= 0]
+            held = max(held_back(scanner.text, 0, mark) for mark in self._marks)
+            end = min(ends, default=len(scanner.text) - held)
+            if end:
+                self._show(kind, scanner.text[:end], is_next=is_next)
+                is_next = False
+                scanner.at = end
+                scanner.forget()
+            if ends:
+                return
+            try:
+                yield from scanner.more()
+            except Ended:
+                if scanner.text:
+                    self._show(kind, scanner.text, is_next=is_next)
+                raise
+
+    def _show(self, kind: type[Part], text: str, *, is_next: bool = True) -> None:
+        if kind is CallArguments:
+            self._parts.append(CallArguments(self._calls - 1, text))
+            return
+        between = _BETWEEN if is_next and kind in self._said else ""
+        self._said.add(kind)
+        self._parts.append(Reasoning(between + text) if kind is Reasoning else Content(between + text))
+
+    def _end(self) -> Step[None]:
+        """Passes what ends a message, and what begins the next one."""
+        scanner, format = self._scanner, self._format
+        while any(scanner.text.startswith(mark) for mark in format.ends):
+            mark = next(mark for mark in format.ends if scanner.text.startswith(mark))
+            scanner.at = len(mark)
+            scanner.forget()
+        yield from scanner.space()
+        if (yield from scanner.exactly(format.start)):
+            scanner.forget()
+        else:
+            scanner.at = 0

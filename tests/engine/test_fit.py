@@ -1,0 +1,118 @@
+"""Whether a model fits is said and refused by one arithmetic, before anything of it is packed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine import build
+from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.ledger import memory_beside
+from kvboost_edge.engine.selection import select_path
+from kvboost_edge.errors import CapacityError
+from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.packed.plan import WEIGHT_FORMATS
+from tiny_checkpoints import save_tiny_checkpoint
+
+GB = 10**9
+SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    return save_tiny_checkpoint("qwen3_moe", tmp_path / "model", **SIZES)
+
+
+def _fit(model: Path, available: int, **options: Any) -> Fit:
+    checkpoint, config = Checkpoint.open(model), EngineConfig.from_options(**options)
+    return plan_fit(checkpoint, config, select_path(checkpoint, config), checkpoint.summary(), available)
+
+
+def test_what_is_planned_is_what_the_engine_takes(model: Path) -> None:
+    for options in ({"num_blocks": 40}, {"max_cache_bytes": 3e6}, {"num_blocks": 40, "kv_cache_bits": 8}):
+        fit = _fit(model, GB, weights="int4", **options)
+        with CPUPagedEngine.from_pretrained(model, weights="int4", **options) as engine:
+            stats = engine.paged_stats()
+        assert fit.pool == stats["pool_bytes"]
+        # The file has a header, and sections at multiples of 64.
+        assert 0 <= stats["weight_bytes"] - fit.info.weight_bytes < 0.01 * fit.info.weight_bytes + 10_000
+        assert fit.needed == fit.info.weight_bytes + fit.pool
+        assert fit.refusal == ""
+        assert abs(fit.pool_tokens - 16 * stats["num_blocks"]) <= 16 * 4
+
+
+def test_weights_and_pool_together_are_refused_before_anything_is_packed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone would fit. What `doctor` says is what the engine raises."""
+    fit = _fit(model, GB, weights="int4", num_blocks=400)
+    assert fit.pool > fit.info.weight_bytes // 10
+    available = fit.needed - 1
+    assert max(fit.info.weight_bytes, fit.pool) < available
+    refused = _fit(model, available, weights="int4", num_blocks=400).refusal
+    assert "exceed memory" in refused
+    assert "lower max_cache_bytes or num_blocks" in refused
+    monkeypatch.setattr(build, "available_on", lambda device: available)
+    asked: list[tuple[int, int]] = []
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(
+            model, weights="int4", num_blocks=400, progress=lambda done, total: asked.append((done, total))
+        )
+    assert str(caught.value) == refused
+    assert not asked
+    assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
+    monkeypatch.setattr(build, "available_on", lambda device: available + 1)
+    CPUPagedEngine.from_pretrained(model, weights="int4", num_blocks=400).close()
+
+
+def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of a mapped file are no less available once they are read, so what there was before counts."""
+    weights = _fit(model, GB, weights="int4").info.weight_bytes
+    available = weights + 4_000_000
+    fit = _fit(model, available, weights="int4", max_num_seqs=4)
+    assert memory_beside(available, weights) == fit.beside == 4_000_000
+    assert 500_000 < fit.pool <= 1_000_000
+    monkeypatch.setattr(build, "available_on", lambda device: available)
+    with CPUPagedEngine.from_pretrained(model, weights="int4", max_num_seqs=4) as engine:
+        assert engine.paged_stats()["pool_bytes"] == fit.pool
+    assert memory_beside(weights, available) == 0
+
+
+def test_every_format_is_weighed(model: Path) -> None:
+    found = format_bytes(Checkpoint.open(model))
+    assert list(found) == list(WEIGHT_FORMATS)
+    assert found["int4"] < found["int4-asym"] < found["int8"] < found["bf16"] < found["f32"]
+    assert all(found[weights] == _fit(model, GB, weights=weights).info.weight_bytes for weights in found)
+
+
+def test_where_packed_weights_go_is_known_without_reading_the_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def place(cache_dir: Path | None = None) -> tuple[bool, Path | None]:
+        checkpoint = Checkpoint.open(model, cache_dir=cache_dir)
+        with monkeypatch.context() as patch:
+            fingerprints = sys.modules["kvboost_edge.models.fingerprint"]
+            patch.setattr(fingerprints, "digest_in_parts", lambda *_, **__: pytest.fail("the model was read"))
+            found = packed_place(checkpoint, "int4", checkpoint.summary().files, 2)
+        assert found.peak < GB
+        return found.is_there, found.path
+
+    packed = Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed"
+    assert place() == (False, packed)
+    CPUPagedEngine.from_pretrained(model, weights="int4", num_blocks=8).close()
+    (file,) = packed.glob("*.kvpack")
+    assert place() == (True, file)
+    file.unlink()
+    assert place() == (False, file)
+    assert place(NO_CACHE) == (False, None)

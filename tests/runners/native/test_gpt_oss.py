@@ -1,0 +1,158 @@
+"""gpt-oss: all logits against transformers, around windows and blocks; its files in every form say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gguf_experts import dequantized
+from gguf_models import write_gguf
+from gpt_oss_files import ROPE, save_gpt_oss
+from gpt_oss_oracle import GptOssOracle
+from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.runners.native.runner import NativeRunner
+from paged_driver import PagedDriver
+from tiny_models import build_tiny_model, save_tiny_model
+
+WINDOW, BLOCK = 24, 16
+PROMPT = np.random.default_rng(7).integers(0, 256, 100).tolist()
+
+
+def _logits(path: Path, weights: str, chunk: int = 100, prompt: list[int] | None = None) -> np.ndarray:
+    runner = NativeRunner.from_dir(path, weights=weights)
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    logits = np.array(driver.prefill(driver.open(prompt or PROMPT), chunk))
+    runner.close()
+    return logits
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_all_logits_of_prompts_around_window_and_block(tmp_path: Path) -> None:
+    save_tiny_model("gpt_oss", tmp_path)
+    model = build_tiny_model("gpt_oss")
+    model.set_attn_implementation("eager")
+    assert model.config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    runner = NativeRunner.from_dir(tmp_path, weights="f32")
+    driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=1))
+    for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + BLOCK, 100):
+        with torch.inference_mode():
+            expected = model(torch.tensor([PROMPT[:length]]), use_cache=False).logits[0].numpy()
+        sequence = driver.open(PROMPT[:length])
+        first = sequence.table.num_cached_tokens
+        found = driver.prefill(sequence, 13)
+        assert np.linalg.norm(found - expected[first:]) <= 1e-4 * np.linalg.norm(expected[first:]), length
+        driver.close(sequence)
+    runner.close()
+
+
+def _transformers(directory: Path) -> np.ndarray:
+    """Logits of PROMPT by transformers of a directory that save_gpt_oss wrote, MXFP4 as floats."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    settings = AutoConfig.for_model(config.pop("model_type"), **config)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    state = {}
+    for name, values in tensors.items():
+        if name.endswith("_blocks"):
+            values = dequantized(values, tensors[name.replace("_blocks", "_scales")]).swapaxes(1, 2)
+        if not name.endswith("_scales"):
+            state[name.removesuffix("_blocks")] = torch.from_numpy(np.ascontiguousarray(values))
+    model.load_state_dict(state)
+    with torch.inference_mode():
+        logits: np.ndarray = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
+        return logits
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_directories_written_without_transformers(mxfp4: bool, tmp_path: Path) -> None:
+    """What the tests of bits run is what transformers computes, and so is the oracle that formats are held to."""
+    save_gpt_oss(tmp_path, mxfp4=mxfp4)
+    expected = _transformers(tmp_path)
+    for found in (_logits(tmp_path, "f32"), GptOssOracle(tmp_path, "f32").logits(PROMPT)):
+        assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
+def test_formats_are_near_numpy_on_their_own_weights(weights: str, tmp_path: Path) -> None:
+    """Most rows: rounded activations lead single tokens to another expert whose share is nearly as large. Measured:
+    medians of 1.9e-2 to 2.3e-2, on weights that make gates large."""
+    save_gpt_oss(tmp_path, mxfp4=weights == "auto")
+    found, expected = _logits(tmp_path, weights, chunk=31), GptOssOracle(tmp_path, weights).logits(PROMPT)
+    apart = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(apart) <= 3e-2
+    assert (apart <= 8e-2).mean() >= 0.75
+
+
+@pytest.mark.parametrize("weights", ["auto", "f32", "int4"])
+def test_mxfp4_of_both_kinds_of_files_is_the_same(weights: str, tmp_path: Path) -> None:
+    """Nibbles, rows and names are others in a GGUF file; the bits of the results are not."""
+    model = save_gpt_oss(tmp_path / "model", mxfp4=True, rope_parameters=ROPE)
+    path = write_gguf(model, tmp_path / "m.gguf", kind=lambda name: "MXFP4" if "_exps" in name else "F32")
+    spec, expected = describe_model(Checkpoint.open(path).config), describe_model(Checkpoint.open(model).config)
+    for field in spec.__dataclass_fields__:
+        assert getattr(spec, field) == getattr(expected, field), field
+    np.testing.assert_array_equal(_logits(path, weights), _logits(model, weights))
+
+
+def test_borders_of_yarn_are_no_whole_numbers(tmp_path: Path) -> None:
+    """GGUF files cannot say it. The frequencies are transformers'; rounded borders would give others."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    model = save_gpt_oss(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(config.pop("model_type"), **config), "cpu")
+    for path in (model, write_gguf(model, tmp_path / "m.gguf")):
+        (rope,) = describe_model(Checkpoint.open(path).config).ropes
+        np.testing.assert_allclose(rope.frequencies, expected.numpy(), rtol=1e-6)
+        assert rope.factor == pytest.approx(factor)
+    rounded = describe_model({**Checkpoint.open(model).config, "rope_parameters": {**ROPE, "truncate": True}})
+    assert not np.allclose(rounded.ropes[0].frequencies, expected.numpy(), rtol=1e-3)
+
+
+def test_what_a_config_does_not_say() -> None:
+    """As transformers' defaults: the window of every second layer, rope, biases."""
+    config = AutoConfig.for_model("gpt_oss").to_dict()
+    alone = {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 36,
+             "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 2880,
+             "max_position_embeddings": 131072}  # fmt: skip
+    assert describe_model(alone) == describe_model(config)
+    assert [layer.window for layer in describe_model(alone).layers[:4]] == [128, 0, 128, 0]
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+def test_files_that_lack_something_are_refused(kind: str, tmp_path: Path) -> None:
+    model = save_gpt_oss(tmp_path / "model")
+    for name in ("attn_sinks.weight", "ffn_up_exps.bias", "ffn_gate_inp.bias"):
+        path = write_gguf(model, tmp_path / "m.gguf", kind=kind, more={f"blk.1.{name}": None})
+        with pytest.raises(ModelFormatError, match=r"lacks tensor 'model\.layers\.1\."):
+            NativeRunner.from_dir(path, weights="auto")
+
+
+def test_biases_of_another_count_in_a_file(tmp_path: Path) -> None:
+    model = save_gpt_oss(tmp_path / "model")
+    for count, message in ((5, r"lacks tensor .*experts\.5\.up_proj\.bias"), (7, "is of expert 6, and layers have 6")):
+        more = {"blk.1.ffn_up_exps.bias": np.ones((count, 96), np.float32)}
+        path = write_gguf(model, tmp_path / "m.gguf", more=more)
+        with pytest.raises(ModelFormatError, match=message):
+            NativeRunner.from_dir(path, weights="f32")
+
+
+def test_a_sink_takes_part_of_the_attention(tmp_path: Path) -> None:
+    """Of one head in one layer: its logits change, those of a token alone, too."""
+    model = save_gpt_oss(tmp_path / "model")
+    before = _logits(model, "f32", prompt=PROMPT[:5])
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.sinks"][1] += 3
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    after = _logits(model, "f32", prompt=PROMPT[:5])
+    assert (np.linalg.norm(after - before, axis=1) > 1e-3 * np.linalg.norm(before, axis=1)).all()

@@ -1,0 +1,126 @@
+"""A replica without Ray: what comes with a request, and what it tells of itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
+from kvboost_edge.serve_ray.messages import Asked, Sent, Told
+from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.router import PrefixRouter
+from live_servers import wait_until
+
+PROMPT = [10 + number % 200 for number in range(1003)]  # 62 full blocks, of which a router is told about 16
+OPTIONS = {"num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "reuse_gate": "off"}
+
+
+@pytest.fixture
+def open_replica(isolated_cache: Any, tmp_path: Path) -> Iterator[Callable[[str], EngineReplica]]:
+    """Makes replicas of the bundled model that share one disk, and closes them."""
+    made: list[EngineReplica] = []
+
+    def open_one(name: str) -> EngineReplica:
+        options = ReplicaOptions("kvboost-edge/demo", {**OPTIONS, "disk_cache_dir": tmp_path / "tier"})
+        made.append(EngineReplica(options, name))
+        return made[-1]
+
+    yield open_one
+    for replica in made:
+        replica.close()
+
+
+def sent(prompt: list[int], hashes: bytes = b"", **more: int) -> Sent:
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
+    return Sent("r", (), encode_tokens(prompt), sampling, Terms(), None, 0.0, None, len(prompt), hashes=hashes, **more)
+
+
+def answer(replica: EngineReplica, request: Sent) -> GenerationResult:
+    async def run() -> GenerationResult:
+        found = [came async for came in replica.generate(request)]
+        assert found[-1].failure is None, found[-1].failure
+        assert isinstance(found[-1].result, GenerationResult)
+        return found[-1].result
+
+    return asyncio.run(run())
+
+
+def tell(replica: EngineReplica, router: PrefixRouter, now: float) -> None:
+    """What an ingress does ten times a second."""
+    asked = Asked((replica.name,), "tell", (router.cursor(replica.name),))
+    told = asyncio.run(replica.ask(asked))
+    assert isinstance(told, Told)
+    assert router.take_events(replica.name, told.batches, now)
+    router.take_report(replica.name, told.report, now)
+
+
+def chain_of(replica: EngineReplica, prompt: list[int]) -> tuple[bytes, PromptChain]:
+    root, size = replica._engine.cache_root, replica._engine.config.block_size
+    hashes = prefix_hashes(prompt, root, size)
+    return b"".join(hashes), PromptChain.of_hashes(hashes, len(prompt), size, root)
+
+
+def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica: Any, monkeypatch: Any) -> None:
+    """Nothing of a prompt is hashed to find it; wrong hashes cost what they hide, and change no answer."""
+    replica = open_replica("a")
+    hashes, _ = chain_of(replica, PROMPT)
+    expected = answer(replica, sent(PROMPT)).output_token_ids
+    lookup = replica._engine._parts.manager._lookup
+    plain, counted = lookup._hash_fn, []
+
+    def counting(parent: bytes, tokens: bytes) -> bytes:
+        counted.append(tokens)
+        return plain(parent, tokens)
+
+    monkeypatch.setattr(lookup, "_hash_fn", counting)
+    known = answer(replica, sent(PROMPT, hashes))
+    assert not counted
+    assert (known.output_token_ids, known.cached_tokens) == (expected, 992)
+    unknown = answer(replica, sent(PROMPT))
+    assert len(counted) >= 62
+    assert (unknown.output_token_ids, unknown.cached_tokens) == (expected, 992)
+    # The tier has it all the same: it is asked by names that are made here.
+    replica._engine.reset_cache()
+    lies = chain_of(replica, PROMPT[::-1])[0]
+    wrong = answer(replica, sent(PROMPT, lies))
+    assert wrong.output_token_ids == expected
+    assert answer(replica, sent(PROMPT, hashes)).output_token_ids == expected
+
+
+def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None:
+    """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it, and what it took to
+    read is what is expected of the next."""
+    first = open_replica("a")
+    hashes, chain = chain_of(first, PROMPT)
+    router = PrefixRouter()
+    router.set_members("ab")
+    tell(first, router, 0.0)
+    expected = answer(first, sent(PROMPT, hashes)).output_token_ids
+    wait_until(
+        lambda: first._engine.paged_stats()["tiers"]["disk"]["written_blocks"] >= 62, "the prompt to be on the disk"
+    )
+    second = open_replica("b")
+    assert router.choose(chain, 1.0, among="b")[0].restored_tokens == 0
+    for replica in (first, second):
+        tell(replica, router, 1.0)
+    told = 16 * chain.disk.ends[-1]
+    held, choice = (router.choose(chain, 1.0, among=name)[0] for name in "ab")
+    assert (held.matched_tokens, held.restored_tokens) == (992, 0)
+    assert (choice.matched_tokens, choice.restored_tokens) == (0, told)
+    assert choice.missing_tokens == len(PROMPT) - told
+    guessed = second._meter.report(0.0, free_blocks=1).disk_token_seconds
+    result = answer(second, sent(PROMPT, hashes, restored_tokens=choice.restored_tokens))
+    assert result.output_token_ids == expected
+    assert result.hit_tokens["disk"] == 992
+    assert second._meter.report(0.0, free_blocks=1).disk_token_seconds != guessed
+    tell(second, router, 2.0)
+    assert router.choose(chain, 2.0, among="b")[0].matched_tokens == 992
+    router.check()

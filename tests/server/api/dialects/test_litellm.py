@@ -1,0 +1,93 @@
+"""What litellm 1.106 sends, recorded, as it cannot be installed beside the other clients: each of its providers for
+OpenAI's, Anthropic's and Ollama's API gets answers with the members that it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from live_servers import KEYS, LiveServer
+
+RECORDED = json.loads((Path(__file__).parents[3] / "data" / "agents" / "litellm.json").read_text(encoding="utf-8"))
+CASES = {f"{number} {one['case']}": one for number, one in enumerate(RECORDED)}
+MODEL = "kvboost-edge/demo"
+
+
+def sent(server: LiveServer, case: dict[str, Any], **more: Any) -> Any:
+    """The answer to a recorded request, of the model that the test has, with a key of it."""
+    headers = {name: value.replace("KEY", KEYS[0]) for name, value in case["headers"].items()}
+    if not {"authorization", "x-api-key"} & headers.keys():
+        headers["authorization"] = f"Bearer {KEYS[0]}"  # as its `headers` option gives Ollama one
+    name = "name" if case["path"] == "/api/show" else "model"
+    with server.client(headers=headers) as client:
+        return client.post(case["path"], content=json.dumps({**case["body"], name: MODEL, **more}).encode())
+
+
+def events_of(answer: Any) -> list[Any]:
+    """The JSON of each event or line of a stream."""
+    if "ndjson" in answer.headers["content-type"]:
+        return [json.loads(line) for line in answer.text.splitlines()]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(one) for one in data if one != "[DONE]"]
+
+
+def text_of(path: str, answer: Any) -> str:
+    """The text of a whole answer, or of all parts of a stream, where litellm looks for it."""
+    streams = not answer.headers["content-type"].startswith("application/json")
+    parts = events_of(answer) if streams else [answer.json()]
+    match path:
+        case "/v1/chat/completions":
+            choices = [choice for one in parts for choice in one["choices"]]
+            return "".join(choice["delta" if streams else "message"].get("content") or "" for choice in choices)
+        case "/v1/completions":
+            return "".join(choice["text"] for one in parts for choice in one["choices"] if choice["index"] == 0)
+        case "/v1/messages" if streams:
+            return "".join(one["delta"].get("text", "") for one in parts if one["type"] == "content_block_delta")
+        case "/v1/messages":
+            return "".join(one["text"] for one in parts[0]["content"] if one["type"] == "text")
+        case "/api/chat":
+            return "".join(one["message"]["content"] for one in parts)
+        case _:
+            return "".join(one["response"] for one in parts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server: LiveServer, name: str) -> None:
+    case = CASES[name]
+    answer = sent(keyed_server, case)
+    assert answer.status_code == 200, answer.text
+    if "stream" in case["body"] or case["path"] in ("/v1/chat/completions", "/v1/messages"):
+        other = sent(keyed_server, case, stream=not case["body"].get("stream", False))
+        assert text_of(case["path"], answer) == text_of(case["path"], other)
+
+
+def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server: LiveServer) -> None:
+    found = {case["case"]: sent(keyed_server, case).json() for case in RECORDED if not case["body"].get("stream")}
+    whole = found["openai whole"]
+    assert whole["usage"]["total_tokens"] == sum(whole["usage"][f"{name}_tokens"] for name in ("prompt", "completion"))
+    assert whole["choices"][0]["finish_reason"] in ("stop", "length")
+    message = found["anthropic whole"]
+    assert message["stop_reason"] in ("end_turn", "max_tokens")
+    assert {"input_tokens", "output_tokens", "cache_read_input_tokens"} <= message["usage"].keys()
+    chat = found["ollama_chat whole"]
+    assert (chat["done"], chat["eval_count"] > 0, chat["prompt_eval_count"] > 0) == (True, True, True)
+    assert found["hosted_vllm whole"]["choices"] == whole["choices"], "the same request under another name"
+    assert len(found["openai embedding"]["data"][0]["embedding"]) > 0
+    assert found["openai responses"]["output"][0]["type"] == "message"
+    shown = next(answer for name, answer in found.items() if name.endswith(": show"))
+    assert {"template", "model_info", "capabilities"} <= shown.keys()
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama_chat"])
+def test_errors_have_the_status_by_which_it_chooses_its_own(keyed_server: LiveServer, provider: str) -> None:
+    case = next(case for case in RECORDED if case["case"] == f"{provider} whole")
+    unknown = sent(keyed_server, case, model="nobody")
+    assert (unknown.status_code, "nobody" in unknown.text) == (404, True)
+    bad = sent(keyed_server, case, messages="x")
+    assert (bad.status_code, "messages" in bad.text) == (400, True)
+    wrong = {name: "wrong" for name in case["headers"] if name == "x-api-key"} or {"authorization": "Bearer wrong"}
+    assert sent(keyed_server, {**case, "headers": case["headers"] | wrong}).status_code == 401

@@ -1,0 +1,49 @@
+"""What is told of several engines that serve one model: the sums, and each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
+
+
+class Pair:
+    """An engine that stands for two, of which it is both."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def replicas(self) -> dict[str, Any]:
+        return {"a": self.engine, "b": self.engine}
+
+
+async def test_each_replica_has_its_pool(tiny_engine: Any) -> None:
+    app = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        await client.post("/v1/completions", json={"prompt": "a text of more than one block " * 4, "max_tokens": 2})
+        stats, blocks = (await client.get("/v1/stats")).json(), (await client.get("/v1/blocks")).json()
+    pool = tiny_engine.paged_stats()
+    assert list(stats["replicas"]) == list(blocks["replicas"]) == ["a", "b"]
+    for name in "ab":
+        one, shown = stats["replicas"][name], blocks["replicas"][name]
+        assert (one["running"], one["waiting"], one["waiting_tokens"]) == (0, 0, 0)
+        assert one["cache"] == tiny_engine.cache_stats()
+        assert one["pool"]["loaded_chunks"] == shown["blocks"] == pool["loaded_chunks"] > 0
+        assert one["memory"]["pool_bytes"] == shown["max_bytes"] == pool["pool_bytes"]
+        assert {key: one[key] for key in ("cache", "pool", "tiers")} == {
+            key: stats[key] for key in ("cache", "pool", "tiers")
+        }
+        assert shown["num_blocks"] == pool["num_blocks"]
+        assert shown["bytes"] == pool["loaded_chunks"] * pool["bytes_per_block"]
+        assert (shown["running"], shown["waiting"], shown["hit_rate"]) == (0, 0, blocks["hit_rate"])
+
+
+async def test_a_single_engine_has_no_replicas(tiny_app: httpx.AsyncClient) -> None:
+    for path in ("/v1/stats", "/v1/blocks"):
+        assert (await tiny_app.get(path)).json()["replicas"] == {}

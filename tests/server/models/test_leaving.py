@@ -1,0 +1,220 @@
+"""Models that leave while somebody looks at them, engines that stop, and loadings that do not end when the server
+does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.server.models import loader
+from kvboost_edge.server.work.threads import in_thread
+from model_rooms import Room, until
+
+pytestmark = pytest.mark.usefixtures("all_of_one_size")
+
+
+def held(engine: Any, name: str) -> tuple[threading.Event, threading.Event]:
+    """The engine's method waits: (set once it was called, lets it go on)."""
+    called, free, real = threading.Event(), threading.Event(), getattr(engine, name)
+
+    def waiting(*arguments: Any) -> Any:
+        called.set()
+        assert free.wait(60)
+        return real(*arguments)
+
+    setattr(engine, name, waiting)
+    return called, free
+
+
+async def looking(room: Room, name: str, method: str, ask: Callable[[], Any]) -> httpx.Response:
+    """The answer to who looks at a model that is unloaded meanwhile."""
+    model = room.model(name)
+    assert model.state is not None
+    called, free = held(model.state.engine, method)
+    looks = asyncio.ensure_future(ask())
+    await until(called.is_set)
+    leaving = asyncio.ensure_future(room.kv.models.loader._unload(model, "a test"))
+    await until(lambda: model.phase == "unloading")
+    assert not leaving.done()
+    free.set()
+    answer: httpx.Response = await looks
+    await leaving
+    assert model.phase == "not_loaded"
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/v1/stats", "cache_stats"), ("/v1/blocks", "block_details"), ("/slots", "num_running")],
+)
+async def test_who_looks_at_a_model_gets_an_answer_though_it_leaves(room: Room, path: str, method: str) -> None:
+    assert (await room.ask("b")).status_code == 200
+    answer = await looking(room, "b", method, lambda: room.client.get(path, params={"model": "b"}))
+    assert answer.status_code == 200, answer.text
+    gone = await room.client.get(path, params={"model": "b"})
+    assert (gone.status_code, gone.headers["retry-after"]) == (503, "1")
+    assert "is not loaded" in gone.text
+
+
+async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room: Room) -> None:
+    """The first one's takes a while; the second would be gone by then."""
+    assert (await room.ask("b")).status_code == 200
+    text = {"model": "b", "prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
+    assert (await room.client.post("/v1/completions", json=text)).status_code == 200
+    first, second = room.model("a"), room.model("b")
+    assert first.state is not None
+    called, free = held(first.state.engine, "reset_cache")
+    reset = asyncio.ensure_future(room.client.post("/cache/reset"))
+    await until(called.is_set)
+    leaving = asyncio.ensure_future(room.kv.models.loader._unload(second, "a test"))
+    await until(lambda: second.phase == "unloading")
+    free.set()
+    answer = await reset
+    assert (answer.status_code, answer.json()["blocks_dropped"] > 4) == (200, True), answer.text
+    await leaving
+
+
+async def test_the_metrics_of_a_model_that_leaves_are_those_of_a_live_one(room: Room) -> None:
+    assert (await room.ask("b")).status_code == 200
+    answer = await looking(room, "b", "paged_stats", lambda: room.client.get("/metrics"))
+    assert answer.status_code == 200
+    assert 'kvboost:engine_alive{model_name="b"} 0.0' not in answer.text
+
+
+async def test_who_went_does_not_keep_a_model_from_leaving(room: Room) -> None:
+    assert (await room.ask("b")).status_code == 200
+    model = room.model("b")
+    assert model.state is not None
+    called, free = held(model.state.engine, "cache_stats")
+    looks = asyncio.ensure_future(room.client.get("/v1/stats", params={"model": "b"}))
+    await until(called.is_set)
+    looks.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looks
+    await room.kv.models.loader._unload(model, "a test")
+    assert model.phase == "not_loaded"
+    free.set()
+
+
+def stop(engine: Any) -> None:
+    """The engine's thread ends with the next request."""
+
+    def broken(*arguments: Any) -> None:
+        raise CacheCorruption("gone")
+
+    engine._core._take = broken
+
+
+async def test_a_model_whose_engine_stopped_is_loaded_again(room: Room) -> None:
+    """Not by a restart of the server, which would end the others too."""
+    body = {"model": "b", "prompt": "Hello", "max_tokens": 2, "temperature": 0}
+    answer = (await room.client.post("/v1/completions", json=body)).json()["choices"]
+    stop(room.made[-1])
+    failed = await room.client.post("/v1/completions", json=body)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_stopped")
+    for path in ("/health", "/ready"):
+        assert (await room.client.get(path)).status_code == 200
+    looked = await room.client.get("/v1/stats", params={"model": "b"})
+    assert (looked.status_code, looked.json()["error"]["code"]) == (503, "engine_stopped")
+    healed = await room.client.post("/v1/completions", json=body)
+    assert (healed.status_code, healed.json()["choices"]) == (200, answer)
+    assert (len(room.made), room.model("b").num_loads) == (2, 2)
+    assert room.kv.models.loader.taken == 200
+
+
+async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room: Room) -> None:
+    body = {"prompt": "Hello", "max_tokens": 2}
+    assert (await room.ask("b")).status_code == 200
+    stop(room.made[-1])
+    assert (await room.client.post("/v1/completions", json={"model": "b", **body})).status_code == 500
+    first = room.model("a").state
+    assert first is not None
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("a fault that is not the engine's")
+
+    first.engine.submit = fails  # type: ignore[method-assign]
+    failed = await room.client.post("/v1/completions", json={"model": "a", **body})
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+
+
+async def test_a_loading_that_does_not_end_is_left_behind(
+    all_of_one_size: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
+    room = Room()
+    free = room.held["b"] = threading.Event()
+    waiting = [asyncio.ensure_future(room.ask(name)) for name in "bc"]
+    await until(lambda: room.kv.models.num_waiting == 2)
+    await room.kv.models.close()
+    assert [(await one).json()["error"]["code"] for one in waiting] == ["shutting_down"] * 2
+    assert room.kv.models.loader.left is room.model("b")
+    assert (room.model("b").phase, room.model("b").num_bytes) == ("not_loaded", 0)
+    assert any(vars(one).get("facts", {}).get("model") == "b" for one in caplog.records)
+    free.set()
+    await until(lambda: room.made and not room.made[0].is_alive())  # nobody took it, so it was closed
+    await room.close()
+
+
+async def test_a_result_that_nobody_waits_for_is_given_back() -> None:
+    free, given = threading.Event(), list[str]()
+
+    def work() -> str:
+        assert free.wait(60)
+        return "result"
+
+    task = asyncio.ensure_future(in_thread(work, unwanted=given.append))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    free.set()
+    await until(lambda: given)
+    assert given == ["result"]
+    assert await in_thread(work, unwanted=given.append) == "result"
+    assert given == ["result"], "who waits has it"
+
+
+def test_a_result_that_comes_when_the_loop_has_ended_is_given_back() -> None:
+    free, given = threading.Event(), threading.Event()
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(in_thread(lambda: free.wait(60), unwanted=lambda result: given.set()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    free.set()
+    assert given.wait(60)
+
+
+async def test_a_full_model_does_not_refuse_nor_count_what_another_has_room_for(all_of_one_size: None) -> None:
+    room = Room(budget=3.5, max_batch_size=1, max_queue_size=0)
+    body = {"prompt": "Hello", "max_tokens": 2}
+
+    async def ask(name: str) -> httpx.Response:
+        return await room.client.post("/v1/completions", json={"model": name, **body})
+
+    assert [(await ask(name)).status_code for name in "abc"] == [200] * 3
+    admissions = [model.state.admission for model in map(room.model, "abc") if model.state is not None]
+    for one in admissions[:2]:
+        one.enter(None, 1, 1)
+    assert (await ask("c")).status_code == 200
+    assert [one.refused for one in admissions] == [0, 0, 0]
+    refused = await ask("a")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert [one.refused for one in admissions] == [1, 0, 0]
+    admissions[2].enter(None, 1, 1)
+    assert (await ask("c")).status_code == 503
+    # Its body was not read, so nobody knows which one it was for.
+    assert ([one.refused for one in admissions], room.kv.models.num_refused) == ([1, 0, 0], 1)
+    for one in admissions:
+        one.leave(None, 1, 1)
+    await room.close()

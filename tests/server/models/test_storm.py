@@ -1,0 +1,186 @@
+"""Two models that push each other out while clients of all APIs come, leave in every phase, look, and send models away:
+no answer is a fault, and all that was held comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import threading
+from typing import Any
+
+import psutil
+import pytest
+
+from api_bodies import ASKED, GENERATING, asked
+from live_servers import LiveServer, serving, wait_until
+from served_models import ASKED as CANARY
+from served_models import CountedSource
+
+pytestmark = pytest.mark.alone
+
+LOOKS = ("/v1/stats", "/v1/blocks", "/slots", "/props", "/metrics", "/v1/models", "/api/ps", "/v1/requests")
+NAMES = ("a", "b", "nobody", "b\n\"}{'<b>\u202e", "")
+AT_ONCE = 16
+
+
+def request_of(rng: random.Random) -> tuple[str, bytes]:
+    """A path, and a request as bytes."""
+    kind = rng.random()
+    name = rng.choice(("a", "b")) if rng.random() < 0.9 else rng.choice(NAMES)
+    head = "Host: localhost\r\nConnection: close"
+    if kind < 0.2:
+        path = rng.choice(LOOKS)
+        query = f"?model={rng.choice('ab')}" if rng.random() < 0.7 else ""
+        return path, f"GET {path}{query} HTTP/1.1\r\n{head}\r\n\r\n".encode()
+    if kind < 0.35:
+        path, body = "/api/generate", {"model": name, "keep_alive": rng.choice((0, 0, 0.01, "1s", -1))}
+    elif kind < 0.4:
+        path, body = "/cache/reset", {}
+    else:
+        path = rng.choice([path for path in ASKED if path != "/cache/reset"])
+        text = " ".join(rng.choices(("shared", "prefix", "words"), k=rng.choice((3, 30))))
+        more: dict[str, Any] = {"stream": rng.random() < 0.6} if path in GENERATING else {}
+        body = {**asked(path, text, tokens=rng.choice((1, 8)), **more), "model": name}
+        if path in ("/api/chat", "/api/generate") and rng.random() < 0.5:
+            body["keep_alive"] = 0
+    data = json.dumps(body).encode()
+    return path, f"POST {path} HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def visit(server: LiveServer, seed: int) -> str:
+    """One client; half of them leave early."""
+    rng = random.Random(seed)
+    path, data = request_of(rng)
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    try:
+        writer.write(data)
+        leaves = rng.random()
+        if leaves < 0.25:
+            await asyncio.sleep(rng.random() ** 3 * 0.2)
+            return "left"
+        if leaves < 0.5:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.read(rng.choice((1, 500))), 10)
+            return "left in the answer"
+        answer = await asyncio.wait_for(reader.read(), 120)
+        status = answer[9:12].decode()
+        assert status in ("200", "400", "404", "503"), (path, answer[:2000])
+        assert b"engine stopped" not in answer, (path, answer[:2000])
+        assert b"Traceback" not in answer
+        return status
+    finally:
+        if rng.random() < 0.5:
+            writer.transport.abort()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def held_by(server: LiveServer) -> tuple[Any, ...]:
+    """What must be the same before and after, with the first model loaded alone."""
+    models = server.kv.models
+    return (
+        sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")),
+        [(one.name, one.phase, one.num_bytes, one.in_use, one.waits_for) for one in models.all],
+        models.num_waiting,
+        models.loader.taken,
+        len(models.loader._tasks),
+        server.kv.bodies.num_bytes,
+        len(server.server.server_state.tasks),
+        len(server.server.server_state.connections),
+    )
+
+
+@pytest.fixture
+def models(first: CountedSource, second: CountedSource, tmp_path: Any) -> tuple[CountedSource, CountedSource]:
+    for number, one in enumerate((first, second)):
+        one.options["disk_cache_dir"] = tmp_path / str(number)
+    return first, second
+
+
+def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
+    first, second = models
+    budget = int(1.5 * max(first.plan(), second.plan()))
+
+    async def storm(seeds: range) -> list[str]:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(seed: int) -> str:
+            async with gate:
+                return await visit(server, seed)
+
+        return await asyncio.gather(*(one(seed) for seed in seeds))
+
+    with (
+        first.open() as engine,
+        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a", budget=budget) as server,
+        server.client() as client,
+    ):
+
+        def canary(name: str) -> Any:
+            answer = client.post("/v1/completions", json={**CANARY, "model": name, "kvboost": {"mode": "baseline"}})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"]
+
+        def settle() -> tuple[Any, ...]:
+            """The second is gone, the first is there and idle."""
+            canary("a")
+            client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+            client.post("/api/generate", json={"model": "a", "keep_alive": -1})
+            wait_until(lambda: [one.phase for one in server.kv.models.all] == ["loaded", "not_loaded"], "b to go", 60)
+            wait_until(lambda: not any(one.in_use for one in server.kv.models.all), "all leases to end", 60)
+            wait_until(lambda: not server.kv.models.loader._tasks, "all tasks to end", 60)
+            return held_by(server)
+
+        expected = {name: canary(name) for name in ("b", "a")}
+        asyncio.run(storm(range(10_000, 10_020)))
+        before = settle()
+        seen = asyncio.run(storm(range(scale(250, 3000))))
+        assert settle() == before
+        assert server.kv.models.loader.taken <= budget
+        for name in ("b", "a"):
+            assert canary(name) == expected[name]
+        assert {"200", "left", "left in the answer"} <= set(seen)
+        assert seen.count("200") > len(seen) // 5, {status: seen.count(status) for status in set(seen)}
+        assert second.loads > 2
+        assert client.get("/health").status_code == 200
+
+
+def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, second, scale):
+    process = psutil.Process()
+    with (
+        first.open() as engine,
+        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a") as server,
+        server.client() as client,
+    ):
+        served = server.kv.models.find("b")
+
+        def num_threads() -> int:
+            """Of engines, tiers and loading; those that requests share come as they are needed."""
+            return sum(one.name.startswith("kvboost") for one in threading.enumerate())
+
+        own = num_threads()
+
+        def turn() -> tuple[int, int]:
+            """Load it, use it, send it away; what is held then."""
+            answer = client.post("/v1/completions", json={**CANARY, "model": "b"})
+            assert answer.status_code == 200
+            assert server.kv.models.loader.taken == sum(one.num_bytes for one in server.kv.models.all) > 0
+            client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+            wait_until(lambda: served.phase == "not_loaded" and not server.kv.models.loader._tasks, "it to go")
+            wait_until(lambda: num_threads() == own, "its threads to end")
+            return server.kv.models.loader.taken, process.num_fds()
+
+        for _ in range(3):
+            turn()
+        gc.collect()
+        before, resident = turn(), process.memory_info().rss
+        count = scale(10, 200)
+        assert {turn() for _ in range(count)} == {before}
+        gc.collect()
+        grown = process.memory_info().rss - resident
+        assert grown < (8 << 20) + count * (100 << 10), grown
+        assert (served.num_loads, served.num_unloads, second.loads) == (count + 4,) * 3

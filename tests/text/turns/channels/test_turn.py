@@ -1,0 +1,367 @@
+"""Turns of several messages, as gpt-oss writes them: recorded ones, cut anywhere, histories, grammars."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+import kvboost_edge
+from kvboost_edge.text.chat_template import ChatTemplate
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.channels.history import one_call_each
+from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.formats import CHANNELS, TurnFormat
+from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, Part, Reasoning, TurnParser, folded
+from kvboost_edge.text.turns.reader import Turn, TurnReader
+from turn_families import CHANNELS as TEMPLATE
+from turn_families import TOOLS
+
+DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
+FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)
+MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")  # the demo has <|end|>
+THOUGHT = "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assistant"
+ARGUMENTS = '{"city": "Zürich 🙂 \\"x\\" {<|", "days": 3}'
+CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+WEATHER: list[Part] = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
+
+# Recorded turns: text -> parts.
+TURNS: dict[str, tuple[str, list[Part]]] = {
+    "an answer": ("<|channel|>final<|message|>2 + 2 = 4. <|return|>", [Content("2 + 2 = 4. ")]),
+    "an answer that is thought about": (
+        "<|channel|>analysis<|message|>Sum: 5050.<|end|><|start|>assistant<|channel|>final<|message|>**5050**",
+        [Reasoning("Sum: 5050."), Content("**5050**")],
+    ),
+    "two thoughts": (
+        f"{THOUGHT}<|channel|>analysis<|message|>Second.<|end|><|start|>assistant<|channel|>final<|message|>Done.",
+        [Reasoning("We need weather.\n\nSecond."), Content("Done.")],
+    ),
+    "a call": (THOUGHT + CALL, [Reasoning("We need weather."), *WEATHER]),
+    "a call that names the tool in front": (
+        f"{THOUGHT} to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
+        [Reasoning("We need weather."), *WEATHER],
+    ),
+    "a call in the channel of thoughts": (
+        f"<|channel|>analysis to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>", WEATHER,
+    ),
+    "a call of another kind of text": (
+        f"<|channel|>commentary to=functions.get_weather code<|message|>{ARGUMENTS}<|call|>", WEATHER,
+    ),
+    "words in front of a call": (
+        f"{THOUGHT}<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant{CALL}",
+        [Reasoning("We need weather."), Content("Let me look."), *WEATHER],
+    ),
+    "a call without arguments": (
+        "<|channel|>commentary to=functions.ping <|constrain|>json<|message|> <|call|>",
+        [CallStart(0, "ping"), CallArguments(0, "{}")],
+    ),
+    "two calls": (
+        CALL.replace("<|call|>", "<|end|>") + "<|start|>assistant<|channel|>commentary to=functions.ping <|message|>{}",
+        [*WEATHER, CallStart(1, "ping"), CallArguments(1, "{}")],
+    ),
+    "a call that is cut short": (
+        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Par',
+        [CallStart(0, "get_weather"), CallArguments(0, '{"city": "Par')],
+    ),
+    "no header": ("Hello <|x|> there", [Content("Hello <|x|> there")]),
+    "what is no header": ("to=day is fine", [Content("to=day is fine")]),
+    "no channel": ("<|message|>Hi<|end|>", [Content("Hi")]),
+    "a header that is cut short": ("<|channel|>commentary to=functions.get_wea", []),
+    "nothing": ("", []),
+    "an unknown channel": ("<|channel|>notes<|message|>Hm.<|end|>", [Content("Hm.")]),
+    "a marker inside of arguments": (
+        '<|channel|>commentary to=functions.get_weather json<|message|>{"city"<|message|>: "Hi"}<|call|>',
+        [CallStart(0, "get_weather"), CallArguments(0, '{"city"<|message|>: "Hi"}')],
+    ),
+    "a call of no tool": (
+        '<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}<|call|>',
+        [Content('<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}')],
+    ),
+    "arguments that are no object": (
+        "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]<|call|>",
+        [Content("<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]")],
+    ),
+    "text behind an end": ("<|channel|>final<|message|>One.<|end|> Two.", [Content("One.\n\n Two.")]),
+    "ends in a row": ("<|channel|>final<|message|>One.<|end|><|return|>", [Content("One.")]),
+    "the beginning of an end": ("<|channel|>final<|message|>a <|en", [Content("a <|en")]),
+}  # fmt: skip
+
+
+def parts_of(*texts: str, state: str = "possible", calls: bool = True) -> list[Part]:
+    parser = TurnParser(FORMAT, TOOLS, reasoning=state, calls=calls)
+    parts = [part for text in texts for part in parser.push(text)]
+    return folded([*parts, *parser.close()])
+
+
+def test_the_format_is_read_from_the_template() -> None:
+    assert FORMAT.channels == CHANNELS
+    assert FORMAT.calls is not None
+    assert (FORMAT.calls.kind, FORMAT.calls.arguments_as_text) == ("channels", False)
+    assert FORMAT.shows_tools
+    assert not FORMAT.replays
+    text = TEMPLATE.replace("call.arguments | tojson", "call.arguments")
+    as_text = turn_format(ChatTemplate(text, model_name="m", variables={}).render)
+    assert as_text.calls is not None
+    assert as_text.calls.arguments_as_text
+
+
+def test_calls_in_other_words_are_not_known() -> None:
+    text = TEMPLATE.replace("to=functions.", "for:")
+    found = turn_format(ChatTemplate(text, model_name="m", variables={}).render)
+    assert found.channels is not None
+    assert found.calls is None
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_recorded_turns_cut_everywhere(name: str) -> None:
+    text, wanted = TURNS[name]
+    assert parts_of(text) == wanted
+    assert parts_of(*text) == wanted, "character by character"
+    for at in range(1, len(text)):
+        assert parts_of(text[:at], text[at:]) == wanted, at
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(TURNS)), st.lists(st.integers(0, 200), max_size=6))
+def test_recorded_turns_in_any_pieces(name: str, cuts: list[int]) -> None:
+    text, wanted = TURNS[name]
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert parts_of(*(text[a:b] for a, b in itertools.pairwise(places))) == wanted
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_what_is_shown_is_never_taken_back(name: str) -> None:
+    """A stream shows prefixes of what the whole text says."""
+    text, wanted = TURNS[name]
+    parser, shown = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True), list[Part]()
+    for letter in text:
+        shown = folded([*shown, *parser.push(letter)])
+        assert len(shown) <= len(wanted)
+        assert shown[:-1] == wanted[: len(shown[:-1])]
+    assert folded([*shown, *parser.close()]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "wanted"),
+    [
+        ("opened", "Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.", [Reasoning("Hm."), Content("So.")]),
+        ("closed", " and so on<|return|>", [Content(" and so on")]),
+        ("opened", f"Hm.<|end|><|start|>assistant{CALL}", [Reasoning("Hm."), *WEATHER]),
+    ],
+)
+def test_prompts_that_end_inside_of_a_message(state: str, text: str, wanted: list[Part]) -> None:
+    assert parts_of(text, state=state) == parts_of(*text, state=state) == wanted
+
+
+def test_where_no_call_is_wanted_none_is_shown() -> None:
+    (part,) = parts_of(CALL, calls=False)
+    assert part == Content(CALL.removesuffix("<|call|>"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "state"),
+    [
+        ("<|end|><|start|>assistant", "possible"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "opened"),
+        ("<|start|>assistant<|channel|>final<|message|>", "closed"),
+    ],
+)
+def test_where_a_prompt_ends(prompt: str, state: str) -> None:
+    assert FORMAT.reasoning_after(prompt) == state
+
+
+# -- histories --
+
+
+def _call(number: int, name: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"id": f"id{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in MARKERS])
+    return Tokenizer(FastCodec(raw), name="m", special_tokens={}, chat_template=TEMPLATE)
+
+
+def test_a_history_as_the_template_takes_it() -> None:
+    """Thoughts and words in front of calls are thoughts; calls of one message are messages, each with its result."""
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "First this.", "reasoning_content": "Hm.", "tool_calls": [
+            _call(1, "get_weather", '{"city": "Rom"}'), _call(2, "ping")]},
+        {"role": "tool", "tool_call_id": "id2", "content": "pong"},
+        {"role": "tool", "tool_call_id": "id1", "content": "sun"},
+        {"role": "assistant", "content": None, "tool_calls": [_call(3, "ping")]},
+        {"role": "tool", "tool_call_id": "other", "content": "again"},
+        {"role": "assistant", "content": "All well.", "reasoning_content": "Done."},
+        {"role": "user", "content": "Thanks."},
+    ]  # fmt: skip
+    assert _tokenizer().apply_chat_template(messages) == (
+        "<|start|>user<|message|>Look.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nFirst this.<|end|>"
+        '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rom"}<|call|>'
+        '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"sun"<|end|>'
+        "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}<|call|>"
+        '<|start|>functions.ping to=assistant<|channel|>commentary<|message|>"pong"<|end|>'
+        "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}<|call|>"
+        '<|start|>functions.ping to=assistant<|channel|>commentary<|message|>"again"<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>All well.<|end|>"
+        "<|start|>user<|message|>Thanks.<|end|><|start|>assistant"
+    )
+
+
+def test_results_without_ids_stay_in_their_order() -> None:
+    calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("a", "b")]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"},
+                {"role": "tool", "content": "2"}]  # fmt: skip
+    found = one_call_each(messages)
+    assert [message.get("content") for message in found] == ["", "", "1", "2"]
+    assert [len(message["tool_calls"]) for message in found[:2]] == [1, 1]
+
+
+def test_messages_without_calls_stay_as_they_are() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}]
+    assert one_call_each(messages) == messages
+
+
+# -- an answer token by token --
+
+
+def _read(text: str, kept: dict[str, list[int]]) -> TurnReader:
+    tokenizer = _tokenizer()
+    reader = TurnReader(Turn(FORMAT, tuple(TOOLS), "possible", True, {}), tokenizer, (), kept.__setitem__)
+    for token_id in tokenizer.encode(text, False):
+        reader.push(token_id)
+    reader.close()
+    return reader
+
+
+def test_an_answer_is_kept_as_clients_send_it_back() -> None:
+    kept: dict[str, list[int]] = {}
+    text, _ = TURNS["an answer that is thought about"]
+    reader = _read(text, kept)
+    assert (reader.message.content, reader.reason("stop")) == ("**5050**", "stop")
+    assert kept == {"**5050**": _tokenizer().encode("**5050**", False)}
+    thought = text[: text.index("<|start|>")]
+    assert reader.num_reasoning_tokens == len(_tokenizer().encode(thought, False))
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "**5050**"}]
+    ids = _tokenizer().encode_chat(history, find_answer=kept.get)
+    assert ids == _tokenizer().encode_chat(history)
+
+
+def test_a_call_ends_a_turn() -> None:
+    reader = _read(THOUGHT + CALL, {})
+    assert reader.reason("stop") == "tool_calls"
+    (call,) = reader.message.as_sent()["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["days"] == 3
+
+
+# -- grammars --
+
+
+class Words:
+    """The demo's tokens with the markers as special tokens; `<|end|>` ends no turn here."""
+
+    def __init__(self, *, special: bool) -> None:
+        raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+        raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in (MARKERS if special else ())])
+        raw.add_special_tokens([tokenizers.AddedToken("<eot>", normalized=False)])
+        self.codec = FastCodec(raw)
+        self.known = LLTokenizer(
+            self.codec.to_json(), n_vocab=self.codec.vocab_size, eos_token=[raw.token_to_id("<eot>")]
+        )
+
+    def takes(self, grammar: str, text: str) -> bool:
+        matcher = LLMatcher(self.known, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        assert not matcher.is_error(), matcher.get_error() + grammar
+        ids = self.codec.encode(text, False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@functools.cache
+def words(special: bool) -> Words:
+    return Words(special=special)
+
+
+def _grammar(special: bool, choice: str, state: str = "possible", **more: Any) -> str:
+    return calls_grammar(FORMAT, TOOLS, choice=choice, parallel=True, reasoning=state,
+                         special_id=words(special).codec.marker_id, **more)  # fmt: skip
+
+
+PLAIN_CALL = CALL.replace(ARGUMENTS, '{"city": "Rom", "days": 3}')
+FINAL = "<|channel|>final<|message|>It rains."
+BOTH = pytest.mark.parametrize("special", [True, False], ids=["as special tokens", "as text"])
+
+
+@BOTH
+@pytest.mark.parametrize("front", ["", THOUGHT, THOUGHT * 2, THOUGHT.replace("analysis", "commentary")])
+def test_what_a_grammar_takes(special: bool, front: str) -> None:
+    taken = words(special).takes
+    for choice, calls, answers in (("auto", True, True), ("required", True, False), ("none", False, True)):
+        grammar = _grammar(special, choice)
+        assert taken(grammar, front + PLAIN_CALL) is calls
+        assert taken(grammar, front + PLAIN_CALL.removesuffix("<|call|>")) is calls
+        assert taken(grammar, front + FINAL) is answers
+        named = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rom"}'
+        assert taken(grammar, front + named) is calls
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PLAIN_CALL.replace("get_weather", "hack"),
+        PLAIN_CALL.replace('"days": 3', '"days": 300'),
+        PLAIN_CALL.replace('"city": "Rom", ', ""),
+        "It rains.",
+        FINAL + "<|end|><|start|>assistant" + PLAIN_CALL,
+        THOUGHT.removesuffix("<|start|>assistant") + FINAL,
+    ],
+)
+def test_what_a_grammar_does_not_take(special: bool, wrong: str) -> None:
+    for choice in ("auto", "required"):
+        assert not words(special).takes(_grammar(special, choice), wrong)
+
+
+@BOTH
+def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special: bool) -> None:
+    taken = words(special).takes
+    thought = THOUGHT.removeprefix("<|channel|>analysis<|message|>")
+    assert taken(_grammar(special, "required", "opened"), thought + PLAIN_CALL)
+    assert taken(_grammar(special, "auto", "opened"), thought + FINAL)
+    assert taken(_grammar(special, "auto", "closed"), " and so on")
+    assert not taken(_grammar(special, "auto", "closed"), f"So.<|end|><|start|>assistant{PLAIN_CALL}")
+    assert taken(_grammar(special, "required", "closed"), f"So.<|end|><|start|>assistant{PLAIN_CALL}")
+
+
+@BOTH
+def test_an_answer_in_json_stands_in_its_channel(special: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    lone = answer_grammar(FORMAT, schema, reasoning="possible", special_id=words(special).codec.marker_id)
+    beside = _grammar(special, "auto", answer=schema)
+    for grammar in (lone, beside):
+        for head in ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"):
+            assert words(special).takes(grammar, THOUGHT + head + '{"a": 1}')
+            assert not words(special).takes(grammar, THOUGHT + head + '{"a": "x"}')
+    assert words(special).takes(beside, PLAIN_CALL)
+    assert not words(special).takes(lone, PLAIN_CALL)
+
+
+def test_what_a_grammar_takes_is_read_as_a_call_that_fits() -> None:
+    _, start, arguments = parts_of(THOUGHT + PLAIN_CALL)
+    assert isinstance(start, CallStart)
+    assert isinstance(arguments, CallArguments)
+    jsonschema_rs.validator_for(TOOLS[0].parameters).validate(json.loads(arguments.text))
+    assert isinstance(FORMAT, TurnFormat)

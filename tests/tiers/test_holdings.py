@@ -1,0 +1,109 @@
+"""What somebody is told that a tier holds: everything once, then what changed, and what left without a word in time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.fake_runner import fake_engine
+from engine.hand_mover import DictTier, HandMover
+from kvboost_edge.kvcache.hashing import prefix_hashes
+from kvboost_edge.tiers.base import BlockAddress, ClosedTier
+from kvboost_edge.tiers.disk.tier import DiskTier
+from kvboost_edge.tiers.holdings import Holdings
+from live_servers import wait_until
+
+numbers = st.sets(st.integers(0, 9))
+
+
+def hash_of(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def tier_with(held: set[int]) -> DictTier:
+    tier = DictTier()
+    tier.blocks = {hash_of(number): (BlockAddress(hash_of(number), b"", b""), b"") for number in held}
+    return tier
+
+
+@given(numbers, st.lists(st.tuples(numbers, numbers, st.booleans(), st.booleans()), max_size=12), st.booleans())
+def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
+    """Blocks that came are noted, those that left go without a word; `few`: only some are looked for again each time,
+    and then what left is told within a few calls."""
+    tier = tier_with(held)
+    holdings = Holdings(tier)
+    holdings.note([hash_of(9)])  # nobody has asked: nothing to remember
+    first = holdings.take()
+    assert (first.is_whole, set(first.came), first.left) == (True, {hash_of(one) for one in held}, ())
+    told = set(first.came)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvboost_edge.tiers.holdings._ASKED_AGAIN", 2 if few else 100)
+        for came, left, whole, notes_left in steps:
+            held = (held | came) - left
+            tier.blocks = tier_with(held).blocks
+            holdings.note(map(hash_of, came | (left if notes_left else set())))
+            found = holdings.take(whole)
+            assert not set(found.came) & set(found.left)
+            assert found.is_whole is whole
+            assert whole or (not set(found.came) & told and set(found.left) <= told)
+            told = set(found.came) | (set() if whole else told - set(found.left))
+            assert told >= {hash_of(one) for one in held}, "what is there was told at once"
+            if not few:
+                assert told == {hash_of(one) for one in held}
+        for _ in range(6):
+            told -= set(holdings.take().left)
+    assert told == {hash_of(one) for one in held}
+
+
+def test_a_mover_tells_of_each_tier_that_works():
+    class Broken(DictTier):
+        def write(self, blocks, payloads):
+            raise RuntimeError("a fault")
+
+    near, far = DictTier("near"), Broken("far")
+    mover = HandMover([near, far, ClosedTier("closed", "why")], 8)
+    mover.start(lambda piece: mover.release(piece))
+    assert {name: held.is_whole for name, held in mover.take_held().items()} == dict.fromkeys(
+        ("near", "far", "closed"), True
+    )
+    tokens = bytes(64)
+    addresses = [BlockAddress(hash_of(number), b"p", tokens) for number in (1, 2)]
+    mover.store(addresses, np.zeros((2, 8), np.uint8))
+    mover.pump()
+    held = mover.take_held()
+    assert set(held["near"].came) == {hash_of(1), hash_of(2)}
+    assert set(held) == {"near", "closed"}
+    assert not held["closed"].came
+    near.blocks.clear()
+    mover.load(1, addresses[1:])
+    mover.pump()
+    assert set(mover.take_held()["near"].left) == {hash_of(1), hash_of(2)}
+
+
+@pytest.mark.parametrize("kind", ["disk", "shelf"])
+def test_an_engine_tells_what_its_tiers_got_by_the_hashes_a_router_makes(kind, tmp_path):
+    tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20) if kind == "disk" else DictTier()
+    prompt = list(range(70))
+    with fake_engine(num_blocks=32, tiers=[tier]) as engine:
+        first = engine.take_tier_events()[kind]
+        assert (first.is_whole, first.published, first.evicted) == (True, (), ())
+        engine.generate(prompt, 1)
+        expected = set(prefix_hashes(prompt, engine.cache_root, engine.config.block_size))
+        told: set[bytes] = set()
+
+        def is_told() -> bool:
+            told.update(engine.take_tier_events()[kind].published)
+            return told == expected
+
+        wait_until(is_told, "blocks to be written, and told of")
+        if kind == "disk":
+            tier.drop(list(expected)[:1])
+            assert set(engine.take_tier_events()[kind].evicted) == set(list(expected)[:1])
+            assert set(engine.take_tier_events(whole=True)[kind].published) == expected - set(list(expected)[:1])
+
+
+def test_without_tiers_there_is_nothing_to_tell():
+    with fake_engine(num_blocks=8) as engine:
+        assert engine.take_tier_events() == {}
