@@ -56,8 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
-    # llama.cpp rounds yarn's borders to whole numbers: these are the first and the last channel either way.
-    "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "beta_slow": 2.0**-20}},
+    # llama.cpp rounds yarn's borders to whole numbers: of this base they are the first and the last channel either way.
+    "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "rope_theta": 4.0}},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
     "mistral3-ministral3": {},

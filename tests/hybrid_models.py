@@ -66,6 +66,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 HYBRID_NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "lfm2_vl": (
+        "lfm2",
+        {**_LFM2, "block_auto_adjust_ff_dim": False},
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_patches": 16,
+            "patch_size": 4,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _QWEN35, _VISION),
     "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN35_MOE, _VISION),
 }

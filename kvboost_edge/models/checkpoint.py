@@ -236,9 +236,8 @@ class _Directory(Checkpoint):
     def _open_files(self) -> WeightSource:
         if (family := FAMILIES.get(str(self.config.get("model_type")))) and family.in_columns:
             return ColumnExperts(self.path)
-        if self.config.get("quantization_config"):
-            return PackedQuantSource(self.path, self.config)
-        return SafetensorsSource(self.path)
+        is_packed = bool(self.config.get("quantization_config"))
+        return PackedQuantSource(self.path, self.config) if is_packed else SafetensorsSource(self.path)
 
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)

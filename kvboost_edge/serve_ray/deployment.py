@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -9,9 +12,9 @@ from ray.serve.schema import LoggingConfig
 
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.host.memory import available_bytes, set_own_share
-from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions, own_options
+from kvboost_edge.serve_ray.replica import EngineReplica, EngineStuck, ReplicaOptions, own_options
 from kvboost_edge.serve_ray.targets import TargetRouter
-from kvboost_edge.server.logs import configure_logging
+from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.work.prepare import prepare
 
@@ -39,6 +42,15 @@ class RayReplica(EngineReplica):
 
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(options._replace(engine=engine), name, ready)
+
+    async def check_health(self) -> None:
+        """As any replica's; where the engine is stuck this process ends at once, as there is nothing that Ray could
+        wait for: its requests are computed elsewhere, or their clients are told."""
+        try:
+            await super().check_health()
+        except EngineStuck as error:
+            log_facts(logging.ERROR, "replica ends", replica=self.name, reason=str(error))
+            os._exit(1)
 
     def __del__(self) -> None:
         """Ray calls it when the replica's requests are done, or had their time."""

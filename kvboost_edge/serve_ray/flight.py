@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.progress import Progress
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.records import Choice
@@ -122,11 +122,18 @@ class Flight:
 
     async def _run(self) -> None:
         lost: set[str] = set()
+        refusal: CapacityError | None = None
         for _ in range(_TRIES):
             choice, sent = self._placed(lost)
+            if choice is None and refusal is not None:
+                raise refusal
             try:
                 if await self._follow(sent):
                     return
+            except CapacityError as error:  # the pool of another replica may be larger
+                if self._has_events or self._ending is not None or choice is None:
+                    raise
+                refusal = error
             except Exception as error:
                 if not is_loss(error):
                     raise
@@ -139,7 +146,7 @@ class Flight:
             if choice is not None:
                 lost.add(choice.replica_id)
             self._has_begun = False
-        raise NoReplica
+        raise NoReplica if refusal is None else refusal
 
     def _settle(self) -> None:
         """Its tokens wait nowhere any more: the router need not learn that from the next report."""

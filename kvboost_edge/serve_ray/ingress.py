@@ -49,6 +49,14 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
         raise ConfigError(f"wrong flags or values: {named}; those of `kvboost-edge serve` are known") from error
 
 
+def _is_settled() -> bool:
+    """Whether all replicas are of this version: while Ray brings a new one there are those of the version before, whose
+    model may be another."""
+    status = serve.status().applications.get(serve.get_replica_context().app_name)
+    engines = None if status is None else status.deployments.get(NAME)
+    return engines is not None and engines.status == "HEALTHY"
+
+
 @serve.deployment(
     name="server",
     num_replicas=1,  # it counts what is in flight and remembers what was asked
@@ -66,7 +74,9 @@ class Server:
         config = EngineConfig.from_options(**options.engine)
         tokenizer, digest = open_tokenizer(options.model, config)
         self._settings = options.settings
-        self._opened = pooled(engines, NAME, tokenizer, digest, config, _OPENING_SECONDS)
+        self._opened = pooled(
+            engines, NAME, tokenizer, digest, config, seconds=_OPENING_SECONDS, is_settled=_is_settled
+        )
         self._pool = self._opened.__enter__()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

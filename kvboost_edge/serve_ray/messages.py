@@ -47,6 +47,7 @@ class Description(NamedTuple):
     pid: int
     model: str
     root: bytes
+    block_size: int
     info: RunnerInfo
     reuse_refusal: str | None
     embedding_size: int

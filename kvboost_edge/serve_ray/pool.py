@@ -27,7 +27,7 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
-from kvboost_edge.serve_ray.messages import Figures, Sent
+from kvboost_edge.serve_ray.messages import Description, Figures, Sent
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.sums import summed_cache, summed_paged
@@ -79,11 +79,15 @@ class ReplicaPool:
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self._replicas, self._tokenizer, self._config = replicas, tokenizer, config
-        self._about = replicas.about
         self._answers = AnswerStore()
         self._numbers = itertools.count()
         self._name = secrets.token_hex(4)
         self._flights: dict[int, Flight] = {}
+
+    @property
+    def _about(self) -> Description:
+        """It changes when replicas of a newer version take the place of all others."""
+        return self._replicas.about
 
     @property
     def config(self) -> EngineConfig:
@@ -124,15 +128,16 @@ class ReplicaPool:
         options.pop("mode", None)
         own = {name: value for name, value in options.items() if name not in _TERMS}
         params = resolve_sampling(sampling, own)
-        info = self._about.info
+        about = self._about
+        info = about.info
         params.check_vocabulary(info.vocab_size)
-        root = shared_root(self._about.root, terms.tenant, terms.cache_salt)
+        root = shared_root(about.root, terms.tenant, terms.cache_salt)
         text, ids = encode_prompt(prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root))
         if params.max_new_tokens != 0:
             resolve_max_tokens(len(ids), params, info.max_context)
-        hashes, size = prefix_hashes(ids, root, self._config.block_size), self._config.block_size
+        hashes = prefix_hashes(ids, root, about.block_size)
         sent = self._sent(ids, terms, params, entry, text or None)._replace(hashes=b"".join(hashes))
-        chain = PromptChain.of_hashes(hashes, len(ids), size, root, terms.cache_key)
+        chain = PromptChain.of_hashes(hashes, len(ids), about.block_size, root, terms.cache_key)
         number = next(self._numbers)
         handle = RequestHandle(number, self._cancel, self._look, len(ids))
         flight = Flight(

@@ -17,18 +17,21 @@ from kvboost_edge.engine.request import Entry
 from kvboost_edge.engine.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
-from kvboost_edge.kvcache.hashing import decode_tokens
+from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens
 from kvboost_edge.serve_ray.messages import Asked, Came, Computed, Description, Failure, Figures, Sent, Told, failure_of
 from kvboost_edge.serve_ray.model import model_digest
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
 from kvboost_edge.serve_ray.routing.records import Cursor, Place
+from kvboost_edge.serve_ray.stillness import Stillness
 
-__all__ = ["EngineReplica", "ReplicaOptions", "own_options"]
+__all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 
 _STOPPING_SECONDS = 0.05
 _PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
-_GUESSED_SECONDS = 1e-3  # a prompt token, before one was measured
+_MEASURED_TOKENS = 64  # of the prompt whose time says how fast a replica is, before its requests do
+# Figures of an engine of which one moves with every step.
+_MOVING = ("num_running", "num_waiting", "tokens_held", "free_blocks", "hit_tokens", "miss_tokens", "generated_tokens")
 _PLACES = {"disk": Place.DISK, "redis": Place.SHARED}
 _GUESSED_SPEEDS = {"disk": 500e6, "redis": 200e6}  # bytes a second that a tier gives, before one was read
 
@@ -61,11 +64,17 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
     return options
 
 
+class EngineStuck(KVBoostError):
+    """An engine computes no more, and its requests will never end."""
+
+
 class EngineReplica:
     """Holds one engine. Its methods run on one event loop; what waits for the engine does so in threads.
 
     name   how the router knows it; "" outside of Ray
     """
+
+    still_seconds = 120.0  # an engine that does nothing for so long though it has work is given up
 
     def __init__(
         self, options: ReplicaOptions, name: str = "", prepare: Callable[[CPUPagedEngine], None] | None = None
@@ -75,6 +84,7 @@ class EngineReplica:
         self._model = model_digest(options.model, config)
         self._engine = CPUPagedEngine.from_pretrained(options.model, **options.engine)
         self._handles: dict[str, RequestHandle] = {}
+        self._stillness = Stillness()
         try:
             if prepare is not None:
                 prepare(self._engine)
@@ -82,7 +92,7 @@ class EngineReplica:
             token_bytes = stats["bytes_per_block"] / config.block_size
             self._journal = Journal()
             self._meter = Meter(
-                seconds_per_token=_GUESSED_SECONDS,
+                seconds_per_token=_measured_speed(self._engine),
                 step_tokens=config.max_batch_tokens,
                 max_running=int(stats["max_num_seqs"]),
                 tiers={_PLACES[name]: token_bytes / _GUESSED_SPEEDS[name] for name in stats["tiers"]},
@@ -93,10 +103,18 @@ class EngineReplica:
 
     # What Ray asks.
 
-    def check_health(self) -> None:
-        """KVBoostError once the engine's thread has died: Ray then ends this process and starts another replica."""
-        if not self._engine.is_alive():
+    async def check_health(self) -> None:
+        """KVBoostError once the engine's thread has died: Ray then ends this process and starts another replica.
+        EngineStuck once it has done nothing for minutes although there are requests."""
+        engine = self._engine
+        if not engine.is_alive():
             raise KVBoostError(f"the engine of replica {self.name!r} stopped after an error")
+        stats = await asyncio.to_thread(engine.paged_stats)
+        has_work = bool(stats["num_running"] or engine.num_waiting())
+        figures = tuple(stats[name] for name in _MOVING)
+        still = self._stillness.look(figures, has_work, time.process_time(), time.monotonic())
+        if still > self.still_seconds:
+            raise EngineStuck(f"the engine of replica {self.name!r} has done nothing for {still:.0f} s, with requests")
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Told to every ingress as soon as this replica is there."""
@@ -118,9 +136,12 @@ class EngineReplica:
         now = time.monotonic()
         terms = {field.name: getattr(sent.terms, field.name) for field in dataclasses.fields(sent.terms)}
         terms["deadline"] = None if sent.left is None else now + sent.left
-        entry = Entry(time.perf_counter() - sent.since, sent.prompt_text, sent.hashes)
         try:
             ids = decode_tokens(sent.tokens)
+            # An ingress that has not heard yet of other blocks than before: without hashes nothing is found by them.
+            full = len(ids) // self._engine.config.block_size
+            hashes = sent.hashes if len(sent.hashes) == full * HASH_BYTES else b""
+            entry = Entry(time.perf_counter() - sent.since, sent.prompt_text, hashes)
             submitting = asyncio.ensure_future(
                 asyncio.to_thread(lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms))
             )
@@ -225,6 +246,7 @@ class EngineReplica:
             pid=os.getpid(),
             model=self._model,
             root=engine.cache_root,
+            block_size=engine.config.block_size,
             # Where the weights lie in this process is of no use in another one.
             info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
             reuse_refusal=engine.reuse_refusal,
@@ -283,6 +305,19 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
     "unpin": EngineReplica._unpin,
     "warm_result": EngineReplica._warm_result,
 }
+
+
+def _measured_speed(engine: CPUPagedEngine) -> float:
+    """Seconds per prompt token of one prompt that nothing is kept of: of replicas on unlike machines it is known from
+    the first request on."""
+    capacity = int(engine.paged_stats()["num_blocks"]) * engine.config.block_size
+    prompt = [0] * max(1, min(_MEASURED_TOKENS, engine.runner_info.max_context - 1, capacity - 1))
+    began = time.perf_counter()
+    if engine.pooling.source:
+        engine.embed([prompt])
+    else:
+        engine.generate(prompt, max_new_tokens=1, mode="baseline")
+    return max((time.perf_counter() - began) / len(prompt), 1e-9)
 
 
 def _cancel_submitted(submitting: asyncio.Future[RequestHandle]) -> None:

@@ -6,6 +6,7 @@ One thread with an event loop does all of it, so the router needs no lock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import threading
@@ -38,15 +39,16 @@ _TRIES = 3
 
 class Replicas:
     """handle: Ray's, of the deployment; model: the digest of the files that the ingress reads the tokenizer from;
-    about: what the replicas are, once `open` has returned; router: which of them a request goes to."""
+    about: what the replicas are, once `open` has returned, by one that may be used or was the last to be used; router:
+    which of them a request goes to."""
 
     about: Description
 
-    def __init__(self, handle: DeploymentHandle[Any], model: str, block_size: int) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], model: str) -> None:
         self.router = PrefixRouter()
         self.usable: frozenset[str] = frozenset()
         self.is_open = True
-        self._handle, self._model, self._block_size = handle, model, block_size
+        self._handle, self._model = handle, model
         self._generate = handle.options(method_name="generate", stream=True)
         self._computing = handle.options(method_name="compute", stream=True)
         self._asking = handle.options(method_name="ask")
@@ -55,28 +57,33 @@ class Replicas:
         self._refused: dict[str, str] = {}
         self._silent: set[str] = set()
         self._busy_until = 0.0
+        self._changed = asyncio.Event()  # other replicas than before: they are looked at soon
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvboost-replicas", daemon=True)
         self._thread.start()
 
-    def open(self, seconds: float) -> None:
+    def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
         """Wait for the first replica, and begin to look after all of them.
 
         ConfigError where those there are have another model or other settings, BackendUnavailable after `seconds`.
+        is_settled: false while other replicas may still come, such as those of a newer version.
         """
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, 0.05
         while True:
             found = [one for one in self.ask("describe", seconds=_TELLING_SECONDS) if isinstance(one, Description)]
             if found:
                 self.about = found[0]
+                # First: what they hold already is known before the first request comes.
+                self.start(self._look_at_all()).result()
                 self.start(self._look_after())
                 return
-            if self._refused and not self.usable:
+            if self._refused and not self.usable and is_settled() and not self.usable:
                 raise ConfigError(next(iter(self._refused.values())))
             if time.monotonic() > end:
                 raise BackendUnavailable(f"no replica was ready within {seconds:g} seconds; see Ray's log of it")
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.2 * pause, 1.0)
 
     def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
         """Ray's replicas as of now, with what each says of its model; those that may be used. From any thread."""
@@ -119,6 +126,7 @@ class Replicas:
     def _set_members(self) -> None:
         self._silent &= self.usable
         self.router.set_members(self.usable)
+        self._changed.set()
 
     def choices(self, chain: PromptChain, count: int) -> list[Choice]:
         """Where a request may go, the best first; not to who is silent, unless all are. What is known of those is kept:
@@ -150,7 +158,7 @@ class Replicas:
                 raise NoReplica
             return max(found, key=lambda one: (one.failure is None, int(one.value or 0)))
         for _ in range(_TRIES):
-            chain = PromptChain((), max(1, sent.missing_tokens), self._block_size)
+            chain = PromptChain((), max(1, sent.missing_tokens), self.about.block_size)
             targets = tuple(choice.replica_id for choice in self.choices(chain, _TRIES))
             done = await self._compute_at(sent, targets, call, arguments, options)
             if done is not None:
@@ -216,17 +224,30 @@ class Replicas:
     async def _look_after(self) -> None:
         """Learn again and again how busy each replica is and what it holds."""
         while True:
-            names = self.usable
-            await asyncio.gather(*(self._look_at(name) for name in names))
+            await self._learn_about()
+            await self._look_at_all()
             busy = time.monotonic() < self._busy_until or len(self._tasks) > 1
-            await asyncio.sleep(_BUSY_SECONDS if busy else _IDLE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _BUSY_SECONDS if busy else _IDLE_SECONDS)
+            self._changed.clear()
+
+    async def _learn_about(self) -> None:
+        """What replicas are is what one of them said. Once that one is gone others say it: they may be of a newer
+        version, with other settings."""
+        if self.about.replica in self.usable:
+            return
+        for name in sorted(self.usable):
+            found = await self._ask_quietly(name, "describe")
+            if isinstance(found, Description) and found.root.hex() == self._root:
+                self.about = found
+                return
+
+    async def _look_at_all(self) -> None:
+        names = self.usable & frozenset(self.router.members())
+        await asyncio.gather(*(self._look_at(name) for name in names))
 
     async def _look_at(self, name: str) -> None:
-        try:
-            told = await self._ask_one(Asked((name,), "tell", (self.router.cursor(name),)), _TELLING_SECONDS)
-        except Exception as error:  # one replica's trouble is no reason to look at none
-            log_facts(logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__)
-            told = None
+        told = await self._ask_quietly(name, "tell", self.router.cursor(name))
         if not isinstance(told, Told):
             self._silent |= {name} & self.usable
             return
@@ -234,6 +255,14 @@ class Replicas:
         now = time.monotonic()
         self.router.take_events(name, told.batches, now)
         self.router.take_report(name, told.report, now)
+
+    async def _ask_quietly(self, name: str, method: str, *arguments: Any) -> Any:
+        """What a replica answers in time, else None: one replica's trouble is no reason to look after none."""
+        try:
+            return await self._ask_one(Asked((name,), method, arguments), _TELLING_SECONDS)
+        except Exception as error:
+            log_facts(logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__)
+            return None
 
     # The loop.
 

@@ -11,10 +11,10 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge import errors
@@ -23,6 +23,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.members import watch_members
 from kvboost_edge.serve_ray.model import open_tokenizer
+from kvboost_edge.serve_ray.places import check_address, cpus_of_each
 from kvboost_edge.serve_ray.replica import ReplicaOptions
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.settings import tenant_of_key
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = [
-    "FLAGS_VARIABLE", "cluster", "cpus_of_each", "deployed", "flags_of", "loading_error", "log_replicas", "own_cluster",
+    "FLAGS_VARIABLE", "cluster", "deployed", "flags_of", "loading_error", "log_replicas", "own_cluster",
     "pooled", "replica_options", "replicated",
 ]  # fmt: skip
 
@@ -41,8 +42,9 @@ FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
 _REFUSED = ("ray_address", "port")  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
 
 _STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
-_CONNECTING_SECONDS = 10.0
 _OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
+_WAITING_SECONDS = 0.1  # between two looks at why replicas are not there
+_MOST_REASON = 500  # characters of it, the last ones
 _MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
 _SESSION_PATH = 70  # what Ray puts behind it
 # Of this process: Ray remembers the first it sees.
@@ -85,21 +87,6 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def cpus_of_each(workers: int, num_threads: int | None, there: int, most: int | None = None) -> int:
-    """CPUs that each replica reserves: its threads, or an even part of those `there`, at most those of the largest
-    machine (`most`; None: there is one). ConfigError for too few."""
-    most = there if most is None else most
-    each = num_threads or min(there // workers, most)
-    if each < 1 or workers * each > there:
-        raise ConfigError(
-            f"workers={workers} with {each or 1} threads each need {workers * (each or 1)} CPUs, {there} may be used "
-            "here; lower --workers or --num-threads"
-        )
-    if each > most:
-        raise ConfigError(f"no machine of the cluster has {each} CPUs, the largest has {most}; lower --num-threads")
-    return each
-
-
 @contextlib.contextmanager
 def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
     """Replicas as the options want them, as one engine; all of it is ended when the block is left."""
@@ -115,17 +102,24 @@ def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
 
 @contextlib.contextmanager
 def pooled(
-    handle: Any, name: str, tokenizer: Tokenizer, digest: str, config: EngineConfig, seconds: float = _OPENING_SECONDS
+    handle: Any,
+    name: str,
+    tokenizer: Tokenizer,
+    digest: str,
+    config: EngineConfig,
+    *,
+    seconds: float = _OPENING_SECONDS,
+    is_settled: Callable[[], bool] = lambda: True,
 ) -> Iterator[ReplicaPool]:
     """The replicas of a handle as one engine, once the first of them is there. name: see `TargetRouter`; digest: of the
-    model's files, see `open_tokenizer`. Raises as `Replicas.open` does."""
+    model's files, see `open_tokenizer`; the rest, and errors: see `Replicas.open`."""
     from kvboost_edge.serve_ray.pool import ReplicaPool
     from kvboost_edge.serve_ray.replicas import Replicas
 
-    replicas = Replicas(handle, digest, config.block_size)
+    replicas = Replicas(handle, digest)
     try:
         watch_members(name, replicas.members_changed)
-        replicas.open(seconds)
+        replicas.open(seconds, is_settled)
         yield ReplicaPool(replicas, tokenizer, config)
     finally:
         watch_members(name, None)
@@ -136,11 +130,11 @@ def pooled(
 def cluster(address: str | None, workers: int, num_threads: int | None) -> Iterator[int]:
     """Ray for so many replicas: the cluster at the address, or one of this process; gives the CPUs of each replica."""
     if address is None:
-        each = cpus_of_each(workers, num_threads, default_num_threads())
+        each = cpus_of_each(workers, num_threads, [default_num_threads()])
         with own_cluster(workers * each):
             yield each
         return
-    _check_address(address)
+    check_address(address)
     import ray
 
     try:
@@ -152,27 +146,10 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
             "`ray start --head`, or leave --ray-address out for one of its own"
         ) from error
     try:
-        most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
-        yield cpus_of_each(workers, num_threads, int(ray.available_resources().get("CPU", 0)), most)
+        machines = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        yield cpus_of_each(workers, num_threads, machines, int(ray.available_resources().get("CPU", 0)))
     finally:
         ray.shutdown()
-
-
-def _check_address(address: str) -> None:
-    """ConfigError for what is no address of a cluster, BackendUnavailable where nobody listens: Ray would wait for
-    minutes."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"ray_address={address!r} must be HOST:PORT of a cluster's head, or 'auto'")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise BackendUnavailable(
-            f"ray_address={address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`, or "
-            "leave --ray-address out for one of this server's own"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -235,13 +212,34 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
             drain_seconds=options.settings.drain_seconds,
         )
         log_facts(logging.INFO, "replicas start", workers=options.workers, cpus=cpus)
-        try:
-            handle = serve.run(application, name=name, route_prefix=None)
-        except RuntimeError as error:
-            raise loading_error(_messages(name) or str(error)) from error
+        [handle] = serve.run_many(
+            [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
+        )
+        _wait_for(name)
         yield handle
     finally:
         serve.delete(name)  # waits until the replicas have closed their engines
+
+
+def _wait_for(name: str) -> None:
+    """Until all replicas of an application are there. Ray waits as long as it takes, such as for CPUs that somebody
+    else has reserved meanwhile: the log tells what for. Raises what a replica raised that could not load."""
+    from ray import serve
+
+    told = ""
+    while True:
+        found = serve.status().applications.get(name)
+        if found is None or found.status == "DELETING":
+            raise BackendUnavailable("the replicas were deleted while they started")
+        if found.status == "RUNNING":
+            return
+        if found.status == "DEPLOY_FAILED":
+            raise loading_error(_messages(name) or found.message)
+        message = " ".join(_messages(name).split())
+        if message and message != told:
+            log_facts(logging.WARNING, "replicas are not there yet", reason=message[-_MOST_REASON:])
+            told = message
+        time.sleep(_WAITING_SECONDS)
 
 
 def _messages(name: str) -> str:

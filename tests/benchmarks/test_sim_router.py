@@ -36,7 +36,8 @@ def test_all_requests_are_done_and_none_finds_more_than_there_ever_was(policy, t
     assert 0 <= outcome.hit_tokens <= best.hit_tokens
     assert (outcome.stray, outcome.unknown) == (0, 0)
     assert len(outcome.ttft) == len(best.ttft)
-    assert sum(outcome.ttft) >= sum(best.ttft)
+    # Whatever percentile is looked at: no way to route can be below the floor.
+    assert np.all(np.sort(outcome.ttft) >= np.sort(best.ttft) - 1e-9)
 
 
 def test_prefixes_are_found_where_they_are(trace):

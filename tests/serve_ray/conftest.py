@@ -1,96 +1,42 @@
-"""Two replicas of the bundled model on a Ray of this machine's own, and the same model alone, for one module."""
+"""A Ray of this machine's own for these tests, two replicas of the bundled model on it, and the same model alone."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
-import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from live_servers import LiveServer, serving, wait_until
+from live_servers import LiveServer, serving
+from ray_cases import Running, options_of, running_replicas
 
+SECRET = "a secret of the test suite"
 NUM_CPUS = 4  # Ray's own count: replicas share what CPUs there are
 OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "num_threads": 1, "reuse_gate": "off"}
 
 
-@dataclasses.dataclass
-class Running:
-    """Replicas, and how the tests change them."""
-
-    pool: Any
-    name: str
-    options: Any
-
-    def scale(self, workers: int) -> None:
-        """Have Ray run so many, and wait until the pool knows it."""
-        from ray import serve
-
-        from kvboost_edge.serve_ray.deployment import replica_deployment
-        from kvboost_edge.serve_ray.start import replica_options
-
-        application = replica_deployment(
-            replica_options(self.options), workers=workers, cpus=1, ingress=self.name, drain_seconds=20.0
-        )
-        serve.run(application, name=self.name, route_prefix=None)
-        self.wait_for(workers)
-
-    def wait_for(self, count: int) -> None:
-        """Until the pool uses so many replicas, and each answers."""
-        wait_until(lambda: len(self.pool._replicas.usable) == count, f"{count} replicas to be used", 120)
-        wait_until(lambda: len(self.pool.replicas()) == count, f"{count} replicas to answer", 60)
-
-    def pids(self) -> dict[str, int]:
-        """The process of each replica."""
-        return {one.replica: one.pid for one in self.pool._replicas.ask("describe", seconds=20)}
-
-    def kill(self, replica: str) -> None:
-        os.kill(self.pids()[replica], signal.SIGKILL)
-
-    def idle(self) -> bool:
-        """No replica runs or holds anything."""
-        stats = [view.paged_stats() for view in self.pool.replicas().values()]
-        return not any(one["used_blocks"] or one["num_running"] or one["num_waiting"] for one in stats)
-
-
-@pytest.fixture(scope="session")
-def serve_options() -> Any:
-    from kvboost_edge.server.flags import parse_flags
-
-    argv = ["--num-blocks", "512", "--num-threads", "1", "--disk-cache-dir", "off", "--reuse-gate", "off"]
-    return parse_flags([*argv, "--max-batch-size", "8", "--workers", "2", "--drain-seconds", "20"], "test")
-
-
-@pytest.fixture(scope="module")
-def ray_cluster(isolated_cache: Any) -> Iterator[None]:
+@pytest.fixture(scope="package")
+def ray_cluster(isolated_cache: Any) -> Iterator[str]:
+    """Gives its address. Replicas that wait for a place are told of soon, and all know the secret of the suite."""
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
         warnings.filterwarnings("ignore", "Using extra keyword arguments on `Field`", DeprecationWarning)
+        ray = pytest.importorskip("ray")
         pytest.importorskip("ray.serve")
     from kvboost_edge.serve_ray.start import own_cluster
 
-    with own_cluster(NUM_CPUS):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_SLOW_STARTUP_WARNING_S", "1")
+        patch.setenv("RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S", "1")
+        patch.setenv("KVBOOST_EDGE_REDIS_SECRET", SECRET)
+        with own_cluster(NUM_CPUS):
+            yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
-def running(ray_cluster: None, serve_options: Any) -> Iterator[Running]:
-    from kvboost_edge.config import EngineConfig
-    from kvboost_edge.serve_ray.model import open_tokenizer
-    from kvboost_edge.serve_ray.start import deployed, pooled
-
-    config = EngineConfig.from_options(**serve_options.engine)
-    tokenizer, digest = open_tokenizer(serve_options.model, config)
-    name = "test"
-    with contextlib.ExitStack() as stack:
-        handle = stack.enter_context(deployed(serve_options, name, 1))
-        pool = stack.enter_context(pooled(handle, name, tokenizer, digest, config))
-        found = Running(pool, name, serve_options)
-        found.wait_for(2)
+def running(ray_cluster: str) -> Iterator[Running]:
+    with running_replicas(options_of(), "test") as found:
         yield found
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.errors import CapacityError
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
+from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 
 def test_what_is_cancelled_before_it_begins_is_never_sent() -> None:
@@ -28,3 +36,58 @@ def test_what_is_cancelled_before_it_begins_is_never_sent() -> None:
     asyncio.run(flight.run())
     with pytest.raises(Cancelled, match="request r was cancelled"):
         handle.result(timeout=60)
+
+
+class Answer:
+    """What comes of a call, as Ray gives it."""
+
+    def __init__(self, came: list[Came]) -> None:
+        self._came = came
+
+    async def __aiter__(self) -> AsyncIterator[Came]:
+        for one in self._came:
+            yield one
+
+    def cancel(self) -> None:
+        pass
+
+
+class Pools:
+    """Replicas that refuse requests, as far as a flight sees them."""
+
+    def __init__(self, refusing: set[str], names: list[str]) -> None:
+        self.refusing, self.names = refusing, names
+        self.asked: list[str] = []
+
+    def choices(self, chain: Any, count: int) -> list[Choice]:
+        return [Choice(name, 0, 1, 0.1) for name in self.names[:count]]
+
+    def call(self, sent: Sent) -> Answer:
+        name = sent.targets[0]
+        self.asked.append(name)
+        if name in self.refusing:
+            return Answer([Came(name, failure=failure_of(CapacityError(f"the pool of {name} is too small")))])
+        return Answer([Came(name), Came(name, result=cast(Any, f"by {name}"))])
+
+    def run(self) -> RequestHandle:
+        handle = RequestHandle(1, lambda number: None, lambda number: None, 1)
+        sent: Any = Sent("r", (), b"", SamplingParams(), Terms(), None, 0.0, None, 1)
+        flight = Flight(
+            sent, PromptChain((), 1, 16), handle, PrefixRouter(),
+            choices=self.choices, call=self.call, end=cast(Any, None), keep=cast(Any, None),
+        )  # fmt: skip
+        asyncio.run(flight.run())
+        return handle
+
+
+def test_what_a_pool_cannot_hold_goes_to_others_until_none_is_left() -> None:
+    pools = Pools({"a", "b"}, ["a", "b", "c"])
+    assert pools.run()._result == "by c"
+    assert pools.asked == ["a", "b", "c"]
+    alike = Pools({"a", "b"}, ["a", "b"])
+    with pytest.raises(CapacityError, match="the pool of b is too small"):
+        alike.run().result(timeout=60)
+    assert alike.asked == ["a", "b"]
+    many = Pools(set("abcdefgh"), list("abcdefgh"))
+    with pytest.raises(CapacityError, match="the pool of d is too small"):
+        many.run().result(timeout=60)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.replicas import Replicas
 
 OLD, NEW, OTHER = {"model": "m", "root": "old"}, {"model": "m", "root": "new"}, {"model": "x", "root": "new"}
@@ -17,7 +17,7 @@ OLD, NEW, OTHER = {"model": "m", "root": "old"}, {"model": "m", "root": "new"}, 
 @pytest.fixture
 def replicas() -> Iterator[Replicas]:
     handle: Any = SimpleNamespace(options=lambda **_: None)
-    found = Replicas(handle, "m", 16)
+    found = Replicas(handle, "m")
     yield found
     found.close()
 
@@ -29,6 +29,18 @@ def test_new_settings_are_refused_beside_old_ones_and_used_once_those_are_gone(r
     assert replicas.members_changed({"a2": NEW, "d": OLD}) == {"a2"}
     assert replicas.members_changed({}) == frozenset()
     assert replicas.members_changed({"d": OLD}) == {"d"}
+
+
+def test_a_server_waits_for_its_version_while_those_before_it_are_still_there(replicas: Replicas) -> None:
+    """All that there are have another model: wrong files, or a version that Ray is about to replace."""
+    replicas.members_changed({"c": OTHER})
+    with pytest.raises(ConfigError, match="replica c serves another model"):
+        replicas.open(60)
+    looks: list[None] = []
+    with pytest.raises(ConfigError, match="replica c serves another model"):
+        replicas.open(60, lambda: looks.append(None) or len(looks) == 3)
+    with pytest.raises(BackendUnavailable, match=r"within 0\.1 seconds"):
+        replicas.open(0.1, lambda: False)
 
 
 def test_nothing_starts_once_it_is_closed(replicas: Replicas) -> None:

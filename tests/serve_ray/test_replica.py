@@ -95,6 +95,17 @@ def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica: Any, mon
     assert answer(replica, sent(PROMPT, hashes)).output_token_ids == expected
 
 
+@pytest.mark.parametrize("size", [32, 8])
+def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica: Any, size: int) -> None:
+    """An ingress knows a newer version's settings a moment after its replicas are there."""
+    replica = open_replica("a")
+    hashes, _ = chain_of(replica, PROMPT)
+    expected = answer(replica, sent(PROMPT, hashes)).output_token_ids
+    others = b"".join(prefix_hashes(PROMPT, replica._engine.cache_root, size))
+    found = answer(replica, sent(PROMPT, others))
+    assert (found.output_token_ids, found.cached_tokens) == (expected, 992)
+
+
 def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica: Any) -> None:
     """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it, and what it took to
     read is what is expected of the next."""

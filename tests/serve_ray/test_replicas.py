@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from typing import Any
@@ -177,23 +176,3 @@ def test_a_stream_of_a_killed_replica_ends_with_an_error_event(two: Any, server:
     assert not any("error" in event for event in events[:-1])
     wait_until(lambda: busy not in two.pool._replicas.usable, "the dead replica to be known", 60)
     two.wait_for(2)
-
-
-def test_more_and_fewer_replicas_while_requests_run(two: Any) -> None:
-    async def keep_asking(until: asyncio.Event) -> int:
-        count = 0
-        while not until.is_set():
-            handle = two.pool.submit([count % 50 + 10, 11, 12, 13], max_new_tokens=24, temperature=0.0, ignore_eos=True)
-            assert (await handle.aresult()).generated_tokens == 24
-            count += 1
-        return count
-
-    async def run() -> int:
-        until = asyncio.Event()
-        asking = [asyncio.ensure_future(keep_asking(until)) for _ in range(3)]
-        for workers in (3, 1, 2):
-            await asyncio.to_thread(two.scale, workers)
-        until.set()
-        return sum(await asyncio.gather(*asking))
-
-    assert asyncio.run(run()) > 0

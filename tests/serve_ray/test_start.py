@@ -18,22 +18,10 @@ import pytest
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.replica import own_options
-from kvboost_edge.serve_ray.start import cpus_of_each, flags_of, loading_error
+from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error
 from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import parse_flags
 from live_servers import wait_until
-
-
-def test_each_replica_gets_its_threads_or_an_even_part() -> None:
-    assert cpus_of_each(2, None, 8) == 4
-    assert cpus_of_each(3, None, 8) == 2
-    assert cpus_of_each(2, 3, 8) == 3
-    assert cpus_of_each(2, None, 16, most=4) == 4
-    with pytest.raises(ConfigError, match="no machine of the cluster has 6 CPUs, the largest has 4"):
-        cpus_of_each(2, 6, 16, most=4)
-    for workers, threads in ((3, None), (2, 2)):
-        with pytest.raises(ConfigError, match=rf"workers={workers} .* 2 may be used here"):
-            cpus_of_each(workers, threads, 2)
 
 
 def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there() -> None:
@@ -100,6 +88,18 @@ def test_what_is_wrong_is_told_before_anything_runs(flags: list[str], words: str
     done = subprocess.run(_command(*flags), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stderr
     assert words in done.stderr
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_cluster_without_room_is_told(ray_cluster: str) -> None:
+    own = {name: value for name, value in _OWN.items() if value is not None}
+    flags = ["--ray-address", ray_cluster, "--workers", "5"]
+    done = subprocess.run(
+        _command(*flags), capture_output=True, text=True, timeout=240, check=False, env={**os.environ, **own}
+    )
+    assert done.returncode == 1, done.stderr
+    assert "workers=5 with 1 threads each need 5 CPUs, 4 may be used here" in done.stderr
 
 
 @pytest.mark.alone

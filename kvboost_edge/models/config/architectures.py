@@ -106,6 +106,7 @@ _TESTED = {
     "lfm2_moe": "the same, mixture of experts by sigmoids",
     "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
     "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
+    "lfm2_vl": "the language part of a vision model; text only",
     "qwen3_5": "the language part of a vision model; text only",
     "qwen3_5_moe": "the language part of a vision model; text only",
     "stablelm": "partial rotary",
@@ -131,7 +132,7 @@ _UNTESTED = {
 _TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
 _NATIVE_ALONE = frozenset(
     "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
-    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
+    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text".split()
 )
 _GGUF = frozenset(
     "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss qwen3_vl "

@@ -34,6 +34,7 @@ from kvboost_edge.models.weights.source import QuantRows, WeightSource
 __all__ = ["Piece", "pack_stream", "packing_bytes", "pieces_of", "read_rows"]
 
 _PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
+_ALL_PIECES = 64 << 20  # that all threads do: many threads take smaller pieces
 _WORKING_PIECES = 8  # so much is a thread's own: what it reads, as floats, their codes, and what it makes of them
 _PIECES_PER_THREAD = 2  # so many are under way for each thread: none waits for the writer
 
@@ -66,13 +67,14 @@ class Piece:
         return found
 
 
-def pieces_of(plan: Sequence[PackEntry]) -> Iterator[Piece]:
+def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[Piece]:
     """The entries in order, cut into pieces. Pieces end where a tensor does if a tile does too."""
+    piece_bytes = _piece_bytes(num_threads)
     for entry in plan:
         if entry.kind == VECTOR:
             yield Piece(entry, 0, entry.rows)
             continue
-        step = max(LANES, _PIECE_BYTES // (4 * entry.inputs) // LANES * LANES)
+        step = max(LANES, piece_bytes // (4 * entry.inputs) // LANES * LANES)
         ends = np.cumsum([rows for _, rows in entry.parts]).tolist()
         start = 0
         while start < entry.rows:
@@ -82,11 +84,15 @@ def pieces_of(plan: Sequence[PackEntry]) -> Iterator[Piece]:
             start = stop
 
 
+def _piece_bytes(num_threads: int) -> int:
+    return min(_PIECE_BYTES, _ALL_PIECES // num_threads)
+
+
 def packing_bytes(num_threads: int) -> int:
     """Memory that packing takes at most beside the packed weights, whatever the sizes of tensors: one that holds all
     experts of a layer is read a few megabytes at a time, too. Vectors are small, and packed whole."""
     waiting = _PIECES_PER_THREAD * num_threads + 1
-    return (waiting + _WORKING_PIECES * num_threads) * _PIECE_BYTES
+    return (waiting + _WORKING_PIECES * num_threads) * _piece_bytes(num_threads)
 
 
 def pack_stream(
@@ -105,7 +111,7 @@ def pack_stream(
         return packed
 
     waiting: collections.deque[tuple[Piece, Future[PackedRows]]] = collections.deque()
-    pieces = pieces_of(plan)
+    pieces = pieces_of(plan, num_threads)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="kvboost-pack") as pool:
         try:
             for piece in pieces:

@@ -21,10 +21,10 @@ import numpy as np
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor, EventBatch
 
-__all__ = ["Level", "Residency"]
+__all__ = ["MOST_LEVELS", "Level", "Residency"]
 
 _TOLD = math.inf  # when a belief expires that a replica told
-_MOST_LEVELS = 32  # of one chain; finer differences between replicas are a 32nd of the prompt
+MOST_LEVELS = 32
 
 
 class Level(NamedTuple):
@@ -159,15 +159,16 @@ class Residency:
                 until = known.until
                 self._drop(slot, [key for key in (until if keys is None else keys) if until.get(key, _TOLD) <= now])
 
-    def levels(self, keys: Sequence[int]) -> list[Level]:
+    def levels(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
         """Who holds how much of a chain, from its beginning: ever more blocks, ever fewer holders; [] if nobody does.
+        At most `most` levels: finer differences between replicas are that part of the chain.
 
         Blocks are looked up by halving, as if a replica that holds a block held all before it.
         """
         places = self._places(keys)
         found: list[Level] = []
         get, last, first = self._holders.get, len(places) - 1, 0
-        step = -(-len(places) // _MOST_LEVELS)
+        step = -(-len(places) // most)
         holders = get(keys[places[0]], 0) if places else 0
         while holders:
             low, high = first, last

@@ -19,6 +19,7 @@ Depths = npt.NDArray[np.int64]
 
 _KEY_SHARE = 0.8  # what a second costs at the home of a prompt's cache key
 _OTHERS = 0.5  # of a prompt's own seconds, for those who come after it
+_DISK_LEVELS = 8  # of a chain: an eighth of it is soon read
 _FEW_HOLDERS = 8  # so many bits are looked at one by one
 
 
@@ -146,7 +147,7 @@ class PrefixRouter:
         reached: Depths = depths
         seconds: npt.NDArray[np.float64] | float = 0.0
         if chain.disk.keys and on_disk.any():
-            told = _depths(self._residency.levels(chain.disk.keys), len(depths))
+            told = _depths(self._residency.levels(chain.disk.keys, _DISK_LEVELS), len(depths))
             reached = np.where(on_disk > 0, np.maximum(np.array((0, *chain.disk.ends))[told], depths), depths)
             seconds = (reached - depths) * chain.block_size * on_disk
         if chain.shared.keys and on_server.any():

@@ -26,7 +26,7 @@ from kvboost_edge.models.packed.plan import (
     plan_bytes,
     plan_label,
 )  # fmt: skip
-from kvboost_edge.models.packed.stream import Piece, pack_stream, pieces_of
+from kvboost_edge.models.packed.stream import Piece, pack_stream, packing_bytes, pieces_of
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 Floats = npt.NDArray[np.float32]
@@ -269,6 +269,14 @@ def test_pieces_cover_an_entry_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert pieces[2].parts == [("b", 0, 30), ("c", 0, 18)]
     assert [piece.is_last for piece in pieces] == [False, False, False, True]
     assert list(pieces_of([PackEntry("n", VECTOR, (("x", 5),))])) == [Piece(PackEntry("n", VECTOR, (("x", 5),)), 0, 5)]
+
+
+def test_many_threads_take_smaller_pieces() -> None:
+    """What all of them take together stays the same, below a gigabyte."""
+    entry = PackEntry("m", "int8", (("a", 1 << 20),), 64)
+    for threads, rows in ((1, 1 << 14), (16, 1 << 14), (64, 1 << 12)):
+        assert next(pieces_of([entry], threads)).stop == rows
+    assert [packing_bytes(threads) < 1e9 for threads in (1, 2, 16, 64, 256)] == [True] * 5
 
 
 @pytest.mark.parametrize("kind", [*KINDS, VECTOR])

@@ -147,6 +147,12 @@ def test_levels_say_who_holds_how_much(depths, length):
     for slot, depth in enumerate(depths):
         known.open(slot)
         assert known.apply(slot, batch_of(0, keys[:depth]), 0.0)
+    for most in (3, 8):
+        few = known.levels(keys, most)
+        assert len(few) <= most
+        coarse = [max((n for n, holders in few if holders >> slot & 1), default=0) for slot in range(len(depths))]
+        least = [depth - -(-length // most) for depth in depths]
+        assert all(low < found <= depth for low, found, depth in zip(least, coarse, depths, strict=True))
     levels = known.levels(keys)
     assert [level.num_blocks for level in levels] == sorted({level.num_blocks for level in levels})
     found = [max((n for n, holders in levels if holders >> slot & 1), default=0) for slot in range(len(depths))]

@@ -72,7 +72,12 @@ class DiskMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         held = [block for blocks in CHAINS for block in blocks if self.tier.holds(block.prefix_hash)]
+        known = self.tier.known()
+        assert len(known) == len(set(known)) == self.tier.stat().blocks
+        assert all(map(self.tier.holds, known))
+        assert {block.prefix_hash for block in held} <= set(known)
         self.tier.close()
+        assert self.tier.known() == []
         self.open()
         assert all(self.tier.holds(block.prefix_hash) for block in held)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,7 @@ def test_what_is_touched_last_is_refreshed_when_the_tier_closes(server, client):
     assert client.ttl(stored_keys(client)[0]) > 10
     tier.close()
     assert (tier.write(blocks, payloads), reads(tier, blocks, payloads), tier.holds(bytes(32))) == (0, 0, False)
+    assert tier.known() == []
     assert not tier.stat().writable
 
 
@@ -282,7 +284,9 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
     tier, reader = opened(server.url, clock=clock, ttl_s=100), opened(server.url)
 
     def held(by) -> list[bool | None]:
-        return [by.holds(prefix_hash) for prefix_hash in hashes]
+        found = [by.holds(prefix_hash) for prefix_hash in hashes]
+        assert sorted(by.known()) == sorted(itertools.compress(hashes, found))
+        return found
 
     assert held(tier) == [None] * 4
     tier.write(blocks[:3], payloads[:3])

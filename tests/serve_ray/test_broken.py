@@ -1,0 +1,278 @@
+"""Replicas that are unlike the others, that break, or that cannot load: what is told, and who answers meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
+from kvboost_edge.kvcache.hashing import encode_tokens
+from kvboost_edge.models.locate import locate_model
+from live_servers import wait_until
+from ray_cases import Running, options_of, replica_processes, running_replicas
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+NAME = "broken"
+SMALL_BLOCKS = 32
+SAMPLING = {"max_new_tokens": 4, "temperature": 0.0}
+
+
+def breakable(folder: Path) -> type:
+    """A replica that does what files in a folder say: "small": the next one has a small pool; "other": the next one has
+    keys and values of 8 bits; "dies": processes are killed while they load. And it breaks when it is asked to. Ray
+    copies the class to its processes."""
+    from kvboost_edge.serve_ray.deployment import RayReplica
+
+    class Breakable(RayReplica):
+        still_seconds = 1.0
+
+        def __init__(self, options: Any) -> None:
+            if (folder / "dies").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            for name, changes in {"small": {"num_blocks": SMALL_BLOCKS}, "other": {"kv_cache_bits": 8}}.items():
+                with contextlib.suppress(FileNotFoundError):
+                    (folder / name).rename(folder / "taken")
+                    options = options._replace(engine={**options.engine, **changes})
+            super().__init__(options)
+
+        async def ask(self, asked: Any) -> Any:
+            if not asked.method.startswith("be_"):
+                return await super().ask(asked)
+            if self.name in asked.targets:
+                getattr(self, asked.method)()
+                return True
+            return None
+
+        def be_dead(self) -> None:
+            def fail() -> None:
+                raise RuntimeError("the bookkeeping of this engine is broken")
+
+            self._engine._core._plan = fail
+            self._engine._core.cancel(-1)  # wakes it
+
+        def be_still(self) -> None:
+            self._engine._core._runner.forward = lambda batch: threading.Event().wait()
+
+        def be_slow(self) -> None:
+            real = self._engine._core._runner.forward
+
+            def forward(batch: Any) -> Any:
+                time.sleep(2e-3 * len(batch.token_ids))
+                return real(batch)
+
+            self._engine._core._runner.forward = forward
+
+    return Breakable
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("breakable")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """A copy of the bundled model, to be changed."""
+    return Path(shutil.copytree(locate_model("kvboost-edge/demo"), folder / "model"))
+
+
+@pytest.fixture(scope="module")
+def breakable_class(ray_cluster: str, folder: Path) -> Iterator[None]:
+    from kvboost_edge.serve_ray import deployment
+
+    real, broken = deployment.replica_deployment, breakable(folder)
+
+    def deployment_of(options: Any, **given: Any) -> Any:
+        return real(options, **given)._bound_deployment.options(func_or_class=broken).bind(options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployment, "replica_deployment", deployment_of)
+        yield
+
+
+@pytest.fixture(scope="module")
+def broken(breakable_class: None, folder: Path, model: Path) -> Iterator[Running]:
+    (folder / "small").touch()
+    with running_replicas(options_of("--model", str(model)), NAME) as found:
+        yield found
+
+
+@pytest.fixture
+def pool(broken: Running) -> Any:
+    """With two replicas, whatever a test before did."""
+    broken.wait_for(2)
+    return broken.pool
+
+
+def ask_to(pool: Any, what: str, replica: str) -> None:
+    """Have one replica break."""
+    assert pool._replicas.ask(what, seconds=20, among=[replica]) == [True]
+
+
+def computed(pool: Any) -> dict[str, int]:
+    """Prompt tokens that each replica has computed."""
+    return {name: view.paged_stats()["miss_tokens"] for name, view in pool.replicas().items()}
+
+
+def prompts(first: int, count: int, num_tokens: int) -> list[list[int]]:
+    """That share no prefix."""
+    return [[20 + number, *range(20, 19 + num_tokens)] for number in range(first, first + count)]
+
+
+def status() -> tuple[str, str]:
+    """Of the deployment, as Ray tells it, and why."""
+    from ray import serve
+
+    found = serve.status().applications[NAME].deployments["engine"]
+    return str(found.status.value), found.message
+
+
+def test_what_one_pool_cannot_hold_a_larger_one_computes(pool: Any) -> None:
+    """And what none holds is refused as one engine refuses it."""
+    sizes = sorted(view.paged_stats()["num_blocks"] for view in pool.replicas().values())
+    assert sizes == [SMALL_BLOCKS, 512]
+    too_large = [[20 + number] * (16 * SMALL_BLOCKS + 16) for number in range(8)]
+    for handle in [pool.submit(prompt, **SAMPLING) for prompt in too_large]:
+        assert handle.result(timeout=120).generated_tokens == 4
+
+
+def test_slower_replicas_get_less(pool: Any) -> None:
+    """Once its speed has been measured, a slow replica is chosen only where the other one is busy."""
+    sizes = {name: view.paged_stats()["num_blocks"] for name, view in pool.replicas().items()}
+    slow, fast = sorted(sizes, key=lambda name: sizes[name])
+    ask_to(pool, "be_slow", slow)
+    start = computed(pool)[slow]
+    for handle in [pool.submit(prompt, **SAMPLING) for prompt in prompts(0, 16, 200)]:
+        handle.result(timeout=120)
+    assert computed(pool)[slow] > start, "nothing was measured"
+    before = computed(pool)
+    for prompt in prompts(50, 10, 200):
+        pool.submit(prompt, **SAMPLING).result(timeout=120)
+    after = computed(pool)
+    assert after[fast] - before[fast] == 10 * 200
+    assert after[slow] == before[slow]
+
+
+@pytest.mark.parametrize("what", ["be_dead", "be_still"])
+def test_an_engine_that_computes_no_more_is_replaced(pool: Any, broken: Running, what: str) -> None:
+    """One whose thread has died, and one that does nothing although it has a request: that is computed elsewhere."""
+    prompt = prompts(100, 1, 300)[0]
+    expected = pool.submit(prompt, **SAMPLING).result(timeout=60)
+    before = broken.pids()
+    data = encode_tokens(prompt)
+    held = {name: pool._replicas.ask("warm_result", data, None, None, seconds=20, among=[name]) for name in before}
+    holder = max(held, key=lambda name: int(held[name][0]))
+    ask_to(pool, what, holder)
+    found = pool.submit(prompt, **SAMPLING).result(timeout=120)
+    assert found.output_token_ids == expected.output_token_ids
+    wait_until(lambda: holder not in pool._replicas.usable, "the broken replica to be gone", 120)
+    broken.wait_for(2)
+    assert len(set(before.values()) & set(broken.pids().values())) == 1
+    wait_until(broken.idle, "the blocks to be free", 60)
+
+
+def test_replicas_of_another_kind_are_refused_and_the_others_answer(
+    pool: Any, broken: Running, folder: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One with other settings, one with other files, one that cannot read them: the log or Ray says why. With the right
+    ones there are two again."""
+    from kvboost_edge.serve_ray.members import _members
+    from kvboost_edge.serve_ray.model import model_digest
+    from kvboost_edge.serve_ray.replicas import Replicas
+
+    config = model / "config.json"
+    right = config.read_bytes()
+    _, other = sorted(pool._replicas.usable)
+    kept = broken.pids()[other]
+
+    def replace_the_other_one() -> None:
+        for process in replica_processes(NAME, "engine"):
+            if process.pid != kept:
+                process.kill()
+
+    def wait_for_refusal(what: str) -> None:
+        def reasons() -> list[str]:
+            return [r.facts["reason"] for r in caplog.records if r.getMessage() == "replica refused"]
+
+        wait_until(lambda: any(what in reason for reason in reasons()), f"a replica to be refused: {what}", 120)
+        assert pool._replicas.usable == {other}
+        assert pool.submit("Hello", **SAMPLING).result(timeout=60).generated_tokens
+
+    with caplog.at_level(logging.ERROR):
+        (folder / "other").touch()
+        replace_the_other_one()
+        wait_for_refusal("has other settings or another processor")
+        config.write_bytes(right + b"\n")
+        replace_the_other_one()
+        wait_for_refusal("serves another model: its files have the digest")
+
+    # A server that reads other files than all of them does not start.
+    shutil.copytree(model, tmp_path / "third")
+    (tmp_path / "third" / "config.json").write_bytes(right + b"\n\n")
+    third = Replicas(pool._replicas._handle, model_digest(str(tmp_path / "third"), EngineConfig()))
+    third.members_changed(_members[NAME])
+    with pytest.raises(ConfigError, match="serves another model"):
+        third.open(60)
+    third.close()
+
+    config.write_bytes(b"{")
+    replace_the_other_one()
+    wait_until(lambda: "config.json" in status()[1], "Ray to say why", 120)
+    assert status()[0] in ("UNHEALTHY", "UPDATING")
+    assert pool.submit("Hello", **SAMPLING).result(timeout=60).generated_tokens
+    config.write_bytes(right)
+    broken.wait_for(2)
+    wait_until(lambda: status()[0] == "HEALTHY", "the deployment to be healthy", 120)
+
+
+def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken: Running, folder: Path) -> None:
+    (folder / "dies").touch()
+    try:
+        with (
+            pytest.raises(BackendUnavailable, match="a replica ended while it loaded"),
+            running_replicas(options_of("--workers", "1"), "dying"),
+        ):
+            pass
+    finally:
+        (folder / "dies").unlink()
+
+
+def test_replicas_that_have_no_place_are_told(broken: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """CPUs that somebody else has reserved meanwhile; it waits until they are free, or until it is ended."""
+    from ray import serve
+
+    ended: list[KVBoostError] = []
+
+    def start() -> None:
+        try:
+            with running_replicas(options_of("--workers", "3"), "waiting"):
+                pass
+        except KVBoostError as error:
+            ended.append(error)
+
+    def told() -> list[str]:
+        return [r.facts["reason"] for r in caplog.records if r.getMessage() == "replicas are not there yet"]
+
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=start)
+        thread.start()
+        try:
+            wait_until(lambda: any("to be scheduled" in reason for reason in told()), "the log to say it", 120)
+        finally:
+            serve.delete("waiting")
+            thread.join()
+    assert 'Resources required for each replica: {"CPU": 1' in told()[-1]
+    assert isinstance(ended[0], BackendUnavailable)
+    assert "deleted while they started" in str(ended[0])

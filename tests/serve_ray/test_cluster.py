@@ -1,0 +1,165 @@
+"""docs/deploy/serve.yaml as `serve run` runs it: the server on the cluster too, restarted and scaled under load."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from live_servers import wait_until
+from ray_cases import replica_processes
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+NAME = "kvboost-edge"
+FILE = Path(__file__).parents[2] / "docs" / "deploy" / "serve.yaml"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+class Cluster:
+    """The file's application on the Ray of the tests, at a free port."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        import yaml
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.config: dict[str, Any] = yaml.safe_load(FILE.read_text())
+        assert self.config["http_options"] == {"host": "127.0.0.1", "port": 8000}
+        self.config["http_options"]["port"] = port
+        self._address, self._file = address, folder / "serve.yaml"
+
+    def deploy(self, **changes: Any) -> None:
+        """With other values of the application. Without waiting for them."""
+        from kvboost_edge.serve_ray.start import _OWN
+
+        self.config["applications"][0] |= changes
+        self._file.write_text(json.dumps(self.config))  # JSON is YAML
+        own = {name: value for name, value in _OWN.items() if value is not None}
+        serve = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()"]
+        done = subprocess.run(
+            [*serve, "run", "--non-blocking", str(self._file)],
+            env={**os.environ, **own, "RAY_ADDRESS": self._address},
+            cwd=FILE.parents[2],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError), self.client() as client:
+            return client.get("/ready").status_code == 200
+        return False
+
+    def replicas(self) -> set[str]:
+        """Those the server's figures tell of."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return {line.split('replica="')[1].split('"')[0] for line in lines if line.startswith("kvboost:blocks{")}
+
+    def num_running(self) -> int:
+        """Requests that the replicas compute."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+    def ask(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        with self.client() as client:
+            answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **GREEDY, **fields})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def events(self, prompt: Any, **fields: Any) -> list[str]:
+        """The data of a stream, as far as it came."""
+        found: list[str] = []
+        body = {"prompt": prompt, "stream": True, **GREEDY, **fields}
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            self.client() as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            found.extend(line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    from ray import serve
+
+    serve.shutdown()  # that of other tests has no port
+    found = Cluster(ray_cluster, tmp_path_factory.mktemp("deploy"))
+    found.deploy()
+    wait_until(found.is_ready, "the server to be ready", 180)
+    yield found
+    serve.shutdown()
+
+
+def test_the_file_of_the_docs_serves(cluster: Cluster, alone: Any) -> None:
+    wait_until(lambda: len(cluster.replicas()) == 2, "two replicas to tell their figures", 60)
+    expected = alone.generate("Hello", max_new_tokens=12, temperature=0.0, ignore_eos=True).output_text
+    assert cluster.ask("Hello", max_tokens=12)["choices"][0]["text"] == expected
+    events = cluster.events("Hello", max_tokens=12)
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected
+
+
+def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster: Cluster) -> None:
+    """Each prompt lies where a cache key of its own has put it: without knowing that half of them would be missed."""
+    prompts = [[20 + number, *range(100, 100 + 159)] for number in range(12)]
+    for number, prompt in enumerate(prompts):
+        cluster.ask(prompt, prompt_cache_key=f"key {number}")
+    before = cluster.replicas()
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        streams = [threads.submit(cluster.events, [number, 7], max_tokens=1500) for number in range(30, 34)]
+        wait_until(lambda: cluster.num_running() == 4, "the streams to run", 60)
+        [server] = replica_processes(NAME, "server")
+        server.kill()
+        for stream in streams:
+            assert stream.result(timeout=120)[-1:] != ["[DONE]"]
+    wait_until(lambda: not server.is_running(), "the server to end", 60)
+    wait_until(cluster.is_ready, "the server to be back", 120)
+    assert cluster.replicas() == before
+    cached = [cluster.ask(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for prompt in prompts]
+    assert cached == [159] * 12
+    wait_until(lambda: not cluster.num_running(), "what nobody waits for to end", 60)
+
+
+def test_scaling_keeps_replicas_and_what_runs_on_them(cluster: Cluster) -> None:
+    """2 -> 3 -> 1 by the file's `deployments`: streams go on to their end, the replicas that stay are the same ones."""
+
+    def scaled(count: int) -> set[str]:
+        cluster.deploy(deployments=[{"name": "engine", "num_replicas": count}])
+        wait_until(lambda: len(cluster.replicas()) == count, f"{count} replicas to tell their figures", 120)
+        return cluster.replicas()
+
+    two = cluster.replicas()
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        streams = [threads.submit(cluster.events, [number, 7], max_tokens=1000) for number in range(40, 46)]
+        wait_until(lambda: cluster.num_running() == 6, "the streams to run", 60)
+        three = scaled(3)
+        assert two < three
+        streams += [threads.submit(cluster.events, [number, 7], max_tokens=1000) for number in range(46, 52)]
+        assert scaled(1) < three
+        for stream in streams:
+            events = stream.result(timeout=180)
+            assert events[-1] == "[DONE]"
+            assert sum(len(json.loads(event)["choices"]) for event in events[:-1]) > 900
+    assert cluster.ask("Hello")["usage"]["completion_tokens"] == 4

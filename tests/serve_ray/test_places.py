@@ -1,0 +1,115 @@
+"""Which clusters and machines have room for replicas, against placing them one by one; no Ray."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.serve_ray import places
+from kvboost_edge.serve_ray.places import check_address, cpus_of_each
+
+
+def test_each_replica_gets_its_threads_or_an_even_part() -> None:
+    assert cpus_of_each(2, None, [8]) == 4
+    assert cpus_of_each(3, None, [8]) == 2
+    assert cpus_of_each(2, 3, [8]) == 3
+    assert cpus_of_each(2, None, [4] * 4) == 4
+    assert cpus_of_each(2, None, [16, 4], free=6) == 3
+    with pytest.raises(ConfigError, match="no machine of the cluster has 6 CPUs, the largest has 4"):
+        cpus_of_each(2, 6, [4] * 4)
+    for workers, threads in ((3, None), (2, 2)):
+        with pytest.raises(ConfigError, match=rf"workers={workers} .* 2 may be used here"):
+            cpus_of_each(workers, threads, [2])
+    with pytest.raises(ConfigError, match="workers=2 with 3 threads each need 6 CPUs, 5 may be used"):
+        cpus_of_each(2, 3, [8], free=5)
+    with pytest.raises(ConfigError, match="0 may be used here"):
+        cpus_of_each(1, None, [])
+
+
+@pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
+def test_a_replica_is_on_one_machine(machines: list[int]) -> None:
+    """Ray would wait for ever for a place on two; each size is compared with placing them one by one."""
+
+    def fit(workers: int, each: int) -> bool:
+        free = list(machines)
+        for _ in range(workers):
+            place = next((n for n, cpus in enumerate(free) if cpus >= each), None)
+            if place is None:
+                return False
+            free[place] -= each
+        return True
+
+    for workers in range(1, sum(machines) + 1):
+        found = cpus_of_each(workers, None, machines)
+        assert fit(workers, found)
+        assert not fit(workers, found + 1)
+        for each in range(1, max(machines) + 1):
+            if fit(workers, each):
+                assert cpus_of_each(workers, each, machines) == each
+            else:
+                with pytest.raises(ConfigError, match=rf"workers={workers} with {each} threads"):
+                    cpus_of_each(workers, each, machines)
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """A server that answers the first client with these bytes and ends; None: it accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        done = threading.Event()
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client:
+                assert client.recv(1024)
+                if answer is not None:
+                    client.sendall(answer)
+                else:
+                    done.wait()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "something else listens there"),
+        (b"", "something else listens there"),
+        (b"\0\0\0\4", "something else listens there"),
+        (None, "timed out"),
+    ],
+)
+def test_what_is_no_head_of_a_cluster_is_told_soon(
+    answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_ANSWERING_SECONDS", 0.2 if answer is None else 60.0)
+    with listening(answer) as address, pytest.raises(BackendUnavailable, match=f"no Ray cluster answers.*{reason}"):
+        check_address(address)
+
+
+def test_whatever_speaks_as_a_head_does_may_be_one() -> None:
+    with listening(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0]) + bytes(6)) as address:
+        check_address(address)
+    check_address("auto")
+
+
+@pytest.mark.parametrize("address", ["here", "ray://127.0.0.1:1", ":1", "127.0.0.1:", "127.0.0.1:x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        check_address(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999999"])
+def test_where_nobody_listens_there_is_no_cluster(address: str) -> None:
+    with pytest.raises(BackendUnavailable, match=f"ray_address='{address}': no Ray cluster answers there"):
+        check_address(address)

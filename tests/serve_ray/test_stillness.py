@@ -1,0 +1,22 @@
+"""When an engine counts as standing still, told by a clock and figures of the test."""
+
+from __future__ import annotations
+
+from kvboost_edge.serve_ray.stillness import Stillness
+
+
+def test_only_work_without_progress_and_without_processor_time_is_stillness() -> None:
+    watch = Stillness()
+    assert watch.look((1,), True, 0.0, 0.0) == 0.0
+    # Nothing moves, and next to nothing is computed.
+    assert [watch.look((1,), True, 0.01 * now, float(now)) for now in (2, 4, 60)] == [2.0, 4.0, 60.0]
+    # A slow step: no figure moves, the processor works.
+    assert watch.look((1,), True, 30.0, 62.0) == 0.0
+    assert watch.look((1,), True, 31.9, 64.0) == 0.0
+    # It stops.
+    assert watch.look((1,), True, 32.0, 74.0) == 10.0
+    # A figure moves.
+    assert watch.look((2,), True, 32.0, 76.0) == 0.0
+    # Without work nothing need move.
+    assert watch.look((2,), False, 32.0, 500.0) == 0.0
+    assert watch.look((2,), True, 32.0, 501.0) == 1.0

@@ -1,0 +1,112 @@
+"""Versions of the replicas that follow one another while requests run; and what new ones know of the old ones' work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvboost_edge.serve_ray.flight import ReplicaLost
+from live_servers import wait_until
+from ray_cases import Running, options_of, running_replicas
+from redis_servers import RedisServer, running_redis
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+LONG = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
+PREFIX = [number % 200 + 20 for number in range(7 * 48)]
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def versions(ray_cluster: str, redis_server: RedisServer) -> Iterator[Running]:
+    with running_replicas(options_of("--redis-url", redis_server.url), "versions") as found:
+        yield found
+
+
+def told(pool: Any, keys: tuple[int, ...]) -> bool:
+    """Whether a replica has told the pool's router that it holds all blocks of a prompt."""
+
+    async def look() -> bool:
+        router = pool._replicas.router
+        return any(all(router.beliefs(name).get(key) for key in keys) for name in router.members())
+
+    found: bool = pool._replicas.start(look()).result(timeout=60)
+    return found
+
+
+def started(pool: Any, count: int, **sampling: Any) -> list[Any]:
+    """Requests whose first token has been taken."""
+    handles = [pool.submit([number, *range(200, 240)], **sampling) for number in range(20, 20 + count)]
+    for handle in handles:
+        next(iter(handle.events()))
+    return handles
+
+
+def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(
+    versions: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings are others: they become the pool's, and what the new replicas hold is known by them."""
+    pool, before, root = versions.pool, versions.pids(), versions.pool._about.root
+    handles = started(pool, 6, **LONG)
+    new = options_of("--kv-cache-bits", "8", "--block-size", "48", "--redis-url", versions.options.engine["redis_url"])
+    updating = threading.Thread(target=versions.deploy, args=(2, new))
+    updating.start()
+    count = 0
+    while updating.is_alive():
+        asked = pool.submit([count % 50 + 10, 11, 12, 13], max_new_tokens=24, temperature=0.0, ignore_eos=True)
+        assert asked.result(timeout=120).generated_tokens == 24
+        count += 1
+    updating.join()
+    assert count
+    assert [handle.result(timeout=120).generated_tokens for handle in handles] == [600] * 6
+    after = versions.pids()
+    assert len(after) == 2
+    assert not before.keys() & after.keys()
+    wait_until(lambda: pool._about.root != root, "the pool to know the new settings")
+    assert pool._about.replica in after
+    chains = []
+    real = pool._replicas.choices
+    monkeypatch.setattr(pool._replicas, "choices", lambda chain, count: chains.append(chain) or real(chain, count))
+    pool.submit(PREFIX, max_new_tokens=1).result(timeout=60)
+    assert len(chains[0].keys) == 7
+    wait_until(lambda: told(pool, chains[0].keys), "a replica to tell of the prompt")
+
+
+def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(
+    versions: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what replicas wrote to Redis those that come after them read: the same answer."""
+    pool = versions.pool
+    monkeypatch.setattr("kvboost_edge.serve_ray.deployment._LAST_SECONDS", 0.0)
+    short = options_of("--redis-url", versions.options.engine["redis_url"], "--drain-seconds", "0")
+    versions.deploy(2, short)
+    sampling = {"max_new_tokens": 8, "temperature": 0.0, "logprobs": 0}
+    cold = pool.submit(PREFIX, **sampling).result(timeout=60)
+
+    def written() -> int:
+        stats = [view.paged_stats()["tiers"]["redis"] for view in pool.replicas().values()]
+        return sum(one["written_blocks"] for one in stats)
+
+    wait_until(lambda: written() >= len(PREFIX) // 16, "the prompt to be in Redis", 60)
+    handles = started(pool, 8, **{**LONG, "max_new_tokens": 1900})
+    versions.deploy(2)
+    lost = 0
+    for handle in handles:
+        try:
+            assert len(list(handle.events())) == 1900 - 1
+        except ReplicaLost:
+            lost += 1
+    assert lost
+    assert all(view.cache_stats()["cache_hits"] == 0 for view in pool.replicas().values())
+    again = pool.submit(PREFIX, **sampling).result(timeout=60)
+    assert again.hit_tokens == {"pool": 0, "redis": len(PREFIX) - 1}
+    assert (again.output_token_ids, again.logprobs) == (cold.output_token_ids, cold.logprobs)
+    wait_until(versions.idle, "the blocks to be free", 60)
