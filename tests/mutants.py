@@ -225,8 +225,8 @@ FAULTS = (
     fault(
         "equal prefixes in flight are computed twice",
         "engine/scheduler.py",
-        "self.manager.awaited_hash(sequence.cacheable_ids, sequence.request.root)",
-        "None",
+        "sequence.awaited_hash = awaited",
+        "sequence.awaited_hash = None",
         "tests/engine/test_schedules.py",
     ),
     fault(
@@ -235,8 +235,8 @@ FAULTS = (
     fault(
         "only one EOS token is known",
         "engine/build.py",
-        "runner, tokenizer, frozenset(defaults.eos_token_ids), fingerprint)",
-        "runner, tokenizer, frozenset(defaults.eos_token_ids[:1]), fingerprint)",
+        "eos = frozenset(defaults.eos_token_ids)",
+        "eos = frozenset(defaults.eos_token_ids[:1])",
         *PER_REQUEST,
     ),
     fault(

@@ -300,4 +300,4 @@ def test_where_only_the_state_was_dropped_it_comes_from_the_tier_alone() -> None
 
 def keys_of(prompt: list[int]) -> list[ContentKey]:
     """The blocks of a prompt, by content."""
-    return bench_of().manager.content.keys_after(prompt, ROOT)[1]
+    return list(bench_of().manager.content.keys_after(prompt, ROOT)[1])

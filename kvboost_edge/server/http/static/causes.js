@@ -9,7 +9,7 @@ export const CAUSES = {
   thinking: ["thinking left out", "look", "Send reasoning_content back with the answers."],
   retokenized: ["same text, other tokens", "look", "Send answers back as they were."],
   evicted: ["evicted", "look", "More memory for the pool, a disk tier, or a pin."],
-  state: ["state not kept", "look", "More memory for states (--max-state-bytes)."],
+  state: ["state not kept", "look", "Raise --max-state-bytes."],
   not_kept: ["not kept", "look", "The earlier request still ran, or its mode keeps nothing."],
   first_seen: ["nothing alike before", "plain", "Warm what many prompts begin with."],
   other_position: ["reused at other positions", "plain", ""],

@@ -27,8 +27,7 @@ const COUNTERS = [
   ["generated_tokens_total", "Tokens generated"],
   ["evictions", "Blocks evicted"],
   ["preemptions", "Requests preempted"],
-  ["state_slots_used", "States kept"],
-  ["replayed_tokens", "Prompt tokens replayed for a state"],
+  ["replayed_tokens", "Tokens replayed"],
 ];
 
 export class LiveView {
