@@ -14,6 +14,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request import Entry
 from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import prefix_hashes
 from kvboost_edge.tiers.disk.tier import DiskTier
 
@@ -83,6 +84,17 @@ def test_a_miss_names_the_places_that_dropped_its_block():
     assert dropped(full, PROMPT, other) == ("evicted", ("pool",))
     assert dropped(DictTier(), PROMPT, other) == ("evicted", ("pool", "shelf"))
     assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), "this pool never had it"
+
+
+@pytest.mark.parametrize(("reason", "told"), [("first_seen", ("evicted", ("shelf",))), ("state", ("state", ())),
+                                              ("evicted", ("evicted", ("pool", "shelf")))])  # fmt: skip
+def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(reason, told):
+    tier = DictTier()
+    tier.lost.add(b"hash")
+    bench = Bench(tiers=[tier])
+    table = BlockTable(0, b"root")
+    table.miss_reason, table.missed_hash = reason, b"hash"
+    assert bench.scheduler.loads.missed(table) == told
 
 
 def test_what_was_not_looked_up_was_dropped_from_nowhere():
